@@ -1,0 +1,87 @@
+"""Sheets of pictures: samples with captions, and reconstructions side by side."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from .style import DPI, save, shorten
+
+_GAP = 8
+
+
+def as_uint8(image) -> np.ndarray:
+    """An image (PIL, or H x W, H x W x 1, x 3, x 4; floats in [0, 1] or bytes) as H x W x 3 bytes."""
+    if isinstance(image, Image.Image):
+        return np.asarray(image.convert("RGB"))
+    array = np.asarray(image)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
+        raise ValueError(f"an image of shape {np.shape(image)} is not H x W x channels; move the channels last.")
+    if array.dtype != np.uint8:  # reconstructions leave [0, 1] a little
+        array = (np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).round().astype(np.uint8)
+    return np.repeat(array, 3, axis=2) if array.shape[2] == 1 else array[:, :, :3]
+
+
+def _fit(image, cell: int) -> np.ndarray:
+    """The image on a white square: small ones enlarged with their pixels left visible, large ones smoothly reduced."""
+    picture = Image.fromarray(as_uint8(image))
+    scale = cell / max(picture.size)
+    size = [max(1, round(side * scale)) for side in picture.size]
+    picture = picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
+    square = Image.new("RGB", (cell, cell), "white")
+    square.paste(picture, ((cell - size[0]) // 2, cell - size[1]))  # down to its caption
+    return np.asarray(square)
+
+
+def _sheet(rows: list[list], cell: int, above: int, below: int) -> tuple[Figure, list[list[tuple[int, int]]]]:
+    """A figure of squares in rows with room for text above the sheet and below each square, and their corners."""
+    columns = max(len(row) for row in rows)
+    width = columns * (cell + _GAP) + _GAP
+    height = above + len(rows) * (cell + below + _GAP) + _GAP
+    canvas = np.full((height, width, 3), 255, dtype=np.uint8)
+    corners = []
+    for r, row in enumerate(rows):
+        top = above + _GAP + r * (cell + below + _GAP)
+        corners.append([(_GAP + c * (cell + _GAP), top) for c in range(len(row))])
+        for (left, _), image in zip(corners[-1], row, strict=True):
+            canvas[top : top + cell, left : left + cell] = _fit(image, cell)
+    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
+    ax = figure.add_axes((0, 0, 1, 1))
+    ax.imshow(canvas, interpolation="none", extent=(0, width, height, 0))
+    ax.axis("off")
+    return figure, corners
+
+
+def contact_sheet(images: Sequence, captions: Sequence[str], path: str | Path, columns: int = 8) -> Path:
+    """Pictures in rows of `columns`, each over its caption (two lines; longer ones are cut in the middle)."""
+    if len(images) == 0 or len(images) != len(captions):
+        raise ValueError(f"{len(images)} images and {len(captions)} captions; give at least one and as many of each.")
+    cell, letters = 128, 17
+    rows = [list(images[i : i + columns]) for i in range(0, len(images), columns)]
+    figure, corners = _sheet(rows, cell, above=0, below=36)
+    for (left, top), caption in zip([corner for row in corners for corner in row], captions, strict=True):
+        lines = textwrap.wrap(str(caption), letters)
+        lines = lines[:1] + [shorten(" ".join(lines[1:]), letters)]
+        figure.axes[0].text(
+            left + cell / 2, top + cell + 4, "\n".join(lines), ha="center", va="top", fontsize=7.5, parse_math=False
+        )
+    return save(figure, path)
+
+
+def reconstruction_sheet(rows: Sequence[Sequence], path: str | Path, titles: Sequence[str]) -> Path:
+    """One row an image (image, masked, reconstruction, perhaps another model's), one title a column."""
+    widths = {len(row) for row in rows}
+    if widths != {len(titles)}:
+        raise ValueError(f"rows of {sorted(widths)} pictures under {len(titles)} titles; give one title a column.")
+    cell = 144
+    figure, corners = _sheet([list(row) for row in rows], cell, above=24, below=0)
+    for (left, _), title in zip(corners[0], titles, strict=True):
+        figure.axes[0].text(
+            left + cell / 2, 26, shorten(title, 19), ha="center", va="bottom", fontsize=9, parse_math=False
+        )
+    return save(figure, path)

@@ -1,0 +1,80 @@
+"""What all pictures share: a palette that colour-blind readers can tell apart, group colours, saving.
+
+Figures are made directly (`matplotlib.figure.Figure`), never through pyplot: no backend is chosen, no window opened,
+no global list of figures grows, and pictures can be drawn from any thread.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's eight colours.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+DPI = 120
+PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+
+# Colour is never the only sign: each group has a marker of its own too.
+GROUP_COLOURS = {"accuracy": BLACK, "many": BLUE, "medium": GREEN, "few": VERMILLION}
+GROUP_MARKERS = {"accuracy": "o", "many": "s", "medium": "^", "few": "D"}
+GROUP_NAMES = {"accuracy": "all", "many": "many", "medium": "medium", "few": "few"}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A white figure of this size in inches whose parts are kept from overlapping."""
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write the figure in the format of the path's suffix and return the path; the folder is made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+def plain(ax: Axes, xlabel: str = "", ylabel: str = "", title: str | None = None) -> Axes:
+    """Axes without a box, with a faint grid behind the data; names from users are never read as mathematics."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", color="0.9", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    if title:
+        ax.set_title(title, loc="left", fontsize=11, parse_math=False)
+    return ax
+
+
+def shorten(text: object, length: int) -> str:
+    """The text, cut in the middle where it is too long: species names tend to differ at their ends."""
+    text = str(text)
+    if len(text) <= length:
+        return text
+    front = (length - 1) // 2
+    return f"{text[:front]}…{text[len(text) - (length - 1 - front) :]}"
+
+
+def shade_groups(ax: Axes, groups: Sequence[str]) -> None:
+    """Shade stretches of the x axis where classes, in their order along it, belong to many, medium or few."""
+    starts = [0] + [i for i in range(1, len(groups)) if groups[i] != groups[i - 1]] + [len(groups)]
+    for low, high in zip(starts[:-1], starts[1:], strict=True):
+        name = groups[low]
+        ax.axvspan(low - 0.5, high - 0.5, color=GROUP_COLOURS[name], alpha=0.09, linewidth=0)
+        # A stretch too narrow for its words goes without: 6 % of the axis holds "medium" and its number.
+        if high - low >= 0.06 * len(groups):
+            label = f"{name}\n{high - low:,}"
+            ax.text((low + high) / 2 - 0.5, 1.01, label, transform=ax.get_xaxis_transform(), ha="center", va="bottom")
+            ax.texts[-1].set(color=GROUP_COLOURS[name], fontsize=9)
+
+
+def label_classes(ax: Axes, names: Iterable[object], num_classes: int) -> None:
+    """Name the classes under the axis when there is room for all of them."""
+    ax.set_xlim(-0.5, num_classes - 0.5)
+    if num_classes > 40:
+        ax.set_xlabel("class, by number of training images")
+        return
+    ax.set_xticks(np.arange(num_classes), [shorten(name, 18) for name in names], rotation=90, parse_math=False)
+    ax.tick_params(axis="x", labelsize=9)
