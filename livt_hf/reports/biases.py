@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from livt_hf.losses import balanced_bce_bias, balanced_ce_bias
+
 from .style import BLUE, ORANGE, VERMILLION, label_classes, new_figure, plain, save, shade_groups
 
 # With many classes the two nearly coincide: thin dashes over a wide line show both.
@@ -15,8 +17,6 @@ _CE_NAME, _BCE_NAME = "Theorem 1 (softmax)", "Theorem 3 (sigmoid)"
 
 def _both(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The two biases of each class, both towards a uniform test prior."""
-    from livt_hf.losses import balanced_bce_bias, balanced_ce_bias
-
     counts = counts.tolist()
     return balanced_ce_bias(counts, test_prior="uniform").numpy(), balanced_bce_bias(counts, "uniform").numpy()
 
@@ -56,7 +56,7 @@ def class_distribution(
 
 
 def bias_curves(path: str | Path, num_classes: int = 1000) -> Path:
-    """Both biases over the training prior pi of a class (Fig. "val-ce-bce"): near each other until the class is large."""
+    """Both biases over the training prior pi of a class (Fig. "val-ce-bce"): they part where a class is large."""
     # A class with share pi against the rest in equal parts, in units of 1e-9 of the images.
     shares = np.concatenate([np.geomspace(1e-5, 0.5, 120), np.linspace(0.5, 0.999, 80)[1:]])
     total = 10**9 * (num_classes - 1)

@@ -76,5 +76,7 @@ def label_classes(ax: Axes, names: Iterable[object], num_classes: int) -> None:
     if num_classes > 40:
         ax.set_xlabel("class, by number of training images")
         return
-    ax.set_xticks(np.arange(num_classes), [shorten(name, 18) for name in names], rotation=90, parse_math=False)
+    labels = [shorten(name, 18) for name in names]
+    crowded = num_classes * (max(map(len, labels)) + 1) > 90  # letters beside each other on one line
+    ax.set_xticks(np.arange(num_classes), labels, rotation=90 if crowded else 0, parse_math=False)
     ax.tick_params(axis="x", labelsize=9)
