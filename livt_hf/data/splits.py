@@ -1,0 +1,109 @@
+"""Which images a long-tailed data set is made of: counts per class, and the picks that follow from them.
+
+Numpy only, and no Python loop over rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def exponential_counts(num_classes: int, max_count: int, imbalance_factor: float) -> np.ndarray:
+    """The CIFAR-LT rule: class i of C keeps int(max_count * gamma^(-i / (C - 1))) images."""
+    _check_rule(num_classes, max_count, imbalance_factor)
+    exponent = -np.arange(num_classes) / max(num_classes - 1, 1)
+    return (max_count * float(imbalance_factor) ** exponent).astype(np.int64)
+
+
+def pareto_counts(num_classes: int, max_count: int, imbalance_factor: float, alpha: float = 6.0) -> np.ndarray:
+    """Quantiles of a (Lomax) Pareto distribution with power `alpha`, stretched from max_count / gamma to max_count.
+
+    ImageNet-LT was drawn with alpha = 6 between 5 and 1,280 images. This resembles that split (about 105,000 images
+    instead of 115,846); it does not reproduce its list.
+    """
+    _check_rule(num_classes, max_count, imbalance_factor)
+    if alpha <= 0:
+        raise ValueError(f"alpha is {alpha}, but a Pareto distribution needs a positive power, such as 6.")
+    survival = (np.arange(num_classes) + 0.5) / num_classes
+    quantile = survival ** (-1 / alpha)
+    spread = max(quantile[0] - quantile[-1], np.finfo(float).tiny)
+    low = max_count / imbalance_factor
+    counts = low + (max_count - low) * (quantile - quantile[-1]) / spread
+    counts[0] = max_count  # also when there is one class only
+    return (counts + 1e-9).astype(np.int64)  # the ends are whole numbers up to rounding
+
+
+def balanced_counts(num_classes: int, count: int) -> np.ndarray:
+    """The same number of images for every class (ImageNet-BAL)."""
+    _check_rule(num_classes, count, 1.0)
+    return np.full(num_classes, count, dtype=np.int64)
+
+
+def _check_rule(num_classes: int, max_count: int, imbalance_factor: float) -> None:
+    if num_classes < 1:
+        raise ValueError(f"num_classes is {num_classes}, but a split needs at least one class.")
+    if imbalance_factor < 1:
+        raise ValueError(
+            f"imbalance_factor is {imbalance_factor}, but it is largest / smallest class: pass 1 or more, such as 100."
+        )
+    if max_count / imbalance_factor < 1 - 1e-9:
+        raise ValueError(
+            f"imbalance_factor {imbalance_factor} leaves the smallest class without an image when the largest has "
+            f"{max_count}: pass an imbalance_factor of at most {max_count}."
+        )
+
+
+def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, cap: bool = False) -> np.ndarray:
+    """Row numbers of `counts[c]` images of each class c, in pick order: exactly the community's CIFAR-LT picks.
+
+    That code seeds numpy's legacy generator, shuffles the rows of one class after another (in label order, rows in
+    data set order) and keeps the first ones. The picks of a smaller imbalance factor therefore contain those of a
+    larger one. A class with fewer images than asked is an error, or gives all it has with `cap=True`.
+    """
+    labels = np.asarray(labels)
+    counts = np.asarray(counts, dtype=np.int64)
+    available = label_counts(labels, len(counts))
+    short = np.flatnonzero(counts > available)
+    if len(short) and not cap:
+        c = short[0]
+        raise ValueError(
+            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
+            "lower the counts or pass cap=True to take all such a class has."
+        )
+    rows = np.argsort(labels.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16-bit labels sort by radix
+    ends = np.cumsum(available)
+    generator = np.random.RandomState(seed)
+    picks = []
+    for start, end, count in zip(ends - available, ends, counts, strict=True):
+        of_class = rows[start:end]
+        generator.shuffle(of_class)
+        picks.append(of_class[:count])
+    return np.concatenate(picks)
+
+
+def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """Images per class; a label outside 0 .. num_classes - 1 is an error that names its row."""
+    labels = np.asarray(labels)
+    outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(outside):
+        row = outside[0]
+        raise ValueError(
+            f"row {row} has label {labels[row]}, but there are {num_classes} classes (0 to {num_classes - 1}): "
+            f"drop the {len(outside)} rows with such labels or name more classes."
+        )
+    return np.bincount(labels, minlength=num_classes)
+
+
+def stratified_split(labels: np.ndarray, test_fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Rows for training and rows for test: the fraction of each class, but one image of a class stays in training."""
+    if not 0 < test_fraction < 1:
+        raise ValueError(f"test_fraction is {test_fraction}, but it must lie between 0 and 1, such as 0.2.")
+    labels = np.asarray(labels)
+    order = np.lexsort((np.random.RandomState(seed).rand(len(labels)), labels))
+    available = np.bincount(labels)
+    num_test = np.minimum(np.rint(available * test_fraction).astype(np.int64), np.maximum(available - 1, 0))
+    starts = np.cumsum(available) - available
+    position_in_class = np.arange(len(labels)) - np.repeat(starts, available)
+    is_test = np.zeros(len(labels), dtype=bool)
+    is_test[order] = position_in_class < np.repeat(num_test, available)
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)

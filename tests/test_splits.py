@@ -1,0 +1,114 @@
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from livt_hf.data.splits import (
+    balanced_counts,
+    exponential_counts,
+    label_counts,
+    long_tail_indices,
+    pareto_counts,
+    stratified_split,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "max_count", "gamma", "size"),
+    [
+        (10, 5000, 100, 12406),
+        (10, 5000, 50, 13996),
+        (10, 5000, 10, 20431),
+        (100, 500, 100, 10847),
+        (100, 500, 50, 12608),
+        (100, 500, 10, 19573),
+    ],
+)
+def test_cifar_lt_has_the_sizes_everyone_reports(num_classes, max_count, gamma, size):
+    counts = exponential_counts(num_classes, max_count, gamma)
+    assert counts.sum() == size
+    assert counts.tolist() == [int(max_count * gamma ** (-i / (num_classes - 1))) for i in range(num_classes)]
+
+
+@pytest.mark.parametrize(("gamma", "groups"), [(100, (35, 35, 30)), (10, (69, 31, 0))])
+def test_cifar100_lt_has_the_known_shot_groups(gamma, groups):
+    counts = exponential_counts(100, 500, gamma)
+    assert ((counts > 100).sum(), ((counts >= 20) & (counts <= 100)).sum(), (counts < 20).sum()) == groups
+
+
+def test_the_picks_are_those_of_the_loop_everyone_uses():
+    labels = np.random.RandomState(3).randint(0, 12, size=3000)
+    counts = exponential_counts(12, 100, 20)
+    state = np.random.RandomState(0)  # the community's code: np.random.seed(0), np.where and shuffle per class
+    expected = []
+    for c in range(12):
+        rows = np.where(labels == c)[0]
+        state.shuffle(rows)
+        expected.extend(rows[: counts[c]])
+    assert long_tail_indices(labels, counts).tolist() == expected
+
+
+def test_a_milder_imbalance_contains_the_picks_of_a_stronger_one():
+    labels = np.arange(1000) % 10
+    mild = long_tail_indices(labels, exponential_counts(10, 100, 10))
+    strong = long_tail_indices(labels, exponential_counts(10, 100, 100))
+    assert set(strong) < set(mild)
+
+
+def test_picks_leave_the_global_generator_alone():
+    np.random.seed(5)
+    expected = np.random.rand()
+    np.random.seed(5)
+    long_tail_indices(np.arange(100) % 10, balanced_counts(10, 3))
+    assert np.random.rand() == expected
+
+
+def test_asking_for_more_than_a_class_has_is_an_error_unless_capped():
+    labels = np.array([0, 0, 0, 1])
+    with pytest.raises(ValueError, match="class 1 has 1, asked 2"):
+        long_tail_indices(labels, [2, 2])
+    assert np.bincount(labels[long_tail_indices(labels, [2, 2], cap=True)]).tolist() == [2, 1]
+
+
+def test_pareto_goes_from_the_largest_to_the_smallest_count_and_resembles_imagenet_lt():
+    counts = pareto_counts(1000, 1280, 256)
+    assert counts[0] == 1280 and counts[-1] == 5
+    assert (np.diff(counts) <= 0).all()
+    assert 100_000 < counts.sum() < 120_000  # ImageNet-LT has 115,846
+
+
+@pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="needs the published class counts (LIVT_DATA)")
+def test_pareto_is_closer_to_imagenet_lt_than_the_exponential_rule():
+    path = Path(os.environ["LIVT_DATA"]) / "splits" / "ImageNet_LT_train_cls_num.json"
+    real = np.sort(json.loads(path.read_text()))[::-1]
+    pareto, exponential = pareto_counts(1000, 1280, 256), exponential_counts(1000, 1280, 256)
+    assert np.abs(pareto - real).sum() < 0.15 * real.sum() < np.abs(exponential - real).sum()
+
+
+@pytest.mark.parametrize("rule", [exponential_counts, pareto_counts])
+def test_a_rule_refuses_an_imbalance_that_empties_the_last_class(rule):
+    assert rule(10, 100, 100)[-1] == 1
+    assert rule(1, 100, 10).tolist() == [100]
+    with pytest.raises(ValueError, match="at most 100"):
+        rule(10, 100, 101)
+    with pytest.raises(ValueError, match="largest / smallest"):
+        rule(10, 100, 0.01)
+
+
+def test_a_label_outside_the_names_is_named_with_its_row():
+    with pytest.raises(ValueError, match="row 2 has label 7, but there are 3 classes"):
+        label_counts(np.array([0, 1, 7]), 3)
+    with pytest.raises(ValueError, match="row 0 has label -1"):
+        label_counts(np.array([-1, 1]), 3)
+
+
+def test_the_stratified_split_takes_a_fifth_of_each_class_and_leaves_one_for_training():
+    labels = np.repeat([0, 1, 2, 3], [50, 10, 2, 1])
+    train, test = stratified_split(labels, 0.2, seed=0)
+    assert np.bincount(labels[test], minlength=4).tolist() == [10, 2, 0, 0]
+    assert sorted(np.concatenate([train, test])) == list(range(63))
+    halves = stratified_split(labels, 0.9, seed=0)[0]
+    assert np.bincount(labels[halves]).tolist() == [5, 1, 1, 1]
+    assert not np.array_equal(test, stratified_split(labels, 0.2, seed=1)[1])
