@@ -1,0 +1,217 @@
+"""`LiViTForPreTraining`: transformers' ViTMAE, initialised to be trained from scratch, and faster in training."""
+
+import torch
+from torch import Tensor, nn
+from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
+from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.vit_mae.modeling_vit_mae import (
+    ViTMAEDecoder,
+    ViTMAEEmbeddings,
+    ViTMAEForPreTrainingOutput,
+    ViTMAELayer,
+    ViTMAEPreTrainedModel,
+    build_2d_sinusoidal_position_embedding,
+    eager_attention_forward,
+)
+
+
+def sin_cos_positions(image_size: int, patch_size: int, width: int) -> Tensor:
+    """MAE's fixed position table, class token first; its column half comes before its row half. (1, 1 + patches, D)"""
+    grid = image_size // patch_size
+    table = build_2d_sinusoidal_position_embedding(grid, grid, embed_dim=width, cls_token=True)
+    rows, columns = table.chunk(2, dim=-1)
+    return torch.cat([columns, rows], dim=-1).unsqueeze(0)
+
+
+class _MAEInitialisation:
+    """MAE's initialisation. The stock one leaves positions and both tokens at zero and learns no layout."""
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        config = self.config
+        if isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            init.xavier_uniform_(module.weight.view(len(module.weight), -1))  # as the linear map of a patch that it is
+            init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, ViTMAEEmbeddings):
+            table = sin_cos_positions(config.image_size, config.patch_size, config.hidden_size)
+            init.copy_(module.position_embeddings, table)
+            init.normal_(module.cls_token, std=config.initializer_range)
+        elif isinstance(module, ViTMAEDecoder):
+            table = sin_cos_positions(config.image_size, config.patch_size, config.decoder_hidden_size)
+            init.copy_(module.decoder_pos_embed, table)
+            init.normal_(module.mask_token, std=config.initializer_range)
+
+
+class LiViTMAEModel(_MAEInitialisation, ViTMAEModel):
+    """The encoder inside `LiViTForPreTraining`."""
+
+
+class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
+    """Masked generative pretraining. Its checkpoints are stock ViTMAE checkpoints.
+
+    In training mode only what the loss needs is computed: pixels of visible patches are projected, and the last
+    decoder block, the prediction and the loss see masked tokens only (exact, but no `logits`). `decode_ratio` below 1
+    decodes a random share of the masked patches: faster, and another objective. In evaluation mode forward is stock.
+    """
+
+    def __init__(self, config: ViTMAEConfig, decode_ratio: float = 1.0):
+        _check_config(config, decode_ratio)
+        ViTMAEPreTrainedModel.__init__(self, config)
+        self.decode_ratio = decode_ratio
+        self.vit = LiViTMAEModel(config)
+        self.decoder = ViTMAEDecoder(config, num_patches=self.vit.embeddings.patch_embeddings.num_patches)
+        self.post_init()
+
+    @property
+    def num_visible(self) -> int:
+        return int(self.num_patches * (1 - self.config.mask_ratio))
+
+    @property
+    def num_patches(self) -> int:
+        return self.vit.embeddings.patch_embeddings.num_patches
+
+    def set_attn_implementation(self, attn_implementation, **kwargs):
+        super().set_attn_implementation(attn_implementation, **kwargs)
+        self.decoder.config._attn_implementation = self.config._attn_implementation  # a copy the stock setter misses
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """Save a stock ViTMAE checkpoint, which does not name a class that stock transformers lacks."""
+        super().save_pretrained(save_directory, **kwargs)
+        self.config.architectures = ["ViTMAEForPreTraining"]
+        self.config.save_pretrained(save_directory)
+
+    def forward(self, pixel_values: Tensor, noise: Tensor | None = None, **kwargs) -> ViTMAEForPreTrainingOutput:
+        """`noise` (B, patches) decides the mask: the patches with the smallest values stay visible."""
+        _check_pixels(pixel_values, self.config)
+        if not self.training:
+            return super().forward(pixel_values, noise=noise, **kwargs)
+        if noise is None:
+            noise = torch.rand(len(pixel_values), self.num_patches, device=pixel_values.device)
+        order = noise.argsort(dim=1)  # (B, patches)
+        visible = order[:, : self.num_visible]
+        masked = order[:, self.num_visible :]
+        masked = masked[:, : max(1, round(self.decode_ratio * masked.shape[1]))]
+        patches = self.patchify(pixel_values)  # (B, patches, p * p * 3)
+        latent = self._encode(_take(patches, visible), visible, **kwargs)
+        prediction = self._decode(latent, visible, masked).float()  # (B, masked, p * p * 3)
+        target = _take(patches, masked).float()
+        if self.config.norm_pix_loss:
+            mean, std = _patch_statistics(target)
+            target = (target - mean) / std
+        return ViTMAEForPreTrainingOutput(loss=((prediction - target) ** 2).mean())
+
+    def _encode(self, patches: Tensor, positions: Tensor, **kwargs) -> Tensor:
+        embeddings = self.vit.embeddings
+        projection = embeddings.patch_embeddings.projection
+        # The convolution's kernel as a matrix over a patch's (row, column, channel) pixels.
+        kernel = projection.weight.permute(0, 2, 3, 1).flatten(1)
+        x = nn.functional.linear(patches, kernel, projection.bias)  # (B, visible, D)
+        table = embeddings.position_embeddings
+        x = x + table[0, 1:][positions]
+        cls_token = (embeddings.cls_token + table[:, :1]).expand(len(x), -1, -1)
+        x = torch.cat([cls_token, x.to(cls_token.dtype)], dim=1)  # (B, 1 + visible, D)
+        for layer in self.vit.layers:
+            x = layer(x, None, **kwargs)
+        return self.vit.layernorm(x)
+
+    def _decode(self, latent: Tensor, visible: Tensor, masked: Tensor) -> Tensor:
+        """Predictions for the masked patches. Tokens stay in (class, visible, masked) order: attention ignores it."""
+        decoder = self.decoder
+        x = decoder.decoder_embed(latent)
+        mask_tokens = decoder.mask_token.expand(*masked.shape, -1).to(x.dtype)
+        table = decoder.decoder_pos_embed[0]  # (1 + patches, D)
+        positions = torch.cat([torch.zeros_like(visible[:, :1]), visible + 1, masked + 1], dim=1)
+        x = torch.cat([x, mask_tokens], dim=1) + table[positions]
+        for layer in decoder.decoder_layers[:-1]:
+            x = layer(x)
+        x = _last_block(decoder.decoder_layers[-1], x, masked.shape[1])
+        return decoder.decoder_pred(decoder.decoder_norm(x))
+
+    @torch.no_grad()
+    def reconstruct(self, pixel_values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(masked, reconstruction) pictures in the space of `pixel_values`; masked patches are 0 in the first.
+
+        Under per-patch normalisation the prediction lacks each patch's mean and contrast; the true patch lends them.
+        """
+        was_training = self.training
+        outputs = self.eval()(pixel_values, noise=noise)
+        self.train(was_training)
+        patches = self.patchify(pixel_values)
+        prediction = outputs.logits
+        if self.config.norm_pix_loss:
+            mean, std = _patch_statistics(patches)
+            prediction = prediction * std + mean
+        hidden = outputs.mask.unsqueeze(-1).to(patches)  # (B, patches, 1)
+        masked = self.unpatchify(patches * (1 - hidden))
+        return masked, self.unpatchify(patches * (1 - hidden) + prediction * hidden)
+
+    @torch.no_grad()
+    def zero_prediction_loss(self, pixel_values: Tensor, mask: Tensor) -> Tensor:
+        """The loss of predicting zero on the patches of `mask` (1 is masked): what learning must beat."""
+        target = self.patchify(pixel_values)
+        if self.config.norm_pix_loss:
+            mean, std = _patch_statistics(target)
+            target = (target - mean) / std
+        return (target.pow(2).mean(-1) * mask).sum() / mask.sum()
+
+    def no_weight_decay(self) -> set[str]:
+        """1-D tensors, which include every bias."""
+        return {name for name, parameter in self.named_parameters() if parameter.ndim <= 1}
+
+
+def _last_block(layer: ViTMAELayer, x: Tensor, tail: int) -> Tensor:
+    """A decoder block of which only the last `tail` tokens are wanted; the others are keys and values only."""
+    attention = layer.attention
+    normed = layer.layernorm_before(x)
+
+    def heads(projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_attention_forward)
+    query, key, value = attention.q_proj(normed[:, -tail:]), attention.k_proj(normed), attention.v_proj(normed)
+    attended, _ = attend(attention, heads(query), heads(key), heads(value), None, scaling=attention.scaling)
+    x = x[:, -tail:] + layer.dropout(attention.o_proj(attended.flatten(2)))
+    return x + layer.dropout(layer.mlp(layer.layernorm_after(x)))
+
+
+def _take(tokens: Tensor, index: Tensor) -> Tensor:
+    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+
+
+def _patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
+    return patches.mean(dim=-1, keepdim=True), (patches.var(dim=-1, keepdim=True) + 1e-6).sqrt()
+
+
+def _check_config(config: ViTMAEConfig, decode_ratio: float) -> None:
+    if config.image_size % config.patch_size:
+        raise ValueError(f"image_size {config.image_size} is not a multiple of patch_size {config.patch_size}.")
+    patches = (config.image_size // config.patch_size) ** 2
+    visible = int(patches * (1 - config.mask_ratio))
+    if not 0 < visible < patches:
+        raise ValueError(
+            f"mask_ratio {config.mask_ratio} leaves {visible} of {patches} patches visible; both kinds are needed."
+        )
+    if not 0 < decode_ratio <= 1:
+        raise ValueError(f"decode_ratio {decode_ratio} must be above 0 and at most 1 (the paper's).")
+
+
+def _check_pixels(pixel_values: Tensor, config: ViTMAEConfig) -> None:
+    expected = (config.num_channels, config.image_size, config.image_size)
+    if pixel_values.shape[1:] != expected:
+        raise ValueError(
+            f"pixel_values have shape {tuple(pixel_values.shape)}; this model takes (batch, *{expected})."
+        )
+
+
+for _name, _stock in (("LiViTMAEModel", "ViTModel"), ("LiViTForPreTraining", "ViTMAEForPreTraining")):
+    register_checkpoint_conversion_mapping(_name, get_checkpoint_conversion_mapping(_stock), overwrite=True)
+
+__all__ = ["LiViTForPreTraining"]

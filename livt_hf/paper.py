@@ -1,0 +1,62 @@
+"""The paper's own numbers (`paper.yaml`), to be put beside ours."""
+
+from functools import cache
+from importlib.resources import files
+
+import yaml
+
+# Where the method itself is reported: the comparison tables first, the ablations for other sizes, losses and CIFAR.
+_MAIN_TABLES = ("performance-imagenet-lt", "performance-iNat", "performance-place", "bias-ablation", "loss-on-vit")
+
+
+@cache
+def _tables() -> dict[str, list[dict]]:
+    text = (files("livt_hf") / "paper.yaml").read_text(encoding="utf-8")
+    tables = yaml.safe_load(text)
+    return {
+        label: [{"table": label, **table["common"], **row} for row in table["rows"]] for label, table in tables.items()
+    }
+
+
+def paper_table(label: str) -> list[dict]:
+    """The rows of one table by its LaTeX label (with or without `tab:`), numbers in percent as printed."""
+    tables = _tables()
+    label = label.removeprefix("tab:")
+    if label not in tables:
+        raise ValueError(f"the paper has no result table {label!r}; it has {', '.join(tables)}.")
+    return [dict(row) for row in tables[label]]
+
+
+def paper_result(
+    dataset: str,
+    *,
+    imbalance_factor: float | None = None,
+    loss: str = "bal_bce",
+    model_size: str = "base",
+    image_size: int = 224,
+) -> dict | None:
+    """What the paper reports for two-stage training on `dataset`, or None where it reports nothing.
+
+    Dataset, imbalance and loss must agree; of several rows the one of this size and resolution is taken, or else the
+    paper's ViT-B at 224. The row says which it is (`model_size`, `image_size`, `table`).
+    """
+    rows = [
+        row
+        for label in _MAIN_TABLES
+        for row in paper_table(label)
+        if row["dataset"] == dataset
+        and row.get("imbalance_factor") in (None, imbalance_factor)
+        and row["method"] in ("LiVT", "MAE")
+        and row["loss"] == loss
+    ]
+
+    def distance(row: dict) -> tuple:
+        same = row["model_size"] == model_size, row["image_size"] == image_size
+        return -sum(same), row["model_size"] != "base", row["image_size"] != 224
+
+    if not rows:
+        return None
+    best = min(rows, key=distance)
+    twins = [row for row in rows if (row["model_size"], row["image_size"]) == (best["model_size"], best["image_size"])]
+    # The comparison tables have no calibration; the ablation prints it for the same ViT-B.
+    return best | {name: row[name] for row in twins for name in ("ece", "mce") if name in row}
