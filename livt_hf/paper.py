@@ -59,4 +59,5 @@ def paper_result(
     best = min(rows, key=distance)
     twins = [row for row in rows if (row["model_size"], row["image_size"]) == (best["model_size"], best["image_size"])]
     # The comparison tables have no calibration; the ablation prints it for the same ViT-B.
-    return best | {name: row[name] for row in twins for name in ("ece", "mce") if name in row}
+    names = {"ece": "ece", "mce": "mce", "calibration_table": "table"}
+    return best | {name: row[key] for row in twins if "ece" in row for name, key in names.items()}

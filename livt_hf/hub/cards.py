@@ -1,0 +1,262 @@
+"""Model cards and results files, made from a run's `results.json` and `arguments.yaml`."""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+
+from ..paper import paper_result
+
+PAPER_URL = "https://arxiv.org/abs/2212.02015"
+CITATION = """\
+@inproceedings{xu2023livt,
+  title     = {Learning Imbalanced Data with Vision Transformers},
+  author    = {Xu, Zhengzhuo and Liu, Ruikang and Yang, Shuo and Chai, Zenghao and Yuan, Chun},
+  booktitle = {IEEE/CVF Conference on Computer Vision and Pattern Recognition (CVPR)},
+  year      = {2023}
+}"""
+
+# How a benchmark is called in prose, and the Hub data set its pictures come from where there is an official one.
+DATASETS = {
+    "glyphs": ("glyphs (drawn by livt_hf itself)", None),
+    "cifar10-lt": ("CIFAR-10-LT", "uoft-cs/cifar10"),
+    "cifar100-lt": ("CIFAR-100-LT", "uoft-cs/cifar100"),
+    "imagenet-lt": ("ImageNet-LT", "ILSVRC/imagenet-1k"),
+    "imagenet-bal": ("ImageNet-BAL", "ILSVRC/imagenet-1k"),
+    "imagenet-1k": ("ImageNet-1K", "ILSVRC/imagenet-1k"),
+    "inat18": ("iNaturalist 2018", None),
+    "places-lt": ("Places-LT", None),
+}
+LOSSES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-entropy", "ce": "cross-entropy"}
+LOSSES |= {"bal_ce": "balanced cross-entropy"}
+GROUPS = ("many", "medium", "few", "accuracy")
+# metric -> (type in model-index, name in words)
+METRICS = {
+    "accuracy": ("accuracy", "Top-1 accuracy"),
+    "top5": ("accuracy", "Top-5 accuracy"),
+    "many": ("accuracy", "Many-shot accuracy"),
+    "medium": ("accuracy", "Medium-shot accuracy"),
+    "few": ("accuracy", "Few-shot accuracy"),
+    "mean_class_accuracy": ("accuracy", "Mean per-class accuracy"),
+    "worst_class_accuracy": ("accuracy", "Worst per-class accuracy"),
+    "ece": ("ece", "Expected calibration error"),
+    "mce": ("mce", "Maximum calibration error"),
+}
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def number(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def template(name: str) -> str:
+    return (files("livt_hf.hub") / "templates" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def dataset_names(results: Mapping) -> tuple[str, str | None]:
+    """The data set in words, and its id on the Hub or None."""
+    name = str(results["dataset"])
+    local = name not in DATASETS and (name.count("/") != 1 or name.startswith((".", "/", "~", "<")))
+    title, hub_id = DATASETS.get(name, (PurePosixPath(name).name if local else name, None if local else name))
+    gamma = results.get("imbalance_factor")
+    return (f"{title} (imbalance {gamma:g})" if gamma else title), hub_id
+
+
+def eval_results(results: Mapping, **source) -> list[EvalResult]:
+    """The measured metrics for the card's `model-index`; a group without classes is left out."""
+    title, hub_id = dataset_names(results)
+    return [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=hub_id or PurePosixPath(str(results["dataset"])).name,
+            dataset_name=title,
+            dataset_split=results.get("split"),
+            metric_type=kind,
+            metric_name=name,
+            metric_value=results["metrics"][metric],
+            **source,
+        )
+        for metric, (kind, name) in METRICS.items()
+        if results["metrics"].get(metric) is not None
+    ]
+
+
+def eval_result_files(results: Mapping) -> dict[str, str]:
+    """`.eval_results/*.yaml`, the Hub's newer form of the same numbers; only for data that has an id on the Hub."""
+    title, hub_id = dataset_names(results)
+    if hub_id is None or results["stage"] != "finetune":
+        return {}
+    entries = [
+        EvalResultEntry(
+            dataset_id=hub_id,
+            task_id=metric,
+            value=results["metrics"][metric],
+            notes=f"{name} on the {results['split']} split after training on {title}, as a fraction",
+        )
+        for metric, (_, name) in METRICS.items()
+        if results["metrics"].get(metric) is not None
+    ]
+    text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
+    return {f".eval_results/{hub_id.split('/')[-1]}.yaml": text}
+
+
+def count_row(results: Mapping) -> list[str]:
+    counts = results.get("class_counts") or {}
+    gamma = counts.get("imbalance")
+    row = [number(results.get("num_train_images")), number(results.get("num_classes"))]
+    row += [number(counts.get("max")), number(counts.get("min")), "–" if gamma is None else f"{gamma:g}"]
+    return row + [number(counts.get(group)) for group in ("many", "medium", "few")]
+
+
+def model_card(
+    results: Mapping,
+    arguments: Mapping,
+    repo_id: str,
+    *,
+    license: str = "apache-2.0",
+    counts_picture: str | None = None,
+    pictures: Sequence[str | Path] = (),
+    form: str = "transformers",
+) -> ModelCard:
+    """The card of a finished run, as "transformers" or "timm" weights; `pictures` are paths inside the repository."""
+    common = dict(repo_id=repo_id, counts=count_row(results), counts_picture=counts_picture, citation=CITATION)
+    common |= dict(pictures=[PurePosixPath(picture) for picture in pictures], training=_training(results, arguments))
+    common |= dict(title=repo_id.split("/")[-1], terms=None, limits=_limits(results), data=_data(results))
+    common["summary"] = _summary(results)
+    data = card_data(results, repo_id, license=license, base_model=hub_id_of(results.get("pretrained")))
+    data.library_name = form
+    if results["stage"] == "pretrain":
+        return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
+    return render("classifier", data, form=form, **common, **_results_sections(results))
+
+
+def render(name: str, data: ModelCardData, /, **context) -> ModelCard:
+    """Fill a template; parsing the result checks the metadata (model-index included) as the Hub's client does."""
+    card = ModelCard.from_template(data, template_str=template(name), **context)
+    return ModelCard(f"{str(card).rstrip()}\n")
+
+
+def card_data(
+    results: Mapping, repo_id: str, *, license: str, source: Mapping | None = None, **extra
+) -> ModelCardData:
+    classifier = results["stage"] == "finetune"
+    hub_id = dataset_names(results)[1]
+    tags = ["livt", "long-tailed-recognition", "imbalanced-data", "vit"] + ([] if classifier else ["vit_mae", "mae"])
+    return ModelCardData(
+        license=license,
+        library_name="transformers",
+        pipeline_tag="image-classification" if classifier else "image-feature-extraction",
+        tags=tags + [f"arxiv:{PAPER_URL.rsplit('/', 1)[-1]}"],
+        datasets=[hub_id] if hub_id else None,
+        metrics=["accuracy"] if classifier else None,
+        model_name=repo_id.split("/")[-1],
+        eval_results=eval_results(results, **source) if classifier and results.get("metrics") else None,
+        **extra,
+    )
+
+
+def hub_id_of(pretrained: str | None) -> str | None:
+    """`org/name` when that is what the run started from; local folders are nobody's base model."""
+    if pretrained is None or pretrained.count("/") != 1 or pretrained.startswith((".", "/", "~", "<", "runs/")):
+        return None
+    return pretrained
+
+
+def _summary(results: Mapping) -> str:
+    size = f"ViT-{str(results['model_size']).capitalize()} ({results['parameters'] / 1e6:.1f} M parameters)"
+    title, image_size = dataset_names(results)[0], results["image_size"]
+    if results["stage"] == "pretrain":
+        return (
+            f"A {size} pretrained from scratch on {title} at {image_size} px by masked generative pretraining, the "
+            f"first stage of [LiVT]({PAPER_URL}). A stock ViTMAE checkpoint."
+        )
+    loss = LOSSES.get(results["loss"], results["loss"])
+    return (
+        f"A {size} for image classification, fine-tuned on {title} at {image_size} px with the {loss} loss "
+        f"(`{results['loss']}`, tau {results['tau']:g}) after [LiVT]({PAPER_URL})."
+    )
+
+
+def _data(results: Mapping) -> str:
+    title, hub_id = dataset_names(results)
+    return f"{title}, training split" + (f", from `{hub_id}`." if hub_id else ".")
+
+
+def _results_sections(results: Mapping) -> dict:
+    metrics, posterior = results["metrics"], results.get("posterior")
+    rows = [["this model, argmax z (the paper's rule)", *(percent(metrics.get(group)) for group in GROUPS)]]
+    calibration = [["softmax(z), the authors' convention", percent(metrics.get("ece")), percent(metrics.get("mce"))]]
+    if posterior:
+        rows.append(["this model, posterior rule, uniform prior", *(percent(posterior.get(name)) for name in GROUPS)])
+        calibration.append(["`probabilities`, uniform prior", percent(posterior["ece"]), percent(posterior["mce"])])
+    paper, note = _paper_row(results), None
+    if paper:
+        printed = [paper.get(group) for group in GROUPS]
+        label = f"the paper, ViT-{paper['model_size'].capitalize()} at {paper['image_size']} px"
+        rows.append([label, *("–" if value is None else f"{value:.1f}" for value in printed)])
+        note = f"The paper's row is from its table `{paper['table']}`"
+        if "pretrain_dataset" in paper:
+            note += f", with pretraining on {DATASETS[paper['pretrain_dataset']][0]}"
+        note += f". {paper['note']}" if "note" in paper else "."
+        if "ece" in paper:
+            calibration.append(["the paper, softmax(z)", f"{paper['ece']:.1f}", f"{paper['mce']:.1f}"])
+    evaluation = (
+        f"Measured on the {results['split']} split, {number(results['num_images'])} images; epoch {results['epoch']} "
+        f"of {results['epochs']}, selection: {results['selection']}; "
+        f"{'exponential moving average of the weights' if results['weights'] == 'ema' else 'plain weights'}; "
+        f"seed {results['seed']}."
+    )
+    return dict(evaluation=evaluation, accuracy_rows=rows, paper_note=note, calibration_rows=calibration)
+
+
+def _paper_row(results: Mapping) -> dict | None:
+    wanted = {name: results.get(name) for name in ("imbalance_factor", "loss", "model_size", "image_size")}
+    return paper_result(results["dataset"], **wanted)
+
+
+def _pretraining_evaluation(results: Mapping) -> str:
+    metrics = results["metrics"]
+    return (
+        f"Reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio {results['mask_ratio']:g}): "
+        f"{metrics['loss']:.3f}; predicting zero everywhere gives {metrics['zero_prediction_loss']:.3f}. "
+        "The loss says little about classification; `recipes/eval.py` of livt_hf gives a kNN and a linear probe."
+    )
+
+
+def _limits(results: Mapping) -> str:
+    lines = []
+    if results["stage"] == "pretrain":
+        lines.append("This is a starting point, not a classifier: its features are meant to be fine-tuned.")
+    else:
+        metrics = results["metrics"]
+        worst = metrics.get("worst_class_accuracy")
+        if metrics.get("few") is not None:
+            lines.append(f"Few-shot classes are right {percent(metrics['few'])} % of the time: check them before use.")
+        if worst is not None:
+            lines.append(f"The worst class reaches {percent(worst)} %.")
+        lines.append("It always names one of its classes, also for pictures of something else.")
+        lines.append("Accuracies were measured on pictures from the same source as the training data.")
+    lines.append(f"Trained at {results['image_size']} px; other sizes interpolate positions and were not measured.")
+    if results.get("seed") is not None:
+        lines.append("One run with one seed.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _training(results: Mapping, arguments: Mapping) -> str:
+    names = ("model_size", "epochs", "batch_size", "base_lr", "weight_decay", "layer_decay", "drop_path", "mask_ratio")
+    names += ("loss", "tau", "test_prior", "mixup", "cutmix", "seed")
+    lines = [f"- `{name}`: {arguments[name]}" for name in names if arguments.get(name) is not None]
+    if results.get("pretrained"):
+        lines.append(f"- started from: `{results['pretrained']}`")
+    if results.get("seconds"):
+        lines.append(f"- duration: {results['seconds'] / 60:.0f} minutes")
+    lines += [f"- {name} {version}" for name, version in (results.get("versions") or {}).items()]
+    if results.get("git_revision"):
+        lines.append(f"- livt_hf revision: `{results['git_revision']}`")
+    return "\n".join(lines) + "\n\nEverything else is in `arguments.yaml`, every step in `log.jsonl`."

@@ -1,0 +1,162 @@
+"""Cards, results files and the paper's tables."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hub_server import TOKEN, hub_server
+from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
+
+from livt_hf.hub import eval_result_files, model_card
+from livt_hf.hub.converted import converted_card, converted_names
+from livt_hf.paper import paper_result, paper_table
+
+CARDS = Path(__file__).parents[1] / "model_cards"
+METRICS = {"accuracy": 0.421, "top5": 0.7, "many": 0.612, "medium": 0.408, "few": None, "mean_class_accuracy": 0.42}
+METRICS |= {"worst_class_accuracy": 0.0, "ece": 0.054, "mce": 0.101, "num_images": 10000, "num_nan": 0}
+RESULTS = {
+    "stage": "finetune",
+    "model_size": "micro",
+    "parameters": 1_216_996,
+    "image_size": 32,
+    "dataset": "cifar100-lt",
+    "imbalance_factor": 100,
+    "split": "test",
+    "num_images": 10000,
+    "num_train_images": 10847,
+    "num_classes": 100,
+    "class_counts": {"max": 500, "min": 5, "imbalance": 100.0, "many": 35, "medium": 35, "few": 30},
+    "loss": "bal_bce",
+    "tau": 1.0,
+    "epoch": 10,
+    "epochs": 10,
+    "selection": "last epoch",
+    "weights": "model",
+    "seed": 0,
+    "pretrained": "org/micro-mgp",
+    "metrics": METRICS,
+    "posterior": {**METRICS, "accuracy": 0.433, "ece": 0.021},
+    "versions": {"torch": "2.15.0"},
+    "git_revision": None,
+    "seconds": 700.0,
+}
+PRETRAINING = {
+    "stage": "pretrain",
+    "model_size": "micro",
+    "parameters": 1_500_000,
+    "image_size": 32,
+    "dataset": "glyphs",
+    "imbalance_factor": 100,
+    "num_train_images": 5000,
+    "num_classes": 40,
+    "mask_ratio": 0.75,
+    "decode_ratio": 1.0,
+    "epochs": 5,
+    "seed": 0,
+    "metrics": {"loss": 0.58, "zero_prediction_loss": 1.0},
+    "versions": {},
+    "git_revision": None,
+    "seconds": 100.0,
+}
+
+
+@pytest.fixture(scope="module")
+def api():
+    with hub_server() as server:
+        yield HfApi(endpoint=server.endpoint, token=TOKEN)
+
+
+def row_of(card: ModelCard, label: str) -> list[str]:
+    line = next(line for line in card.text.splitlines() if line.startswith(f"| {label}"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_the_card_shows_the_measured_groups_beside_the_papers():
+    card = model_card(RESULTS, {"epochs": 10}, "org/name")
+    assert row_of(card, "this model, argmax z") == ["61.2", "40.8", "–", "42.1"]
+    assert row_of(card, "this model, posterior") == ["61.2", "40.8", "–", "43.3"]
+    assert row_of(card, "the paper, ViT-Base at 224 px") == ["–", "–", "–", "58.2"]
+    assert row_of(card, "`probabilities`") == ["2.1", "10.1"]
+
+
+def test_the_model_index_holds_every_metric_that_was_measured():
+    card = model_card(RESULTS, {}, "org/name")
+    found = {result.metric_name: result.metric_value for result in ModelCard(str(card)).data.eval_results}
+    assert found["Top-1 accuracy"] == 0.421 and found["Expected calibration error"] == 0.054
+    assert "Few-shot accuracy" not in found  # no class of that group: absent, not zero
+    assert card.data.license == "apache-2.0" and card.data.pipeline_tag == "image-classification"
+    assert card.data.datasets == ["uoft-cs/cifar100"] and card.data.base_model == "org/micro-mgp"
+
+
+def test_eval_result_files_parse_back_to_the_same_numbers():
+    files = eval_result_files(RESULTS)
+    entries = parse_eval_result_entries(yaml.safe_load(files[".eval_results/cifar100.yaml"]))
+    assert {entry.dataset_id for entry in entries} == {"uoft-cs/cifar100"}
+    assert {entry.task_id: entry.value for entry in entries}["accuracy"] == 0.421
+
+
+def test_data_without_a_hub_id_gets_no_results_file_under_an_invented_one():
+    assert eval_result_files(RESULTS | {"dataset": "glyphs"}) == {}
+    assert eval_result_files(RESULTS | {"dataset": "/home/jane/pictures"}) == {}
+
+
+def test_the_hub_accepts_every_card(api):
+    cards = [model_card(RESULTS, {}, "org/name"), model_card(PRETRAINING, {}, "org/name")]
+    cards += [model_card(RESULTS, {}, "org/name-timm", form="timm")]
+    for card in cards + [converted_card(name) for name in converted_names()]:
+        api._validate_yaml(str(card), repo_type="model")
+
+
+def test_a_local_data_set_is_named_without_its_folder():
+    results = copy.deepcopy(RESULTS) | {"dataset": "/home/jane/pictures", "imbalance_factor": None, "pretrained": None}
+    card = str(model_card(results, {}, "org/name"))
+    assert "jane" not in card and "pictures" in card
+
+
+def test_the_use_section_has_eight_lines():
+    code = re.search(r"```python\n(.*?)```", model_card(RESULTS, {}, "org/name").text, flags=re.DOTALL)[1]
+    assert len(code.splitlines()) == 8
+
+
+def test_the_finished_cards_are_what_the_functions_write():
+    for name in converted_names():
+        assert (CARDS / f"{name}.md").read_text(encoding="utf-8") == str(converted_card(name))
+
+
+def test_converted_weights_never_carry_our_licence():
+    for name in converted_names():
+        card = converted_card(name)
+        assert card.data.license == "other" and card.data.license_link
+        assert "apache" not in str(card).lower() and "publishing needs their leave" in card.text
+
+
+def test_an_unknown_checkpoint_has_no_card():
+    with pytest.raises(ValueError, match="livt-base-inat18-384"):
+        converted_card("livt-huge-inat18")
+
+
+def test_the_papers_groups_add_up_to_its_overall_accuracy():
+    groups = {
+        "imagenet-lt": (385, 479, 136),
+        "places-lt": (131, 163, 71),
+    }  # balanced test sets
+    for table in ("performance-imagenet-lt", "performance-place"):
+        for row in paper_table(table):
+            sizes = groups[row["dataset"]]
+            mean = sum(row[g] * n for g, n in zip(("many", "medium", "few"), sizes, strict=True)) / sum(sizes)
+            assert mean == pytest.approx(row["accuracy"], abs=0.35), row
+
+
+def test_the_papers_row_of_another_size_is_found_by_size():
+    assert paper_result("imagenet-lt", model_size="large")["accuracy"] == 62.6
+    assert paper_result("inat18", image_size=384)["accuracy"] == 81.0
+    assert paper_result("cifar10-lt", imbalance_factor=10, loss="ldam", model_size="micro")["accuracy"] == 88.6
+    assert paper_result("cifar10-lt", imbalance_factor=50) is None
+    assert paper_result("glyphs") is None
+
+
+def test_an_unknown_table_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="loss-on-vit"):
+        paper_table("tab:nothing")
