@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
@@ -156,7 +155,7 @@ def card_data(
         datasets=[hub_id] if hub_id else None,
         metrics=["accuracy"] if classifier else None,
         model_name=repo_id.split("/")[-1],
-        eval_results=eval_results(results, **source) if classifier and results.get("metrics") else None,
+        eval_results=eval_results(results, **(source or {})) if classifier and results.get("metrics") else None,
         **extra,
     )
 

@@ -83,13 +83,14 @@ def converted_card(name: str, organisation: str = "org") -> ModelCard:
         card_data(results, repo_id, **license, source=source, base_model=f"{organisation}/livt-base-{dataset}-mgp"),
         **common,
         summary=(
-            f"The ViT-B/16 of [LiVT]({PAPER_URL}), fine-tuned by its authors on {title} at {size} px with the balanced "
-            "binary cross-entropy loss after masked generative pretraining on the same images at "
+            f"The ViT-B/16 of [LiVT]({PAPER_URL}), fine-tuned by its authors on {title} at {size} px with the "
+            "balanced binary cross-entropy loss after masked generative pretraining on the same images at "
             f"{facts['pretrain_size']} px."
         ),
         evaluation=(
             f"The authors' numbers, from table `{paper['table']}` of the paper: measured by them on "
-            f"{facts['reported_on']}, at their best epoch on that set. They were not measured again with the converted weights."
+            f"{facts['reported_on']}, at their best epoch on that set. They were not measured again "
+            "with the converted weights."
         ),
         accuracy_rows=[["the paper", *(percent(results["metrics"][group]) for group in GROUPS)]],
         calibration_rows=_calibration(results["metrics"]),
