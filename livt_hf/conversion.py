@@ -1,0 +1,285 @@
+"""The authors' `.pth` files to LiViT, and LiViT to the forms others serve: stock BEiT and timm."""
+
+import argparse
+import math
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import timm
+import torch
+from PIL.Image import Resampling
+from timm.models import VisionTransformer, save_for_hf
+from torch import Tensor
+from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassification, PreTrainedModel
+
+from .configuration_livit import PRESETS, LiViTConfig, pretraining_config
+from .modeling_livit import LiViTForImageClassification
+from .modeling_pretraining import LiViTForPreTraining
+
+INAT18_CLASSES = 8142
+# Our names into those of timm, which the authors (and MAE) use, applied one after the other.
+_TIMM_NAMES = {
+    "vit.embeddings.patch_embeddings.projection.": "patch_embed.proj.",
+    "vit.embeddings.position_embeddings": "pos_embed",
+    "vit.embeddings.cls_token": "cls_token",
+    "vit.layers.": "blocks.",
+    "vit.fc_norm.": "fc_norm.",
+    "vit.layernorm.": "norm.",
+    "classifier.": "head.",
+    "decoder.decoder_layers.": "decoder_blocks.",
+    "decoder.": "",
+    ".layernorm_before.": ".norm1.",
+    ".layernorm_after.": ".norm2.",
+    ".attention.o_proj.": ".attn.proj.",
+}
+_FUSED = ("q_proj", "k_proj", "v_proj")
+
+
+def from_official(
+    path: str | Path,
+    *,
+    class_counts: Sequence[int] | None = None,
+    id2label: Mapping[int, str] | None = None,
+    keep_class_order: bool = False,
+    **config,
+) -> LiViTForImageClassification | LiViTForPreTraining:
+    """The authors' checkpoint: a classifier (BFT), or the pretraining model (MGP) where the file has a decoder.
+
+    Sizes are read from the tensors; heads are 64 wide (16 heads in the decoder). Further keywords are fields of the
+    config, for files trained otherwise: by default Bal-BCE at tau 1 without test prior, which is what the released
+    code computes. No code in the file is run.
+
+    A head of 8,142 classes is taken for iNaturalist 2018: its rows are moved from the lexicographic order of category
+    ids to numeric order unless `keep_class_order`. That order was read in the authors' code, not verified on data.
+    `class_counts` and `id2label` are in the order of the resulting model.
+    """
+    official = _read_official(Path(path))
+    needed = {"cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"}
+    pretraining = "decoder_embed.weight" in official
+    needed |= {"decoder_pos_embed", "decoder_blocks.0.mlp.fc1.weight"} if pretraining else {"head.weight", "head.bias"}
+    if needed - official.keys():
+        raise ValueError(
+            f"{path} lacks {_listed(needed - official.keys())}; pass a checkpoint of the authors' pretraining "
+            "(with decoder) or fine-tuning (with head)."
+        )
+    sizes = _sizes(official, path, known=config.keys())
+    if pretraining:
+        official = {name: tensor for name, tensor in official.items() if not name.startswith("head.")}
+        model = LiViTForPreTraining(pretraining_config("base", **(sizes | _decoder_sizes(official) | config)))
+    else:
+        model = LiViTForImageClassification(
+            _head_config(official, sizes, class_counts, id2label, keep_class_order, config)
+        )
+    model.load_state_dict(_from_timm_names(official, model, path))
+    return model.eval()
+
+
+def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
+    """A stock BEiT with equal logits, so that plain transformers serves a LiViT at any resolution.
+
+    What BEiT does not know is kept in `config.livit`; `LiViTForImageClassification.from_pretrained` reads it back.
+    BEiT has no key bias: it adds the same to all scores of a query, so softmax cancels it. It comes back as zeros,
+    which leaves the logits unchanged.
+    """
+    values = model.config.to_dict()
+    shared = {field.name for field in fields(BeitConfig)} - {"architectures", "transformers_version", "dtype"}
+    ours = {field.name for field in fields(LiViTConfig)} - {field.name for field in fields(BeitConfig)}
+    if not model.config.qkv_bias:
+        raise ValueError("BEiT always has query and value biases; a model with qkv_bias=False has no BEiT form.")
+    config = BeitConfig(
+        **{name: value for name, value in values.items() if name in shared},
+        use_absolute_position_embeddings=True,
+        use_relative_position_bias=False,
+        layer_scale_init_value=0.0,
+        use_mean_pooling=model.config.pooling == "mean",
+    )
+    config.livit = {name: values[name] for name in sorted(ours)}
+    beit = BeitForImageClassification(config).to(device=model.device, dtype=model.dtype)
+    state = {
+        name.replace("vit.fc_norm.", "beit.pooler.layernorm.").replace("vit.", "beit."): tensor
+        for name, tensor in model.state_dict().items()
+        if not name.endswith("k_proj.bias")
+    }
+    beit.load_state_dict(state)
+    return beit.eval()
+
+
+def to_timm(model: LiViTForImageClassification) -> VisionTransformer:
+    """timm's `VisionTransformer` with equal logits at the model's own resolution."""
+    config = model.config
+    if config.hidden_act != "gelu":
+        raise ValueError(f"hidden_act is {config.hidden_act!r}; timm's ViT form is written for 'gelu' only.")
+    if config.layer_norm_eps != 1e-6:
+        raise ValueError(
+            f"layer_norm_eps is {config.layer_norm_eps}, which timm's config cannot say: it is always 1e-06; "
+            "load the model with layer_norm_eps=1e-6 to accept slightly other logits."
+        )
+    vit = timm.create_model(_architecture(config), num_classes=config.num_labels, **_timm_arguments(config))
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in model.state_dict().items():  # q, k and v follow each other in this order
+        parts.setdefault(_timm_name(name), []).append(tensor)
+    vit = vit.to(device=model.device, dtype=model.dtype)
+    vit.load_state_dict({name: torch.cat(tensors) for name, tensors in parts.items()})
+    return vit.eval()
+
+
+def save_timm(model: LiViTForImageClassification, folder: str | Path, processor: BaseImageProcessor) -> None:
+    """Write what `timm.create_model("local-dir:FOLDER", pretrained=True)` reads, or `hf-hub:` once it is uploaded."""
+    config = model.config
+    vit = to_timm(model)
+    vit.pretrained_cfg = {
+        "architecture": _architecture(config),
+        "input_size": (config.num_channels, config.image_size, config.image_size),
+        "fixed_input_size": True,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        **_timm_preprocessing(processor),
+    }
+    labels = [config.id2label[label] for label in range(config.num_labels)]
+    save_for_hf(vit, folder, {"label_names": labels}, model_args=_timm_arguments(config), safe_serialization=True)
+
+
+def _read_official(path: Path) -> dict[str, Tensor]:
+    """The tensors under `model`. Only tensors, plain values and the authors' `argparse.Namespace` are unpickled."""
+    if not zipfile.is_zipfile(path):  # also of a truncated file, whose directory was at its end
+        raise ValueError(f"{path} is not a complete PyTorch checkpoint (missing, cut off or another kind of file).")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        try:
+            code = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            if code:
+                raise ValueError(f"{path} asks for {_listed(code)}, which could run code; it was not opened.")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            raise ValueError(f"{path} is damaged; copy or download it again.") from error
+    official = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(official, dict) or not all(isinstance(tensor, Tensor) for tensor in official.values()):
+        raise ValueError(f"{path} holds no tensors under the key 'model', where the authors' code saves them.")
+    return official
+
+
+def _sizes(official: dict[str, Tensor], path, known) -> dict[str, int]:
+    width, channels, patch_size, _ = official["patch_embed.proj.weight"].shape
+    patches = official["pos_embed"].shape[1] - 1
+    grid = math.isqrt(patches)
+    if grid**2 != patches:
+        raise ValueError(f"{path} has positions for {patches} patches, which is no square grid.")
+    if width % 64 and "num_attention_heads" not in known:
+        raise ValueError(f"{path} is {width} wide, which does not divide into heads of 64; pass num_attention_heads.")
+    return dict(
+        hidden_size=width,
+        num_hidden_layers=_depth(official, "blocks."),
+        num_attention_heads=width // 64,
+        intermediate_size=len(official["blocks.0.mlp.fc1.weight"]),
+        image_size=grid * patch_size,
+        patch_size=patch_size,
+        num_channels=channels,
+    )
+
+
+def _decoder_sizes(official: dict[str, Tensor]) -> dict[str, int]:
+    return dict(
+        decoder_hidden_size=len(official["decoder_embed.weight"]),
+        decoder_num_hidden_layers=_depth(official, "decoder_blocks."),
+        decoder_num_attention_heads=16,
+        decoder_intermediate_size=len(official["decoder_blocks.0.mlp.fc1.weight"]),
+    )
+
+
+def _depth(official: dict[str, Tensor], prefix: str) -> int:
+    return len({name.split(".")[1] for name in official if name.startswith(prefix)})
+
+
+def _head_config(official, sizes, class_counts, id2label, keep_class_order, config) -> LiViTConfig:
+    """The config of a BFT file; puts the rows of an iNat18 head in order."""
+    classes = len(official["head.bias"])
+    if classes == INAT18_CLASSES:
+        categories = sorted(range(classes), key=str)  # category id of each row
+        if not keep_class_order:
+            rows = torch.tensor(categories).argsort()
+            for name in ("head.weight", "head.bias"):
+                official[name] = official[name][rows]
+            categories = range(classes)
+        if id2label is None:
+            id2label = {row: str(category) for row, category in enumerate(categories)}
+    if id2label is not None:
+        if set(id2label) != set(range(classes)):
+            raise ValueError(f"id2label names {len(id2label)} classes; give one name for each of 0 to {classes - 1}.")
+        config |= dict(id2label=dict(id2label), label2id={name: label for label, name in id2label.items()})
+    else:
+        config |= dict(num_labels=classes)
+    head = dict(loss="bal_bce", tau=1.0, test_prior=None, class_counts=class_counts)
+    pooling = "mean" if "fc_norm.weight" in official else "cls"
+    return LiViTConfig(**(sizes | head | dict(pooling=pooling) | config))
+
+
+def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) -> dict[str, Tensor]:
+    """The state of `model`, of which every tensor must be in the file and the other way round."""
+    expected = model.state_dict()
+    sources = {name: _timm_name(name) for name in expected}
+    missing, unknown = set(sources.values()) - official.keys(), official.keys() - set(sources.values())
+    if missing or unknown:
+        raise ValueError(
+            f"{path} is not a ViT of the authors: it lacks {_listed(missing)}, unknown: {_listed(unknown)}."
+        )
+    state = {}
+    for name, source in sources.items():
+        part = [index for index, fused in enumerate(_FUSED) if f".{fused}." in name]
+        state[name] = official[source].chunk(3)[part[0]] if part else official[source]
+        if state[name].shape != expected[name].shape:
+            found, wanted = tuple(state[name].shape), tuple(expected[name].shape)
+            raise ValueError(
+                f"{source} in {path} makes a {name} of shape {found}; its other tensors ask for {wanted}."
+            )
+    return state
+
+
+def _timm_name(name: str) -> str:
+    for ours, theirs in _TIMM_NAMES.items():
+        name = name.replace(ours, theirs)
+    for fused in _FUSED:
+        name = name.replace(f".attention.{fused}.", ".attn.qkv.")
+    return name
+
+
+def _architecture(config: LiViTConfig) -> str:
+    """A registered timm name, the fitting one if there is; all sizes are given as arguments beside it."""
+    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size")
+    sizes = [size for size, preset in PRESETS.items() if all(preset[name] == getattr(config, name) for name in shape)]
+    size = sizes[0] if sizes and sizes[0] != "micro" else "base"
+    return f"vit_{size}_patch16_224"
+
+
+def _timm_arguments(config: LiViTConfig) -> dict:
+    return dict(
+        img_size=config.image_size,
+        patch_size=config.patch_size,
+        in_chans=config.num_channels,
+        embed_dim=config.hidden_size,
+        depth=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        mlp_ratio=config.intermediate_size / config.hidden_size,
+        qkv_bias=config.qkv_bias,
+        global_pool="avg" if config.pooling == "mean" else "token",
+    )
+
+
+def _timm_preprocessing(processor: BaseImageProcessor) -> dict:
+    edge, crop = processor.size.get("shortest_edge"), processor.crop_size["height"]
+    if edge is None or not processor.do_center_crop:
+        raise ValueError(
+            f"the image processor resizes to {processor.size}; timm's form needs a resize and centre crop."
+        )
+    crop_pct = crop / edge
+    if math.floor(crop / crop_pct) != edge:  # timm divides and rounds down
+        crop_pct = math.nextafter(crop_pct, 0)
+    interpolation = Resampling(processor.resample).name.lower()
+    mean, std = tuple(processor.image_mean), tuple(processor.image_std)
+    return dict(mean=mean, std=std, interpolation=interpolation, crop_pct=crop_pct, crop_mode="center")
+
+
+def _listed(names) -> str:
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
