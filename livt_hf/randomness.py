@@ -4,6 +4,7 @@ A crop, a flip or a mask belongs to (seed, epoch, image), not to the worker, pro
 """
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator
 
@@ -40,20 +41,39 @@ def keyed_seed(*key: int) -> int:
     return int(_hash(*key) >> np.uint64(32))
 
 
-@contextlib.contextmanager
-def keyed_rng(*key: int) -> Iterator[None]:
-    """Seed the global generators of Python, numpy and torch (CPU) by a key; put them back as they were on leaving.
+@functools.cache
+def purpose_seed(seed: int, purpose: str) -> int:
+    """A seed for one purpose, so that what is drawn for an image for one purpose says nothing about another."""
+    return keyed_seed(seed, *purpose.encode())
 
-    For library code (timm's augmentations) that draws from global generators.
-    """
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+def seed_generators(*key: int) -> None:
+    """Seed the global generators of Python, numpy and torch (CPU) by a key; only inside `kept_rng`."""
     seed = keyed_seed(*key)
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def kept_rng() -> Iterator[None]:
+    """Put the global generators of Python, numpy and torch (CPU) back as they were on leaving.
+
+    For library code (timm's augmentations) that draws from global generators. Keeping numpy's state costs 0.2 ms, so
+    keep it once a batch and seed for every image.
+    """
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
+
+
+@contextlib.contextmanager
+def keyed_rng(*key: int) -> Iterator[None]:
+    """Seed the global generators by a key; put them back as they were on leaving."""
+    with kept_rng():
+        seed_generators(*key)
+        yield

@@ -1,0 +1,307 @@
+"""The augmentation of the two stages, the evaluation processor, and what is left for the training device.
+
+Crops, flips and colour policies map uint8 to uint8 on the CPU. Their randomness is keyed by (seed, epoch, image), so a
+picture looks the same whichever worker, process or micro-batch it lands in. Normalisation, erasing and mixing happen
+once a batch on the training device (`DeviceTransform`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from timm.data.auto_augment import auto_augment_transform, rand_augment_transform
+from timm.data.constants import IMAGENET_DEFAULT_MEAN
+from timm.data.mixup import Mixup
+from timm.data.random_erasing import RandomErasing
+from torchvision.transforms import ColorJitter
+from transformers import ViTImageProcessor
+
+from livt_hf.randomness import kept_rng, keyed_rng, keyed_uniform, purpose_seed, seed_generators
+
+CROP_TRIES = 10
+CROP_NUMBERS = 4 * CROP_TRIES + 1
+THREE_AUGMENT_JITTER = 0.3  # DeiT III's, for timm's policy "3a"
+
+
+# uint8 images of one size (B, 3, H, W), or a list of (3, H, W) of any size.
+Images = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PretrainAugmentation:
+    """MGP: random resized crop (bicubic) and flip."""
+
+    image_size: int
+    scale: tuple[float, float] = (0.2, 1.0)
+    flip: bool = True
+
+    def __call__(self, image: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
+        """A uint8 image (3, H, W) and its key (seed, epoch, index) to a uint8 image (3, image_size, image_size)."""
+        seed, epoch, index = key
+        return self.batch([image], seed, epoch, [index])[0]
+
+    def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
+        """The same for a batch: (B, 3, image_size, image_size)."""
+        return _resized_crops(images, seed, epoch, indices, self.image_size, self.scale, self.flip)
+
+
+@dataclass(frozen=True)
+class FinetuneAugmentation:
+    """BFT: random resized crop (bicubic) and flip, then a colour policy of timm.
+
+    `policy="pad-crop"` is the light one for CIFAR-size images: 4 pixels of zero padding, a crop, a flip.
+    `rand_augment` is a policy string of timm or None; "3a" is DeiT III's 3-Augment, with its colour jitter.
+    `mean` fills the corners that a rotation or shift uncovers.
+    """
+
+    image_size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    flip: bool = True
+    rand_augment: str | None = "rand-m9-mstd0.5-inc1"
+    policy: str = "resized-crop"
+    padding: int = 4
+    mean: tuple[float, float, float] = IMAGENET_DEFAULT_MEAN
+
+    def __post_init__(self):
+        if self.policy not in ("resized-crop", "pad-crop"):
+            raise ValueError(f'policy is "{self.policy}": pass "resized-crop" or "pad-crop".')
+        if self.rand_augment is not None and not self.rand_augment.startswith(("rand", "3a")):
+            raise ValueError(
+                f'rand_augment is "{self.rand_augment}": pass a timm policy such as "rand-m9-mstd0.5-inc1" or "3a", '
+                "or None for no colour policy."
+            )
+        object.__setattr__(self, "_colour_steps", self._build_colour_steps())
+
+    def _build_colour_steps(self) -> list:
+        if self.rand_augment is None:
+            return []
+        # As timm's create_transform sets them up with bicubic interpolation.
+        settings = {
+            "translate_const": int(self.image_size * 0.45),
+            "img_mean": tuple(min(255, round(255 * m)) for m in self.mean),
+            "interpolation": Image.Resampling.BICUBIC,
+        }
+        if self.rand_augment.startswith("rand"):
+            return [rand_augment_transform(self.rand_augment, settings)]
+        return [auto_augment_transform(self.rand_augment, settings), ColorJitter(*[THREE_AUGMENT_JITTER] * 3)]
+
+    def __call__(self, image: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
+        """A uint8 image (3, H, W) and its key (seed, epoch, index) to a uint8 image (3, image_size, image_size)."""
+        seed, epoch, index = key
+        return self.batch([image], seed, epoch, [index])[0]
+
+    def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
+        """The same for a batch: (B, 3, image_size, image_size)."""
+        if self.policy == "pad-crop":
+            images = _pad_crops(images, seed, epoch, indices, self.image_size, self.padding, self.flip)
+        else:
+            images = _resized_crops(images, seed, epoch, indices, self.image_size, self.scale, self.flip)
+        return self._recoloured(images, seed, epoch, indices) if self._colour_steps else images
+
+    def _recoloured(self, images: torch.Tensor, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
+        pictures = images.permute(0, 2, 3, 1).contiguous().numpy()
+        result = np.empty_like(pictures)
+        with kept_rng():  # timm and torchvision draw from the global generators
+            for i, index in enumerate(indices):
+                seed_generators(purpose_seed(seed, "colour"), epoch, index)
+                picture = Image.fromarray(pictures[i])
+                for step in self._colour_steps:
+                    picture = step(picture)
+                result[i] = picture
+        return torch.from_numpy(result).permute(0, 3, 1, 2)
+
+
+def _offsets(numbers: np.ndarray, choices: np.ndarray | int) -> np.ndarray:
+    return np.minimum((numbers * choices).astype(np.int64), choices - 1)
+
+
+def _crop_boxes(numbers: np.ndarray, height: int, width: int, scale: tuple[float, float]) -> np.ndarray:
+    """Boxes (B, 4) of top, left, height, width by the rule of torchvision's RandomResizedCrop.
+
+    Area uniform in `scale`, aspect ratio log-uniform in 3/4 .. 4/3, the first of ten tries that fits; failing all, the
+    largest central box whose ratio is allowed.
+    """
+    numbers = numbers.reshape(len(numbers), CROP_TRIES, 4)
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * numbers[..., 0])
+    ratio = np.exp(np.log(3 / 4) + (np.log(4 / 3) - np.log(3 / 4)) * numbers[..., 1])
+    w, h = np.rint(np.sqrt(area * ratio)).astype(np.int64), np.rint(np.sqrt(area / ratio)).astype(np.int64)
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)  # (B, tries)
+    tops = _offsets(numbers[..., 2], np.maximum(height - h + 1, 1))
+    lefts = _offsets(numbers[..., 3], np.maximum(width - w + 1, 1))
+    first = fits.argmax(axis=1)[:, None, None]
+    boxes = np.take_along_axis(np.stack([tops, lefts, h, w], axis=-1), first, axis=1)[:, 0]  # (B, 4)
+
+    central_w = min(width, max(1, round(height * 4 / 3)))
+    central_h = min(height, max(1, round(width / (3 / 4))))
+    fallback = [(height - central_h) // 2, (width - central_w) // 2, central_h, central_w]
+    return np.where(fits.any(axis=1)[:, None], boxes, fallback)
+
+
+def _resized_crops(images: Images, seed, epoch, indices, size: int, scale, flip: bool) -> torch.Tensor:
+    numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, CROP_NUMBERS)
+    mirrored = (numbers[:, -1] < 0.5) & flip
+    if isinstance(images, torch.Tensor):
+        boxes = _crop_boxes(numbers[:, :-1], *images.shape[-2:], scale)
+        return _resize_small(images, boxes, mirrored, size)
+    result = torch.empty(len(images), 3, size, size, dtype=torch.uint8)
+    for i, image in enumerate(images):
+        top, left, height, width = _crop_boxes(numbers[i : i + 1, :-1], *image.shape[-2:], scale)[0]
+        image = image[None, :, top : top + height, left : left + width]
+        image = F.interpolate(image, size=(size, size), mode="bicubic", antialias=True)[0]
+        result[i] = image.flip(-1) if mirrored[i] else image
+    return result
+
+
+def _pad_crops(images: Images, seed, epoch, indices, size: int, pad: int, flip: bool) -> torch.Tensor:
+    if not isinstance(images, torch.Tensor):
+        return torch.cat(
+            [
+                _pad_crops(image[None], seed, epoch, [index], size, pad, flip)
+                for image, index in zip(images, indices, strict=True)
+            ]
+        )
+    height, width = images.shape[-2:]
+    if min(height, width) + 2 * pad < size:
+        raise ValueError(
+            f"pad-crop cannot cut {size} x {size} pixels from an image of {height} x {width}: lower image_size "
+            'or use policy="resized-crop".'
+        )
+    numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, 3)
+    rows = _offsets(numbers[:, 0], height + 2 * pad - size + 1)[:, None] + np.arange(size)
+    columns = _offsets(numbers[:, 1], width + 2 * pad - size + 1)[:, None] + np.arange(size)
+    columns = np.where((numbers[:, 2:] < 0.5) & flip, columns[:, ::-1], columns)
+    # One gather: pixel numbers in the padded image, (B, size * size)
+    pixels = torch.from_numpy(rows[:, :, None] * (width + 2 * pad) + columns[:, None, :]).flatten(1)
+    padded = F.pad(images, (pad,) * 4).flatten(2)
+    cropped = padded.gather(2, pixels[:, None, :].expand(-1, images.shape[1], -1))
+    return cropped.view(len(images), images.shape[1], size, size)
+
+
+def _resize_small(images: torch.Tensor, boxes: np.ndarray, mirrored: np.ndarray, size: int) -> torch.Tensor:
+    """For small images of one size: crop, resize and flip as two products with a matrix for each image."""
+    vertical = torch.from_numpy(_resize_weights(boxes[:, 0], boxes[:, 2], images.shape[-2], size))
+    horizontal = _resize_weights(boxes[:, 1], boxes[:, 3], images.shape[-1], size)
+    horizontal = torch.from_numpy(np.where(mirrored[:, None, None], horizontal[:, ::-1], horizontal))
+    batch, channels, height, width = images.shape
+    rows = images.reshape(batch, channels * height, width).float()
+    rows = _round_fixed_point(rows @ horizontal.mT).view(batch, channels, height, size)
+    return _round_fixed_point(vertical[:, None] @ rows).to(torch.uint8)
+
+
+# Weights are whole numbers of 2^-14: a product with 8-bit values sums to less than 2^24, so float32 holds it exactly,
+# and the result does not depend on the order of summation, the batch or the number of threads.
+FIXED_POINT = 2.0**14
+
+
+def _round_fixed_point(sums: torch.Tensor) -> torch.Tensor:
+    return (sums / FIXED_POINT + 0.5).floor_().clamp_(0, 255)
+
+
+def _resize_weights(start: np.ndarray, length: np.ndarray, source: int, size: int) -> np.ndarray:
+    """Antialiased bicubic weights (a = -0.5, as Pillow's) from a line of `source` pixels: (B, size, source).
+
+    Output pixel i sees the part `start .. start + length` only.
+    """
+    start, length = start[:, None, None].astype(np.float32), length[:, None, None].astype(np.float32)
+    scale = length / size
+    support = np.maximum(scale, 1)
+    centre = start + (np.arange(size, dtype=np.float32)[:, None] + 0.5) * scale
+    pixel = np.arange(source, dtype=np.float32) + 0.5
+    x = np.abs(pixel - centre) / support  # (B, size, source)
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+    weights = np.where(x < 1, near, np.where(x < 2, far, 0))
+    weights *= (pixel > start) & (pixel < start + length)
+    weights *= FIXED_POINT / weights.sum(axis=-1, keepdims=True)
+    return np.rint(weights)
+
+
+def eval_processor(
+    image_size: int, mean: Sequence[float], std: Sequence[float], native: bool = False
+) -> ViTImageProcessor:
+    """The image processor that is published with the model.
+
+    Shorter side to image_size / 0.875 (bicubic), centre crop; from 384 pixels on without the margin. `native` is for
+    small images at their own size: neither resized nor cropped.
+    """
+    shortest_edge = image_size if image_size >= 384 else int(image_size / 0.875)
+    return ViTImageProcessor(
+        do_resize=not native,
+        size={"shortest_edge": shortest_edge},
+        resample=Image.Resampling.BICUBIC,
+        do_center_crop=not native,
+        crop_size={"height": image_size, "width": image_size},
+        do_convert_rgb=True,
+        image_mean=list(mean),
+        image_std=list(std),
+    )
+
+
+class DeviceTransform:
+    """What happens to a whole micro-batch on the training device: normalise, erase, mix.
+
+    Erasing ("pixel") is keyed by image, mixing by (epoch, update, micro-batch, process): an image is mixed with one of
+    its own micro-batch. `mixup` and `cutmix` are the alphas of timm's Mixup, always applied, half and half when both
+    are positive, without label smoothing; labels then come out soft (B, num_classes). With both 0 labels stay as they
+    are. Global generators are left as they were.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        *,
+        erase: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        num_classes: int | None = None,
+        seed: int = 0,
+    ):
+        self.mean = torch.tensor(mean).view(1, 3, 1, 1) * 255
+        self.std = torch.tensor(std).view(1, 3, 1, 1) * 255
+        self.erase = erase
+        self.seed = seed
+        # Erased pixels are drawn on the CPU: a device's own generator is out of reach of the key.
+        self._erase = RandomErasing(probability=1.0, mode="pixel", device="cpu")
+        self._mix = None
+        if mixup > 0 or cutmix > 0:
+            if num_classes is None:
+                raise ValueError("mixup and cutmix make soft labels: pass num_classes.")
+            self._mix = Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, label_smoothing=0.0, num_classes=num_classes)
+
+    def __call__(self, batch: dict, *, epoch: int, update: int, micro: int = 0, rank: int = 0) -> dict:
+        """A batch of the train loader, already on its device, to model inputs."""
+        images = batch["pixel_values"]
+        if self.mean.device != images.device:
+            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
+        images = (images - self.mean).div_(self.std)  # uint8 - float32 gives float32 in the same pass
+        if self.erase > 0:
+            self._erase_some(images, batch["index"].cpu().numpy(), epoch)
+        labels = batch["labels"]
+        if self._mix is not None:
+            if len(images) % 2:
+                raise ValueError(
+                    f"mixup pairs the images of a micro-batch, but this one has {len(images)}: choose a batch_size "
+                    "that gives each process and accumulation step an even number, or set mixup and cutmix to 0."
+                )
+            with keyed_rng(purpose_seed(self.seed, "mix"), epoch, update, micro, rank):
+                images, labels = self._mixed(images, labels)
+        return {**batch, "pixel_values": images, "labels": labels}
+
+    def _erase_some(self, images: torch.Tensor, indices: np.ndarray, epoch: int) -> None:
+        seed = purpose_seed(self.seed, "erase")
+        for i in np.flatnonzero(keyed_uniform(seed, epoch, indices, 1)[:, 0] < self.erase):
+            with keyed_rng(seed, epoch, int(indices[i]), 1):
+                self._erase(images[i])  # in place
+
+    def _mixed(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if labels.ndim == 1:
+            return self._mix(images, labels)
+        # Multi-hot: let timm mix the positions 0 .. B - 1 instead, and read the share that an image keeps.
+        mixer = Mixup(self._mix.mixup_alpha, self._mix.cutmix_alpha, label_smoothing=0.0, num_classes=len(images))
+        images, shares = mixer(images, torch.arange(len(images), device=images.device))
+        own = shares[0, 0]
+        return images, labels * own + labels.flip(0) * (1 - own)
