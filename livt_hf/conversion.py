@@ -267,11 +267,10 @@ def _timm_arguments(config: LiViTConfig) -> dict:
 
 
 def _timm_preprocessing(processor: BaseImageProcessor) -> dict:
-    edge, crop = processor.size.get("shortest_edge"), processor.crop_size["height"]
-    if edge is None or not processor.do_center_crop:
-        raise ValueError(
-            f"the image processor resizes to {processor.size}; timm's form needs a resize and centre crop."
-        )
+    if processor.do_resize and not (processor.do_center_crop and processor.size.shortest_edge):
+        raise ValueError("timm's form needs an image processor that resizes the shorter side and crops the centre.")
+    crop = processor.crop_size.height
+    edge = processor.size.shortest_edge if processor.do_resize else crop
     crop_pct = crop / edge
     if math.floor(crop / crop_pct) != edge:  # timm divides and rounds down
         crop_pct = math.nextafter(crop_pct, 0)
