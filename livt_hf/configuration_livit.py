@@ -1,6 +1,7 @@
 """`LiViTConfig`: the sizes of a ViT, how it pools, and the balanced head."""
 
-from typing import Literal
+import math
+from typing import Literal, get_args
 
 from transformers import PreTrainedConfig, ViTMAEConfig
 
@@ -15,6 +16,7 @@ PRESETS: dict[str, dict[str, int]] = {
     "base": dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, image_size=224, patch_size=16),
     "large": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, image_size=224, patch_size=16),
 }
+_SIZES = (*PRESETS["base"], "intermediate_size", "num_channels")
 _MICRO_DECODER = dict(decoder_hidden_size=96, decoder_num_hidden_layers=2, decoder_num_attention_heads=4)
 _MAE_DECODER = dict(decoder_hidden_size=512, decoder_num_hidden_layers=8, decoder_num_attention_heads=16)
 
@@ -30,6 +32,12 @@ def pretraining_config(size: str = "base", **overrides) -> ViTMAEConfig:
     decoder = _MICRO_DECODER if size == "micro" else _MAE_DECODER
     decoder = decoder | {"decoder_intermediate_size": 4 * decoder["decoder_hidden_size"]}
     return ViTMAEConfig(**(encoder_preset(size) | decoder | dict(layer_norm_eps=1e-6, norm_pix_loss=True) | overrides))
+
+
+def _whole(count) -> int:
+    if count != int(count):
+        raise ValueError(f"class_counts holds {count}; counts of images are whole numbers.")
+    return int(count)
 
 
 class LiViTConfig(PreTrainedConfig):
@@ -81,11 +89,13 @@ class LiViTConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if self.class_counts is not None:
-            self.class_counts = [int(count) for count in self.class_counts]
+            self.class_counts = [_whole(count) for count in self.class_counts]
             if self.id2label is None:
                 kwargs.setdefault("num_labels", len(self.class_counts))
         if self.test_prior is not None and not isinstance(self.test_prior, str):
             self.test_prior = [float(value) for value in self.test_prior]
+        if self.id2label is not None and kwargs.get("num_labels", len(self.id2label)) != len(self.id2label):
+            raise ValueError(f"id2label names {len(self.id2label)} labels and num_labels is {kwargs['num_labels']}.")
         super().__post_init__(**kwargs)
         self._check_sizes()
         self._check_head()
@@ -115,6 +125,9 @@ class LiViTConfig(PreTrainedConfig):
         return LOSSES[self.loss].no_posterior
 
     def _check_sizes(self):
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}; "
@@ -128,7 +141,17 @@ class LiViTConfig(PreTrainedConfig):
     def _check_head(self):
         if self.loss not in LOSSES:
             raise ValueError(f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}.")
+        for name in ("pooling", "bias", "head_start"):
+            choices = get_args(LiViTConfig.__annotations__[name])
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not known; choose one of {', '.join(choices)}.")
+        if self.num_labels < 2:
+            raise ValueError(f"num_labels is {self.num_labels}; a classifier needs at least two classes.")
+        if not (math.isfinite(self.tau) and self.tau >= 0):
+            raise ValueError(f"tau {self.tau} must be a finite number, 0 (no bias) or more.")
         spec = LOSSES[self.loss]
+        if self.multi_label and self.bias == "ce":
+            raise ValueError("bias='ce' compares the classes of one image; multi-label data needs bias='bce'.")
         if self.multi_label and spec.activation == "softmax":
             raise ValueError(f"loss {self.loss!r} picks one class an image; multi-label data needs a sigmoid loss.")
         if not 0 <= self.label_smoothing < 1:

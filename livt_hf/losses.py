@@ -1,9 +1,11 @@
 """The paper's logit biases (Theorems 1-3) and the losses it compares, as pure functions of logits and targets.
 
 Every loss takes `logits` (B, C) and `targets` (B, C): one-hot, soft or, for sigmoid losses, multi-hot; it sums over
-classes and averages over images. `LOSSES` says of each what a model needs to know. Computed in float32 or better.
+classes and averages over images. `LOSSES` says of each what a model needs to know. Half-precision logits are raised
+to float32 first.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -51,16 +53,18 @@ def ldam_margins(class_counts: Sequence[int], max_margin: float) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    return -(weight * targets * logits.log_softmax(-1)).sum(dim=-1).mean()
+    return -(weight * targets * _raised(logits).log_softmax(-1)).sum(dim=-1).mean()
 
 
 def binary_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    logits = _raised(logits)
+    loss = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none")
     return (weight * loss).sum(dim=-1).mean()
 
 
 def negative_tolerant_bce(logits: Tensor, targets: Tensor, tolerance: float) -> Tensor:
     """NT-BCE: the negative term is softplus(lambda z) / lambda, which forgives small negatives (Wu et al., 2020)."""
+    logits = _raised(logits)
     positive = targets * F.softplus(-logits)
     negative = (1 - targets) * F.softplus(tolerance * logits) / tolerance
     return (positive + negative).sum(dim=-1).mean()
@@ -69,14 +73,15 @@ def negative_tolerant_bce(logits: Tensor, targets: Tensor, tolerance: float) -> 
 def ldam(logits: Tensor, targets: Tensor, margins: Tensor, scale: float) -> Tensor:
     """Cross-entropy of s (z_k - m_y [k = y]); for soft targets the mixture of the hard losses.
 
-    For every y at once: only the true class's exponential changes, so the log-partition moves by
-    log(1 - p_y (1 - exp(-s m_y))), which wants double precision where p_y is near 1.
+    For every y at once it is softplus(R_y - s (z_y - m_y)) with R_y the logsumexp of the other classes: that of all
+    classes plus log(1 - p_y), which is accurate where p_y is at most 1/2. The top class is summed without itself.
     """
-    logits = scale * logits.double()
-    shrink = -torch.expm1(-scale * margins.double())
-    log_partition = logits.logsumexp(-1, keepdim=True) + torch.log1p(-logits.softmax(-1) * shrink)  # (B, C)
-    loss = log_partition - (logits - scale * margins)
-    return (targets * loss).sum(dim=-1).mean().float()
+    logits = scale * _raised(logits)  # (B, C)
+    top = logits.argmax(-1, keepdim=True)  # (B, 1)
+    below_top = logits.softmax(-1).scatter(-1, top, 0.0)
+    rest = logits.logsumexp(-1, keepdim=True) + torch.log1p(-below_top)  # (B, C)
+    rest = rest.scatter(-1, top, logits.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True))
+    return (targets * F.softplus(rest - logits + scale * margins)).sum(dim=-1).mean()
 
 
 def lade_regulariser(logits: Tensor, targets: Tensor, prior: Tensor, strength: float) -> Tensor:
@@ -84,19 +89,25 @@ def lade_regulariser(logits: Tensor, targets: Tensor, prior: Tensor, strength: f
 
     A class without an image in the batch has no mean logit; its partition term stays.
     """
+    logits = _raised(logits)
     images, classes = logits.shape
     present = targets.sum(dim=0)  # (C,)
     mean_logit = (targets * logits).sum(dim=0) / present.clamp_min(1)  # (C,)
-    spread = logits - prior.log() - torch.log(torch.tensor(float(classes)))
-    partition = spread.logsumexp(dim=0) - torch.log(torch.tensor(float(images)))  # (C,)
+    spread = logits - prior.log() - math.log(classes)
+    partition = spread.logsumexp(dim=0) - math.log(images)  # (C,)
     return -(prior * (mean_logit - partition - strength * partition**2)).sum()
 
 
 def influence_balanced(logits: Tensor, targets: Tensor, features: Tensor, alpha: float) -> Tensor:
     """IB: cross-entropy over the influence ||softmax - y||_1 ||h||_1 (Park et al., 2021). Hard labels only."""
+    logits = _raised(logits)
     influence = (logits.softmax(-1) - targets).abs().sum(-1) * features.float().abs().sum(-1)  # (B,)
     loss = -(targets * logits.log_softmax(-1)).sum(dim=-1)
     return (loss * alpha / (influence + 1e-3)).mean()
+
+
+def _raised(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,9 @@ class LongTailHead(nn.Module):
         self.spec = LOSSES[config.loss]
         # IB starts with plain cross-entropy; the training loop switches it on after the warm-up.
         self.ib_active = True
-        for name, value in self.constants().items():
+        with torch.device("cpu"):  # transformers builds models on the meta device, where no prior can be checked
+            constants = self.constants()
+        for name, value in constants.items():
             self.register_buffer(name, value, persistent=False)
 
     def constants(self) -> dict[str, Tensor]:
@@ -173,11 +175,18 @@ class LongTailHead(nn.Module):
         elif self.spec.activation == "sigmoid" and config.bias == "bce":
             bias = balanced_bce_bias(counts, config.test_prior, num_images=config.num_images)
         else:
-            bias = balanced_ce_bias(counts, None if config.multi_label else config.test_prior)
+            bias = balanced_ce_bias(counts, config.test_prior)
         constants = {"logit_bias": config.tau * bias, "prior": class_prior(counts, config.num_images).float()}
         constants["class_weight"] = effective_number_weights(counts, config.cb_beta)
         constants["margin"] = ldam_margins(counts, config.ldam_max_margin)
         return constants
+
+    def _apply(self, fn, recurse=True):
+        """Follow the model to its device but not to half precision: priors of one in ten million must survive."""
+        super()._apply(fn, recurse)
+        for name, value in self.constants().items():
+            setattr(self, name, value.to(getattr(self, name).device))
+        return self
 
     def classifier_start(self) -> Tensor:
         """The classifier bias before training: logit(pi_t) under a sigmoid loss, unless told to start at zero."""
@@ -191,29 +200,38 @@ class LongTailHead(nn.Module):
         config = self.config
         if self.spec.uses_counts and config.class_counts is None:
             raise ValueError(f"loss {config.loss!r} needs class_counts; pass them to the config or from_pretrained.")
-        targets = self._targets(labels)
+        targets = self._targets(labels, len(logits))
         if self.training and config.label_smoothing:
             targets = targets * (1 - config.label_smoothing) + config.label_smoothing / config.num_labels
         logits = logits.float()
         return self.spec.function(logits + self.logit_bias, targets, self, logits, features)
 
-    def _targets(self, labels: Tensor) -> Tensor:
+    def _targets(self, labels: Tensor, images: int) -> Tensor:
         """Class ids, soft labels or multi-hot labels as (B, C) floats, checked where looking does not stall a GPU."""
         config, classes = self.config, self.config.num_labels
         look = labels.device.type == "cpu" and not torch.compiler.is_compiling()
-        if labels.ndim == 1 and not labels.is_floating_point() and not config.multi_label:
-            if look and len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+        ids = not (config.multi_label or labels.is_floating_point())
+        if labels.shape != (images, classes) and not (ids and labels.shape == (images,)):
+            kind = "multi-hot" if config.multi_label else f"integer class ids ({images},) or soft"
+            raise ValueError(
+                f"labels are {labels.dtype} of shape {tuple(labels.shape)}; "
+                f"expected {kind} labels ({images}, {classes})."
+            )
+        if labels.ndim == 1:
+            if look and images and not 0 <= labels.min() <= labels.max() < classes:
                 raise ValueError(f"labels span {labels.min()} to {labels.max()}; the classes are 0 to {classes - 1}.")
-            return nn.functional.one_hot(labels, classes).float()
-        kind = "multi-hot" if config.multi_label else "class ids (B,) or soft"
-        if labels.ndim != 2 or labels.shape[1] != classes:
-            raise ValueError(f"labels have shape {tuple(labels.shape)}; expected {kind} labels (B, {classes}).")
-        if not (config.multi_label or self.spec.soft_labels):
+            return nn.functional.one_hot(labels.long(), classes).float()
+        if not self.spec.soft_labels:
             raise ValueError(f"loss {config.loss!r} is defined for class ids only; turn mixup and cutmix off.")
         labels = labels.float()
         if look and not ((labels >= 0) & (labels <= 1)).all():
             raise ValueError(
                 "soft labels lie between 0 and 1, but some are NaN or outside; check how they were mixed."
+            )
+        if look and not config.multi_label and not ((labels.sum(-1) - 1).abs() < 0.01).all():
+            raise ValueError(
+                "soft labels sum to 1 in every image, but some do not; if an image may have several labels, set "
+                "problem_type='multi_label_classification'."
             )
         return labels
 
@@ -228,7 +246,13 @@ class LongTailHead(nn.Module):
             raise ValueError("probabilities need the training prior; pass class_counts to from_pretrained.")
         if config.multi_label:
             return logits.float() + self.logit_bias
-        return log_training_posterior(logits, self.logit_bias, self.spec.activation)
+        log_posterior = log_training_posterior(logits, self.logit_bias, self.spec.activation)
+        if config.label_smoothing:
+            # Training fitted (1 - s) p + s / C; the share s / C would swamp a rare class once divided by its prior.
+            smooth = config.label_smoothing
+            posterior = (log_posterior.exp() - smooth / config.num_labels) / (1 - smooth)
+            log_posterior = posterior.clamp_min(torch.finfo(posterior.dtype).tiny).log()
+        return log_posterior
 
     def posterior(self, logits: Tensor, prior: Prior = None) -> Tensor:
         """P(j|x) under a serving prior; None is the config's `test_prior`, or uniform where it has none."""
@@ -248,8 +272,6 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
 
     def __init__(self, config: LiViTConfig):
         super().__init__(config)
-        if config.num_labels < 2:
-            raise ValueError(f"num_labels is {config.num_labels}; a classifier needs at least two classes.")
         self.vit = LiViTModel(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.head = LongTailHead(config)
@@ -268,7 +290,8 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
 
     @classmethod
     def _from_source(cls, path, source: dict, target: LiViTConfig, **kwargs):
-        if _has_our_head(source) and _labels_of(source) == _labels_of(target.to_dict()):
+        same_features = _has_our_head(source) and _source_pooling(source) == target.pooling
+        if same_features and _labels_of(source) == _labels_of(target.to_dict()):
             config = copy.deepcopy(target)
             config.image_size = source["image_size"]
             result = cls._load(path, source, config, set(), **kwargs)

@@ -62,6 +62,9 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
     decodes a random share of the masked patches: faster, and another objective. In evaluation mode forward is stock.
     """
 
+    # Trainer divides the loss by the accumulation steps only if forward does not claim to do it.
+    accepts_loss_kwargs = False
+
     def __init__(self, config: ViTMAEConfig, decode_ratio: float = 1.0):
         _check_config(config, decode_ratio)
         ViTMAEPreTrainedModel.__init__(self, config)
@@ -86,11 +89,17 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         """Save a stock ViTMAE checkpoint, which does not name a class that stock transformers lacks."""
         super().save_pretrained(save_directory, **kwargs)
         self.config.architectures = ["ViTMAEForPreTraining"]
-        self.config.save_pretrained(save_directory)
+        if kwargs.get("is_main_process", True):
+            self.config.save_pretrained(save_directory)
 
     def forward(self, pixel_values: Tensor, noise: Tensor | None = None, **kwargs) -> ViTMAEForPreTrainingOutput:
         """`noise` (B, patches) decides the mask: the patches with the smallest values stay visible."""
         _check_pixels(pixel_values, self.config)
+        if noise is not None and noise.shape != (len(pixel_values), self.num_patches):
+            raise ValueError(
+                f"noise has shape {tuple(noise.shape)}; expected one number a patch, "
+                f"({len(pixel_values)}, {self.num_patches})."
+            )
         if not self.training:
             return super().forward(pixel_values, noise=noise, **kwargs)
         if noise is None:
@@ -177,7 +186,10 @@ def _last_block(layer: ViTMAELayer, x: Tensor, tail: int) -> Tensor:
 
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_attention_forward)
     query, key, value = attention.q_proj(normed[:, -tail:]), attention.k_proj(normed), attention.v_proj(normed)
-    attended, _ = attend(attention, heads(query), heads(key), heads(value), None, scaling=attention.scaling)
+    dropout = attention.attention_dropout if attention.training else 0.0
+    attended, _ = attend(
+        attention, heads(query), heads(key), heads(value), None, dropout=dropout, scaling=attention.scaling
+    )
     x = x[:, -tail:] + layer.dropout(attention.o_proj(attended.flatten(2)))
     return x + layer.dropout(layer.mlp(layer.layernorm_after(x)))
 

@@ -79,8 +79,9 @@ def estimate_prior(
     if not torch.isfinite(posterior).all():
         raise ValueError("the posteriors contain NaN or infinity; evaluate the model first and drop those images.")
     posterior = posterior.double()
-    ratio = posterior / posterior.sum(-1, keepdim=True) / source.double()  # (B, C): likelihoods up to a factor
-    estimate = source.double()
+    source = source.to(posterior)
+    ratio = posterior / posterior.sum(-1, keepdim=True) / source  # (B, C): likelihoods up to a factor
+    estimate = source
     for _ in range(max_iterations):
         joint = ratio * estimate
         updated = (joint / joint.sum(-1, keepdim=True)).mean(0).clamp_min(floor)  # (C,)

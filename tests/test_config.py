@@ -1,0 +1,139 @@
+"""What `LiViTConfig` accepts, refuses and writes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from livt_hf import LiViTConfig, pretraining_config
+from livt_hf.configuration_livit import PRESETS
+
+MULTI = dict(problem_type="multi_label_classification", test_prior=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        (dict(image_size=30, patch_size=4), "image_size 30 is not a multiple of patch_size 4; 28 would be"),
+        (dict(hidden_size=30, num_attention_heads=4), "hidden_size 30 does not divide into 4 heads"),
+        (dict(patch_size=0), "patch_size is 0; it must be at least 1"),
+        (dict(drop_path_rate=1.0), "drop_path_rate 1.0 must be"),
+        (dict(pooling="max"), "pooling 'max' is not known; choose one of mean, cls"),
+        (dict(loss="focal"), "loss 'focal' is not known; choose one of bal_bce, bal_ce"),
+        (dict(bias="bal"), "bias 'bal' is not known; choose one of bce, ce"),
+        (dict(head_start="pi"), "head_start 'pi' is not known; choose one of prior, zero"),
+        (dict(tau=float("nan")), "tau nan must be a finite number"),
+        (dict(tau=-1), "tau -1 must be"),
+        (dict(label_smoothing=1.0), "label_smoothing 1.0 must be"),
+        (dict(loss="lade", label_smoothing=0.1), "label_smoothing 0.1 cannot be used with loss 'lade'"),
+        (dict(nt_lambda=0), "nt_lambda 0 must be positive"),
+        (dict(cb_beta=1.0), "cb_beta 1.0 must lie between"),
+        (dict(num_labels=1), "num_labels is 1; a classifier needs at least two"),
+        (dict(num_labels=3, id2label={0: "cat", 1: "dog"}), "id2label names 2 labels and num_labels is 3"),
+        (dict(class_counts=[5, 4], num_labels=3), "class_counts has 2 entries for 3 labels"),
+        (dict(class_counts=[5, 0, 2, 0]), r"classes \[1, 3\] have no training image"),
+        (dict(class_counts=[0] * 20), r"classes \[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...\] have no"),
+        (dict(class_counts=[5, 2.5]), "class_counts holds 2.5"),
+        (dict(class_counts=[5, 4], num_train_images=8), "num_train_images is 8 but class_counts sum to 9"),
+        (dict(num_labels=2, test_prior="tail"), "test_prior='tail' is not known"),
+        (dict(num_labels=2, test_prior=[0.5, 0.6]), "test_prior sums to 1.1"),
+        (dict(num_labels=2, test_prior=[1.0, 0.0]), "test_prior must lie strictly between 0 and 1"),
+        (dict(num_labels=2, test_prior=[0.2, 0.3, 0.5]), r"test_prior has shape \(3,\)"),
+        (MULTI | dict(test_prior="uniform"), "test_prior='uniform' has no meaning with several labels"),
+        (MULTI | dict(loss="ce"), "loss 'ce' picks one class an image"),
+        (MULTI | dict(bias="ce"), "multi-label data needs bias='bce'"),
+        (MULTI | dict(label_smoothing=0.1), "label_smoothing 0.1 cannot be used with multi-label"),
+        (MULTI | dict(class_counts=[5, 4]), "pass num_train_images"),
+        (MULTI | dict(class_counts=[5, 4], num_train_images=5), "class 0 has 5 of 5 images"),
+        (MULTI | dict(num_labels=2, test_prior=[0.5, 1.5]), "test_prior spans 0.5 to 1.5"),
+    ],
+)
+def test_nonsense_is_refused_when_the_config_is_built(fields, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        LiViTConfig(**fields)
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'huge' is not known; choose one of micro, tiny, small, base, large"):
+        LiViTConfig.preset("huge")
+
+
+def test_the_defaults_are_the_paper_s_vit_b():
+    config = LiViTConfig()
+    assert LiViTConfig.preset("base").to_dict() == config.to_dict()
+    assert (config.hidden_size, config.num_hidden_layers, config.patch_size, config.image_size) == (768, 12, 16, 224)
+    assert (config.pooling, config.loss, config.test_prior, config.tau) == ("mean", "bal_bce", "uniform", 1.0)
+    assert (config.bias, config.head_start, config.label_smoothing, config.layer_norm_eps) == ("bce", "prior", 0, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "encoder", "decoder"),
+    [
+        ("micro", (128, 6, 4, 512, 32, 4), (96, 2, 4, 384)),
+        ("tiny", (192, 12, 3, 768, 224, 16), (512, 8, 16, 2048)),
+        ("small", (384, 12, 6, 1536, 224, 16), (512, 8, 16, 2048)),
+        ("base", (768, 12, 12, 3072, 224, 16), (512, 8, 16, 2048)),
+        ("large", (1024, 24, 16, 4096, 224, 16), (512, 8, 16, 2048)),
+    ],
+)
+def test_presets_have_the_sizes_of_the_design(size, encoder, decoder):
+    for config in (LiViTConfig.preset(size), pretraining_config(size)):
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size")
+        assert tuple(getattr(config, name) for name in (*names, "patch_size")) == encoder
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    assert tuple(getattr(config, f"decoder_{name}") for name in names) == decoder
+    assert config.norm_pix_loss and config.layer_norm_eps == 1e-6
+
+
+def test_every_preset_is_tested():
+    assert set(PRESETS) == {"micro", "tiny", "small", "base", "large"}
+
+
+def test_counts_may_come_from_numpy_or_torch():
+    for counts in (np.array([7, 2, 1]), torch.tensor([7, 2, 1]), (7, 2, 1)):
+        config = LiViTConfig(class_counts=counts, test_prior=np.array([0.2, 0.3, 0.5]))
+        assert config.class_counts == [7, 2, 1] and all(type(count) is int for count in config.class_counts)
+        assert config.num_labels == 3 and config.num_train_images == 10
+        assert config.test_prior == [0.2, 0.3, 0.5]
+        json.dumps(config.to_dict())
+
+
+def test_config_json_round_trips_exactly_with_8142_classes(tmp_path):
+    generator = np.random.default_rng(0)
+    counts = generator.integers(2, 1000, 8142)
+    prior = generator.dirichlet(np.ones(8142)).clip(1e-9)
+    config = LiViTConfig.preset(
+        "small",
+        class_counts=counts,
+        test_prior=prior / prior.sum(),
+        id2label={i: f"species {i}" for i in range(8142)},
+        label2id={f"species {i}": i for i in range(8142)},
+        tau=1.05,
+        drop_path_rate=0.1,
+        head_start="zero",
+        label_smoothing=0.1,
+    )
+    config.save_pretrained(tmp_path / "first")
+    loaded = LiViTConfig.from_pretrained(tmp_path / "first")
+    assert loaded.to_dict() == config.to_dict()
+    assert loaded.class_counts == counts.tolist() and loaded.test_prior == config.test_prior
+    loaded.save_pretrained(tmp_path / "second")
+    first, second = ((tmp_path / name / "config.json").read_bytes() for name in ("first", "second"))
+    assert first == second
+    assert AutoConfig.from_pretrained(tmp_path / "first").to_json_string() == config.to_json_string()
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(test_prior=None), dict(num_labels=2), dict(class_counts=[3, 1])])
+def test_small_configs_round_trip_too(tmp_path, fields):
+    config = LiViTConfig(**fields)
+    config.save_pretrained(tmp_path)
+    assert LiViTConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+def test_a_multi_label_config_keeps_its_number_of_images(tmp_path):
+    config = LiViTConfig(class_counts=[5, 4], num_train_images=20, **MULTI)
+    config.save_pretrained(tmp_path)
+    loaded = LiViTConfig.from_pretrained(tmp_path)
+    assert loaded.multi_label and loaded.num_images == 20 and LiViTConfig(class_counts=[5, 4]).num_images is None

@@ -1,0 +1,348 @@
+"""The biases by hand, every loss against a slow obvious version of itself, and what soft labels mean."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from livt_hf import LiViTConfig
+from livt_hf.losses import (
+    LOSSES,
+    balanced_bce_bias,
+    balanced_ce_bias,
+    binary_cross_entropy,
+    cross_entropy,
+    effective_number_weights,
+    influence_balanced,
+    lade_regulariser,
+    ldam,
+    ldam_margins,
+    negative_tolerant_bce,
+    register_loss,
+)
+from livt_hf.modeling_livit import LongTailHead
+
+COUNTS = [60, 30, 10]
+SOFT = sorted(name for name, spec in LOSSES.items() if spec.soft_labels)
+HARD_ONLY = sorted(name for name, spec in LOSSES.items() if not spec.soft_labels)
+
+
+def head(loss="bal_bce", counts=COUNTS, **config) -> LongTailHead:
+    return LongTailHead(LiViTConfig(loss=loss, class_counts=counts, **config))
+
+
+def batch(images=6, classes=3, dtype=torch.float32):
+    logits = torch.randn(images, classes, dtype=dtype) * 3
+    labels = torch.arange(images) % classes
+    return logits, labels, torch.nn.functional.one_hot(labels, classes).to(dtype)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+# The biases
+
+
+def test_theorem_1_is_the_log_prior():
+    torch.testing.assert_close(balanced_ce_bias(COUNTS), torch.tensor([0.6, 0.3, 0.1]).log())
+
+
+def test_theorem_1_with_a_test_prior_divides_by_it():
+    bias = balanced_ce_bias(COUNTS, [0.2, 0.3, 0.5])
+    torch.testing.assert_close(bias, torch.tensor([math.log(3), 0.0, math.log(0.2)]))
+
+
+def test_theorem_2_is_the_log_odds_of_the_prior():
+    bias = balanced_bce_bias(COUNTS, test_prior=None)
+    torch.testing.assert_close(bias, torch.tensor([math.log(60 / 40), math.log(30 / 70), math.log(10 / 90)]))
+
+
+def test_the_uniform_test_prior_adds_log_of_classes_minus_one():
+    torch.testing.assert_close(balanced_bce_bias(COUNTS), balanced_bce_bias(COUNTS, None) + math.log(2))
+    many = [5] * 1000
+    torch.testing.assert_close(balanced_bce_bias(many), torch.zeros(1000), atol=1e-6, rtol=0)
+
+
+def test_theorem_3_subtracts_the_log_odds_of_the_test_prior():
+    bias = balanced_bce_bias(COUNTS, [0.2, 0.3, 0.5])
+    expected = [math.log(60 / 40) - math.log(0.2 / 0.8), 0.0, math.log(10 / 90)]
+    torch.testing.assert_close(bias, torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+def test_multi_label_priors_divide_by_images_not_by_labels():
+    bias = balanced_bce_bias([50, 20], None, num_images=100)
+    torch.testing.assert_close(bias, torch.tensor([0.0, math.log(20 / 80)]))
+    shifted = balanced_bce_bias([50, 20], [0.5, 0.2], num_images=100)
+    torch.testing.assert_close(shifted, torch.zeros(2), atol=1e-6, rtol=0)
+
+
+def test_tau_multiplies_the_whole_bias():
+    torch.testing.assert_close(head(tau=1.05).logit_bias, 1.05 * balanced_bce_bias(COUNTS))
+
+
+def test_the_negative_example_gives_a_sigmoid_loss_the_bias_of_theorem_1():
+    torch.testing.assert_close(head(bias="ce", test_prior=None).logit_bias, balanced_ce_bias(COUNTS))
+
+
+def test_zero_logits_without_a_test_prior_predict_the_training_prior():
+    bias = head(test_prior=None).logit_bias
+    torch.testing.assert_close(bias.sigmoid(), torch.tensor([0.6, 0.3, 0.1]))
+    torch.testing.assert_close(head("bal_ce", test_prior=None).logit_bias.softmax(-1), torch.tensor([0.6, 0.3, 0.1]))
+
+
+@pytest.mark.parametrize("test_prior", ["uniform", [0.2, 0.3, 0.5]])
+def test_a_test_prior_shifts_the_logits_by_exactly_its_log_odds(test_prior):
+    logits, labels, targets = batch()
+    prior = torch.full((3,), 1 / 3) if test_prior == "uniform" else torch.tensor(test_prior)
+    with_prior = head(test_prior=test_prior)(logits + prior.logit(), labels, logits)
+    torch.testing.assert_close(with_prior, head(test_prior=None)(logits, labels, logits))
+
+
+def test_counts_of_one_against_ten_million_lose_no_digit():
+    bias = balanced_bce_bias([10_000_000, 1], None)
+    torch.testing.assert_close(bias, torch.tensor([math.log(1e7), -math.log(1e7)]))
+
+
+# Every loss against loops
+
+
+def test_cross_entropy_is_the_mean_over_images_of_minus_log_softmax():
+    logits, labels, targets = batch()
+    slow = 0.0
+    for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
+        slow -= math.log(math.exp(z[y]) / sum(math.exp(v) for v in z)) / len(logits)
+    assert cross_entropy(logits, targets).item() == pytest.approx(slow, rel=1e-5)
+
+
+def slow_bce(logits, labels, weights=(1, 1, 1)) -> float:
+    total = 0.0
+    for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
+        for c, weight in enumerate(weights):
+            p = sigmoid(z[c])
+            total -= weight * math.log(p if c == y else 1 - p)
+    return total / len(logits)
+
+
+def test_binary_cross_entropy_sums_over_classes_and_averages_over_images():
+    logits, labels, targets = batch()
+    assert binary_cross_entropy(logits, targets).item() == pytest.approx(slow_bce(logits, labels), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["bal_bce", "bal_ce"])
+def test_balanced_losses_are_plain_losses_of_shifted_logits(loss):
+    logits, labels, targets = batch()
+    if loss == "bal_bce":
+        shift = [math.log(p / (1 - p)) + math.log(2) for p in (0.6, 0.3, 0.1)]
+        expected = slow_bce(logits + torch.tensor(shift), labels)
+    else:
+        shift = [math.log(3 * p) for p in (0.6, 0.3, 0.1)]
+        expected = cross_entropy(logits + torch.tensor(shift), targets).item()
+    assert head(loss)(logits, labels, logits).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_class_balanced_weights_are_inverse_effective_numbers_that_sum_to_the_classes():
+    raw = [(1 - 0.99) / (1 - 0.99**n) for n in COUNTS]
+    expected = torch.tensor([3 * w / sum(raw) for w in raw])
+    torch.testing.assert_close(effective_number_weights(COUNTS, 0.99), expected)
+
+
+def test_class_balanced_losses_weigh_every_class_term():
+    logits, labels, targets = batch()
+    weights = effective_number_weights(COUNTS, 0.9999)
+    bce = head("cb_bce")(logits, labels, logits).item()
+    assert bce == pytest.approx(slow_bce(logits, labels, weights.tolist()), rel=1e-5)
+    slow = 0.0
+    for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
+        slow -= weights[y].item() * math.log(math.exp(z[y]) / sum(math.exp(v) for v in z)) / len(logits)
+    assert head("cb_ce")(logits, labels, logits).item() == pytest.approx(slow, rel=1e-5)
+
+
+def test_ldam_margins_fall_with_the_fourth_root_of_the_count():
+    torch.testing.assert_close(ldam_margins([16, 1, 256], 0.5), torch.tensor([0.25, 0.5, 0.125]))
+
+
+def test_ldam_subtracts_the_margin_of_the_true_class_and_scales():
+    logits, labels, targets = batch()
+    margins = ldam_margins(COUNTS, 0.5).tolist()
+    slow = 0.0
+    for z, y in zip(logits.double().tolist(), labels.tolist(), strict=True):
+        z[y] -= margins[y]
+        slow += (math.log(sum(math.exp(30 * (v - max(z))) for v in z)) + 30 * (max(z) - z[y])) / len(logits)
+    assert head("ldam")(logits, labels, logits).item() == pytest.approx(slow, rel=1e-5)
+
+
+@pytest.mark.parametrize("max_margin", [0.5, 5.0])
+def test_ldam_is_finite_where_one_class_has_all_the_probability(max_margin):
+    logits = torch.tensor([[40.0, -40.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    for y in range(3):
+        targets = torch.nn.functional.one_hot(torch.tensor([y, y]), 3)
+        loss = ldam(logits, targets, ldam_margins(COUNTS, max_margin), 30)
+        shifted = 30 * (logits - ldam_margins(COUNTS, max_margin) * targets)
+        expected = cross_entropy(shifted, targets)
+        torch.testing.assert_close(loss, expected)
+        fast, slow = torch.autograd.grad(loss, logits)[0], torch.autograd.grad(expected, logits)[0]
+        torch.testing.assert_close(fast, slow)
+
+
+def test_lade_adds_a_tenth_of_its_regulariser_to_balanced_ce():
+    logits, labels, targets = batch(images=5)
+    prior = [0.6, 0.3, 0.1]
+    f, y, images = logits.tolist(), labels.tolist(), len(logits)
+    bracket = 0.0
+    for c in range(3):
+        of_class = [f[i][c] for i in range(images) if y[i] == c]
+        partition = math.log(sum(math.exp(f[i][c] - math.log(prior[c]) - math.log(3)) for i in range(images)) / images)
+        bracket += prior[c] * (sum(of_class) / len(of_class) - partition - 0.01 * partition**2)
+    assert lade_regulariser(logits, targets, torch.tensor(prior), 0.01).item() == pytest.approx(-bracket, rel=1e-4)
+    expected = head("bal_ce")(logits, labels, logits).item() - 0.1 * bracket
+    assert head("lade")(logits, labels, logits).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_ib_divides_each_cross_entropy_by_the_influence_of_its_image():
+    logits, labels, targets = batch()
+    features = torch.randn(len(logits), 7)
+    slow = 0.0
+    for z, y, h in zip(logits.tolist(), labels.tolist(), features.tolist(), strict=True):
+        p = [math.exp(v) / sum(math.exp(u) for u in z) for v in z]
+        influence = sum(abs(p[c] - (c == y)) for c in range(3)) * sum(abs(v) for v in h)
+        slow += -math.log(p[y]) * 1000 / (influence + 0.001) / len(logits)
+    assert influence_balanced(logits, targets, features, 1000).item() == pytest.approx(slow, rel=1e-4)
+    assert head("ib")(logits, labels, features).item() == pytest.approx(slow, rel=1e-4)
+
+
+def test_ib_is_plain_cross_entropy_until_it_is_switched_on():
+    logits, labels, targets = batch()
+    warming = head("ib")
+    warming.ib_active = False
+    torch.testing.assert_close(warming(logits, labels, logits), cross_entropy(logits, targets))
+
+
+@pytest.mark.parametrize("loss", ["nt_bce", "bal_nt_bce"])
+def test_nt_bce_softens_the_negative_term_by_lambda(loss):
+    logits, labels, targets = batch()
+    bias = balanced_bce_bias(COUNTS).tolist() if loss == "bal_nt_bce" else [0.0] * 3
+    slow = 0.0
+    for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
+        for c in range(3):
+            v = z[c] + bias[c]
+            slow += math.log(1 + math.exp(-v)) if c == y else math.log(1 + math.exp(2 * v)) / 2
+    assert head(loss)(logits, labels, logits).item() == pytest.approx(slow / len(logits), rel=1e-5)
+
+
+def test_nt_bce_with_lambda_one_is_bce():
+    logits, _, targets = batch()
+    torch.testing.assert_close(negative_tolerant_bce(logits, targets, 1.0), binary_cross_entropy(logits, targets))
+
+
+# Soft labels
+
+
+@pytest.mark.parametrize("loss", SOFT)
+def test_soft_label_gradients_are_the_mixture_of_the_hard_ones(loss):
+    start, labels, _ = batch()
+    other = (labels + 1) % 3
+    mixed = 0.7 * torch.nn.functional.one_hot(labels, 3) + 0.3 * torch.nn.functional.one_hot(other, 3)
+
+    def value_and_gradient(targets):
+        logits = start.clone().requires_grad_()
+        value = head(loss)(logits, targets, logits)
+        return value.detach(), torch.autograd.grad(value, logits)[0]
+
+    value, gradient = value_and_gradient(mixed)
+    (first, of_first), (second, of_second) = value_and_gradient(labels), value_and_gradient(other)
+    torch.testing.assert_close(value, 0.7 * first + 0.3 * second)
+    torch.testing.assert_close(gradient, 0.7 * of_first + 0.3 * of_second, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", HARD_ONLY)
+def test_losses_defined_on_class_ids_refuse_soft_labels_by_name(loss):
+    logits, _, targets = batch()
+    with pytest.raises(ValueError, match=f"'{loss}' is defined for class ids only; turn mixup"):
+        head(loss)(logits, targets, logits)
+
+
+def test_only_lade_and_ib_want_class_ids():
+    assert HARD_ONLY == ["ib", "lade"]
+
+
+def test_label_smoothing_is_applied_once_and_only_in_training():
+    logits, labels, targets = batch()
+    smooth = head(label_smoothing=0.1)
+    expected = head()(logits, targets * 0.9 + 0.1 / 3, logits)
+    torch.testing.assert_close(smooth(logits, labels, logits), expected)
+    torch.testing.assert_close(smooth.eval()(logits, labels, logits), head()(logits, labels, logits))
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_half_precision_and_extreme_counts_stay_finite_and_close_to_float32(loss, dtype):
+    logits, labels, _ = batch()
+    logits = (4 * logits).to(dtype)
+    extreme = head(loss, counts=[10_000_000, 1000, 1]).to(dtype)
+    logits.requires_grad_()
+    value = extreme(logits, labels, logits.detach())
+    value.backward()
+    assert torch.isfinite(value) and torch.isfinite(logits.grad).all()
+    exact = head(loss, counts=[10_000_000, 1000, 1])(logits.detach().float(), labels, logits.detach().float())
+    torch.testing.assert_close(value, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_pure_functions_compute_half_precision_logits_in_float32(dtype):
+    logits, _, targets = batch()
+    logits, features = logits.to(dtype), torch.randn(6, 7)
+    margins, prior = ldam_margins(COUNTS, 0.5), torch.tensor([0.6, 0.3, 0.1])
+    for function, more in (
+        (cross_entropy, ()),
+        (binary_cross_entropy, ()),
+        (negative_tolerant_bce, (2.0,)),
+        (ldam, (margins, 30)),
+        (lade_regulariser, (prior, 0.01)),
+        (influence_balanced, (features, 1000)),
+    ):
+        value = function(logits, targets, *more)
+        assert value.dtype == torch.float32, function
+        torch.testing.assert_close(value, function(logits.float(), targets, *more))
+
+
+def test_counts_of_a_head_stay_float32_in_a_half_precision_model():
+    half = head(counts=[10_000_000, 1]).to(torch.float16)
+    torch.testing.assert_close(half.logit_bias, balanced_bce_bias([10_000_000, 1]))
+    assert half.prior[1] > 0
+
+
+@pytest.mark.parametrize("loss", sorted(name for name, spec in LOSSES.items() if spec.uses_counts))
+def test_a_loss_that_needs_counts_says_so(loss):
+    logits, labels, _ = batch()
+    with pytest.raises(ValueError, match=f"'{loss}' needs class_counts"):
+        LongTailHead(LiViTConfig(loss=loss, num_labels=3))(logits, labels, logits)
+
+
+@pytest.mark.parametrize("loss", sorted(name for name, spec in LOSSES.items() if not spec.uses_counts))
+def test_a_loss_without_counts_works_without_them(loss):
+    logits, labels, _ = batch()
+    assert torch.isfinite(LongTailHead(LiViTConfig(loss=loss, num_labels=3))(logits, labels, logits))
+
+
+def test_a_second_loss_of_the_same_name_is_refused():
+    with pytest.raises(ValueError, match="'ce' exists already"):
+        register_loss("ce", activation="softmax")(lambda *_: None)
+
+
+@pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="LIVT_DATA names no folder with the real class counts")
+def test_bal_bce_starts_at_7_with_the_prior_start_and_at_hundreds_from_zero_on_imagenet_lt():
+    folder = Path(os.environ["LIVT_DATA"]) / "splits"
+    counts = json.loads((folder / "ImageNet_LT_train_cls_num.json").read_text())
+    labels = torch.repeat_interleave(torch.arange(1000), torch.tensor(counts))
+    balanced = head(counts=counts)
+    targets = torch.bincount(labels, minlength=1000) / len(labels)
+    zeros = torch.zeros(1, 1000)
+    assert balanced(zeros + balanced.classifier_start(), targets[None], zeros).item() == pytest.approx(7.4, abs=0.1)
+    assert balanced(zeros, targets[None], zeros).item() == pytest.approx(582, abs=1)

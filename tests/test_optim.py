@@ -1,0 +1,108 @@
+"""Learning rates by batch, by depth and by update."""
+
+import math
+
+import pytest
+import torch
+
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf.optim import WarmupCosine, layer_decay_groups, scaled_lr, warmup_cosine
+
+
+@pytest.fixture
+def twelve_layers(tiny):
+    return LiViTForImageClassification(LiViTConfig(**(tiny | dict(num_hidden_layers=12)), class_counts=[9, 3, 1]))
+
+
+def by_parameter(model, groups) -> dict[str, dict]:
+    """Name -> its group; fails if a parameter is in two."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    placed = [(names[id(parameter)], group) for group in groups for parameter in group["params"]]
+    assert len(placed) == len({name for name, _ in placed})
+    return dict(placed)
+
+
+def expected_exponent(name: str) -> int:
+    """decay^(13 - id): embeddings have id 0, block i has i + 1, the rest 13."""
+    if name.startswith("vit.embeddings."):
+        return 13
+    if name.startswith("vit.layers."):
+        return 12 - int(name.split(".")[2])
+    assert name.split(".")[-2] in ("fc_norm", "classifier")
+    return 0
+
+
+def test_layer_decay_of_three_quarters_on_twelve_layers_for_every_parameter(twelve_layers):
+    groups = by_parameter(twelve_layers, layer_decay_groups(twelve_layers, 0.05, 0.75))
+    assert set(groups) == {name for name, _ in twelve_layers.named_parameters()}
+    for name, group in groups.items():
+        assert group["lr_scale"] == pytest.approx(0.75 ** expected_exponent(name)), name
+    assert groups["vit.layers.0.mlp.fc1.weight"]["lr_scale"] == pytest.approx(0.03167635)
+    assert groups["vit.embeddings.cls_token"]["lr_scale"] == pytest.approx(0.02375726)
+
+
+def test_vectors_tokens_and_positions_have_no_weight_decay(twelve_layers):
+    groups = by_parameter(twelve_layers, layer_decay_groups(twelve_layers, 0.05, 0.75))
+    for name, parameter in twelve_layers.named_parameters():
+        free = parameter.ndim == 1 or name in ("vit.embeddings.cls_token", "vit.embeddings.position_embeddings")
+        assert groups[name]["weight_decay"] == (0.0 if free else 0.05), name
+
+
+def test_twelve_layers_make_28_groups(twelve_layers):
+    assert len(layer_decay_groups(twelve_layers, 0.05, 0.75)) == 28
+
+
+def test_frozen_parameters_are_in_no_group(twelve_layers):
+    twelve_layers.vit.embeddings.requires_grad_(False)
+    groups = by_parameter(twelve_layers, layer_decay_groups(twelve_layers, 0.05, 0.75))
+    assert set(groups) == {name for name, parameter in twelve_layers.named_parameters() if parameter.requires_grad}
+    assert groups["classifier.weight"]["lr_scale"] == 1
+
+
+def test_cls_pooling_puts_the_final_norm_with_the_head(tiny):
+    model = LiViTForImageClassification(LiViTConfig(**tiny, num_labels=3, pooling="cls"))
+    groups = by_parameter(model, layer_decay_groups(model, 0.05, 0.75))
+    assert groups["vit.layernorm.weight"]["lr_scale"] == 1
+
+
+def test_pretraining_decays_weights_but_neither_vectors_nor_frozen_tables(tiny):
+    sizes = tiny | dict(decoder_hidden_size=16, decoder_num_hidden_layers=1, decoder_num_attention_heads=2)
+    model = LiViTForPreTraining(pretraining_config("micro", **sizes, decoder_intermediate_size=32))
+    groups = by_parameter(model, layer_decay_groups(model, 0.05))
+    assert not any("pos" in name and "embed" in name and "patch" not in name for name in groups)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert groups[name]["weight_decay"] == (0.0 if parameter.ndim == 1 else 0.05), name
+            assert groups[name]["lr_scale"] == 1
+
+
+def test_the_rate_scales_with_the_batch_over_256():
+    assert scaled_lr(1.5e-4, 4096) == pytest.approx(2.4e-3)
+    assert scaled_lr(1e-3, 64) == pytest.approx(2.5e-4)
+
+
+def test_the_schedule_at_chosen_updates():
+    def rate(step):
+        return warmup_cosine(step, warmup=10, total=110, peak=2.0, floor=0.5)
+
+    assert [rate(step) for step in (0, 1, 5, 10)] == pytest.approx([0.0, 0.2, 1.0, 2.0])
+    assert rate(35) == pytest.approx(0.5 + 1.5 * (1 + math.cos(math.pi / 4)) / 2)
+    assert [rate(step) for step in (60, 110, 500)] == pytest.approx([1.25, 0.5, 0.5])
+
+
+def test_a_schedule_without_warmup_starts_at_the_peak():
+    assert warmup_cosine(0, warmup=0, total=10, peak=2.0, floor=0.0) == 2.0
+
+
+def test_a_schedule_that_is_all_warmup_ends_at_the_peak():
+    assert warmup_cosine(10, warmup=10, total=10, peak=2.0, floor=0.0) == 2.0
+
+
+def test_peak_and_floor_are_scaled_in_every_group(twelve_layers):
+    optimizer = torch.optim.AdamW(layer_decay_groups(twelve_layers, 0.05, 0.75), lr=1.0)
+    schedule = WarmupCosine(optimizer, peak=2.0, floor=0.5, warmup=10, total=110)
+    for step, unscaled in ((5, 1.0), (10, 2.0), (110, 0.5)):
+        assert schedule.set(step) == pytest.approx(unscaled)
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(unscaled * group["lr_scale"])
+    assert min(group["lr"] for group in optimizer.param_groups) == pytest.approx(0.5 * 0.75**13)

@@ -1,0 +1,198 @@
+"""The posterior rule on classes whose densities are known, and the priors behind it."""
+
+import math
+
+import pytest
+import torch
+
+from livt_hf import LiViTConfig
+from livt_hf.losses import LOSSES
+from livt_hf.modeling_livit import LongTailHead
+from livt_hf.priors import as_prior, class_prior, estimate_prior, log_odds, shift_prior
+
+CLASSES = 10
+COUNTS = [round(5000 * 100 ** (-i / (CLASSES - 1))) for i in range(CLASSES)]  # imbalance factor 100
+PI = class_prior(COUNTS)
+UNIFORM = torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64)
+SERVING = {
+    "uniform": UNIFORM,
+    "training": PI,
+    "reversed": PI.flip(0),
+    "one class gone": torch.tensor([0.0] + [1 / 9] * 9, dtype=torch.float64),
+}
+
+
+def gaussian_classes(prior: torch.Tensor, images: int = 20_000):
+    """Points of ten overlapping Gaussian classes drawn under `prior`: log densities (B, C) and labels (B,)."""
+    generator = torch.Generator().manual_seed(0)
+    means = 0.5 * torch.randn(CLASSES, 8, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(prior, images, replacement=True, generator=generator)
+    points = means[labels] + torch.randn(images, 8, generator=generator, dtype=torch.float64)
+    return -0.5 * torch.cdist(points, means) ** 2, labels
+
+
+def perfect_logits(log_density: torch.Tensor, head: LongTailHead) -> torch.Tensor:
+    """The z of a network that has learned the training posterior exactly."""
+    log_posterior = (log_density + PI.log()).log_softmax(-1)
+    smooth = head.config.label_smoothing
+    fitted = log_posterior.exp() * (1 - smooth) + smooth / CLASSES
+    if head.spec.activation == "softmax":
+        return fitted.log() - head.logit_bias
+    return torch.logit(fitted) - head.logit_bias
+
+
+def accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    return (scores.argmax(-1) == labels).double().mean().item()
+
+
+def head(loss="bal_bce", **config) -> LongTailHead:
+    return LongTailHead(LiViTConfig(loss=loss, class_counts=COUNTS, **config))
+
+
+@pytest.mark.parametrize("serving", SERVING)
+@pytest.mark.parametrize("loss", ["bal_bce", "bce", "bal_ce", "ce", "cb_bce"])
+def test_exact_posteriors_reach_bayes_accuracy_under_any_serving_prior(loss, serving):
+    q = SERVING[serving]
+    log_density, labels = gaussian_classes(q)
+    rule = head(loss)
+    served = rule.posterior(perfect_logits(log_density, rule), q)
+    bayes = (log_density + q.log()).softmax(-1)
+    torch.testing.assert_close(served, bayes.float(), atol=1e-4, rtol=1e-3)
+    assert accuracy(served, labels) == pytest.approx(accuracy(bayes, labels), abs=2e-4)
+
+
+@pytest.mark.parametrize("config", [dict(tau=1.5), dict(bias="ce"), dict(test_prior=None), dict(label_smoothing=0.1)])
+def test_the_rule_holds_for_every_tau_bias_test_prior_and_smoothing(config):
+    log_density, labels = gaussian_classes(UNIFORM)
+    rule = head(**config)
+    served = rule.posterior(perfect_logits(log_density, rule), "uniform")
+    assert accuracy(served, labels) == pytest.approx(accuracy(log_density, labels), abs=2e-3)
+
+
+def test_argmax_z_is_the_difference_of_log_odds_and_short_of_bayes():
+    log_density, labels = gaussian_classes(UNIFORM)
+    z = perfect_logits(log_density, head())
+    p = (log_density + PI.log()).softmax(-1)
+    closed_form = torch.logit(p) - torch.logit(PI)
+    assert torch.equal(z.argmax(-1), closed_form.argmax(-1))
+    assert accuracy(z, labels) < accuracy(log_density, labels) - 0.005
+
+
+def test_argmax_z_of_a_softmax_head_is_bayes_under_the_uniform_prior():
+    log_density, labels = gaussian_classes(UNIFORM)
+    z = perfect_logits(log_density, head("bal_ce"))
+    assert torch.equal(z.argmax(-1), log_density.argmax(-1))
+
+
+def test_the_wrong_sign_falls_far_below_bayes():
+    log_density, labels = gaussian_classes(UNIFORM)
+    log_posterior = head().training_posterior(perfect_logits(log_density, head()))
+    right = accuracy(shift_prior(log_posterior, PI, UNIFORM), labels)
+    wrong = accuracy(shift_prior(log_posterior, UNIFORM, PI), labels)
+    assert wrong < right - 0.1
+
+
+def test_without_a_prior_the_config_s_test_prior_is_served():
+    log_density, _ = gaussian_classes(UNIFORM, 50)
+    reversed_prior = PI.flip(0).tolist()
+    for test_prior, meant in (("uniform", "uniform"), (None, "uniform"), (reversed_prior, reversed_prior)):
+        rule = head(test_prior=test_prior)
+        z = perfect_logits(log_density, rule)
+        torch.testing.assert_close(rule.posterior(z), rule.posterior(z, meant))
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_losses_without_posteriors_say_why_they_refuse(loss):
+    rule, logits = head(loss), torch.zeros(2, CLASSES)
+    if loss in ("ldam", "ib", "lade", "cb_ce", "nt_bce", "bal_nt_bce"):
+        with pytest.raises(ValueError, match=f"loss '{loss}' gives no probabilities: its .*; rank by the logits"):
+            rule.posterior(logits)
+    else:
+        torch.testing.assert_close(rule.posterior(logits).sum(-1), torch.ones(2))
+
+
+def test_nt_bce_with_lambda_one_has_posteriors():
+    assert head("nt_bce", nt_lambda=1).posterior(torch.zeros(2, CLASSES)).shape == (2, CLASSES)
+
+
+def test_probabilities_without_counts_ask_for_them():
+    with pytest.raises(ValueError, match="need the training prior; pass class_counts"):
+        LongTailHead(LiViTConfig(loss="ce", num_labels=3)).posterior(torch.zeros(2, 3))
+
+
+# Estimating the prior of unlabelled images
+
+
+@pytest.mark.parametrize("truth", ["uniform", "reversed"])
+def test_em_on_the_training_posterior_finds_the_prior_and_on_softmax_z_does_not(truth):
+    q = SERVING[truth]
+    log_density, _ = gaussian_classes(q)
+    z = perfect_logits(log_density, head())
+    estimate = estimate_prior((z + head().logit_bias).sigmoid(), PI)
+    wrong = estimate_prior(z.softmax(-1), PI)
+    assert (estimate - q).abs().sum() < 0.1
+    assert (wrong - q).abs().sum() > 0.4
+
+
+def test_em_returns_the_training_prior_where_nothing_shifted():
+    log_density, _ = gaussian_classes(PI)
+    posterior = (log_density + PI.log()).softmax(-1)
+    assert (estimate_prior(posterior, PI) - PI).abs().sum() < 0.05
+
+
+def test_em_refuses_nan_and_empty_posteriors():
+    with pytest.raises(ValueError, match="NaN"):
+        estimate_prior(torch.full((2, CLASSES), float("nan")), PI)
+    with pytest.raises(ValueError, match=r"\(images, classes\), got shape \(0, 10\)"):
+        estimate_prior(torch.zeros(0, CLASSES), PI)
+
+
+# Several labels an image
+
+
+def multi_label(**config) -> LongTailHead:
+    several = dict(problem_type="multi_label_classification", test_prior=None, num_train_images=100)
+    return LongTailHead(LiViTConfig(class_counts=[50, 20, 1], **(several | config)))
+
+
+def test_multi_label_zero_logits_predict_each_label_s_frequency():
+    rule = multi_label()
+    torch.testing.assert_close(rule.posterior(torch.zeros(1, 3)), torch.tensor([[0.5, 0.2, 0.01]]))
+
+
+def test_multi_label_serving_multiplies_odds_by_the_ratio_of_prior_odds():
+    served = multi_label().posterior(torch.tensor([[1.0, -2.0, 0.5]]), [0.2, 0.2, 0.5])
+    odds = [math.e * (0.2 / 0.8), math.exp(-2) * (0.2 / 0.8), math.exp(0.5)]
+    torch.testing.assert_close(served, torch.tensor([[o / (1 + o) for o in odds]]))
+
+
+def test_multi_label_probabilities_are_not_normalised_over_labels():
+    assert multi_label().posterior(torch.full((1, 3), 9.0)).sum() > 2
+
+
+def test_multi_label_uniform_serving_is_refused():
+    with pytest.raises(ValueError, match="'uniform' has no meaning with several labels"):
+        multi_label().posterior(torch.zeros(1, 3), "uniform")
+
+
+# The pieces
+
+
+def test_class_prior_and_log_odds_agree():
+    torch.testing.assert_close(torch.logit(class_prior(COUNTS)), log_odds(COUNTS))
+    torch.testing.assert_close(torch.logit(class_prior([3, 4], 20)), log_odds([3, 4], 20))
+
+
+@pytest.mark.parametrize(
+    ("prior", "complaint"),
+    [
+        ("balanced", "prior='balanced' is not known"),
+        ([0.5, 0.5], r"shape \(2,\); it needs one number for each of 3 classes"),
+        ([0.5, 0.6, -0.1], "spans -0.1 to 0.6"),
+        ([0.5, float("nan"), 0.5], "spans"),
+        ([0.5, 0.4, 0.3], "sums to 1.2; divide it by its sum"),
+    ],
+)
+def test_a_prior_that_is_none_is_refused(prior, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        as_prior(prior, 3)
