@@ -45,8 +45,7 @@ def labels_of(dataset: Dataset, column: str = "label") -> np.ndarray | LabelList
     """
     if isinstance(dataset, IterableDataset):
         raise ValueError("a stream cannot be counted without reading it all: pass class_counts.")
-    values = dataset.data.column(column)
-    rows = None if dataset._indices is None else dataset._indices.column(0).to_numpy()
+    values, rows = dataset.data.column(column), rows_of(dataset)
     if not _is_list(values.type):
         values = values.to_numpy()
         return values if rows is None else values[rows]
@@ -59,6 +58,11 @@ def labels_of(dataset: Dataset, column: str = "label") -> np.ndarray | LabelList
         ends = np.cumsum(lengths)
         flat = flat[np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())]
     return LabelLists(flat, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+
+
+def rows_of(dataset: Dataset) -> np.ndarray | None:
+    """Which rows of the base table a data set consists of; None means all. `datasets` has no public name for it."""
+    return None if dataset._indices is None else dataset._indices.column(0).to_numpy()
 
 
 def _is_list(arrow_type: pa.DataType) -> bool:

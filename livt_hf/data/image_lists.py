@@ -1,0 +1,112 @@
+"""Image lists: text files with `path label` on every line, plain, gzipped or xz, beside a folder with the images."""
+
+import gzip
+import lzma
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pyarrow as pa
+from datasets import ClassLabel, Dataset, DatasetInfo, Features, Image, NamedSplit
+
+LIST_NAME = re.compile(r"(?P<prefix>.*?)_?(?P<split>train|val|test)\.txt(\.gz|\.xz)?$")
+SPLITS = {"train": "train", "val": "validation", "test": "test"}
+
+
+@dataclass(frozen=True)
+class ImageList:
+    """The lines of one list."""
+
+    file: Path
+    paths: list[str]
+    labels: np.ndarray
+
+
+def is_image_list(path: Path) -> bool:
+    """Whether a file is named like an image list."""
+    return path.name.removesuffix(".gz").removesuffix(".xz").endswith((".txt", ".lst"))
+
+
+def find_lists(folder: Path, prefix: str = "") -> dict[str, Path]:
+    """Lists named `<prefix>_train.txt`, `_val.txt`, `_test.txt` (or .gz, .xz) in a folder, by split."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        match = LIST_NAME.match(path.name)
+        if match and match["prefix"] == prefix:
+            found[SPLITS[match["split"]]] = path
+    return found
+
+
+def read_list(path: Path) -> ImageList:
+    """Read and check a list; an unreadable line is named by file and number."""
+    openers = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        with openers.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise ValueError(f"{path} cannot be read as an image list: {error}.") from error
+    paths, labels = [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        name, _, label = line.rstrip().rpartition(" ")
+        if not name or not label.isdecimal() or len(label) > 7:
+            raise ValueError(f"{path}, line {number}: {line!r} is not `path label` with a label 0, 1, 2 and so on.")
+        if name[0] in "/\\" or ".." in name and ".." in re.split(r"[/\\]", name) or ":" in name[:2]:
+            raise ValueError(f"{path}, line {number}: {name!r} leads out of the image folder; paths must stay inside.")
+        paths.append(name)
+        labels.append(label)
+    if not paths:
+        raise ValueError(f"{path} is empty: an image list has `path label` on every line.")
+    return ImageList(path, paths, np.array(labels, dtype=np.int64))
+
+
+def class_names(lists: Mapping[str, ImageList]) -> list[str]:
+    """Folder names where each class of the training list has exactly one of its own, else the numbers."""
+    num_classes = 1 + max(int(images.labels.max()) for images in lists.values())
+    folders = {}
+    train = lists["train"]
+    for path, label in zip(train.paths, train.labels.tolist(), strict=True):
+        folders.setdefault(label, set()).add(PurePosixPath(path).parent.name)
+    names = [folders.get(label, {str(label)}) for label in range(num_classes)]
+    flat = [next(iter(options)) for options in names]
+    if all(len(options) == 1 for options in names) and len(set(flat)) == num_classes:
+        return flat
+    return [str(label) for label in range(num_classes)]
+
+
+def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing: bool = False) -> dict[str, Dataset]:
+    """Data sets of image paths below `root`. A missing file is an error, or left out with `skip_missing`."""
+    names = class_names(lists)
+    result = {}
+    for split, images in lists.items():
+        missing = missing_files(images, root)
+        if len(missing) and not skip_missing:
+            raise ValueError(
+                f"{len(missing)} of the {len(images.paths)} files of {images.file} are not below {root}, the first is "
+                f'{images.paths[missing[0]]}: pass the right folder as source, or on_broken="skip" to leave them out.'
+            )
+        kept = np.setdiff1d(np.arange(len(images.paths)), missing)
+        paths = pa.array([os.path.join(root, images.paths[i]) for i in kept.tolist()], type=pa.string())
+        storage = pa.StructArray.from_arrays([pa.nulls(len(kept), pa.binary()), paths], names=["bytes", "path"])
+        features = Features(image=Image(), label=ClassLabel(names=names))
+        table = pa.table({"image": storage, "label": images.labels[kept]}).cast(features.arrow_schema)
+        result[split] = Dataset(table, info=DatasetInfo(features=features), split=NamedSplit(split))
+    return result
+
+
+def missing_files(images: ImageList, root: Path) -> np.ndarray:
+    """Numbers of the list's entries without a file. Reads each folder once instead of asking for each file."""
+    present: dict[str, set[str]] = {}
+    missing = []
+    for number, path in enumerate(images.paths):
+        folder, _, name = path.rpartition("/")
+        if folder not in present:
+            place = root / folder
+            present[folder] = set(os.listdir(place)) if place.is_dir() else set()
+        if name not in present[folder]:
+            missing.append(number)
+    return np.array(missing, dtype=np.int64)
