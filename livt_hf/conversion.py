@@ -13,7 +13,7 @@ import torch
 from PIL.Image import Resampling
 from timm.models import VisionTransformer, save_for_hf
 from torch import Tensor
-from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassification, PreTrainedModel
+from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassification, PreTrainedModel, ViTMAEConfig
 
 from .configuration_livit import PRESETS, LiViTConfig, pretraining_config
 from .modeling_livit import LiViTForImageClassification
@@ -65,6 +65,10 @@ def from_official(
             f"{path} lacks {_listed(needed - official.keys())}; pass a checkpoint of the authors' pretraining "
             "(with decoder) or fine-tuning (with head)."
         )
+    config_class = ViTMAEConfig if pretraining else LiViTConfig
+    strange = config.keys() - {field.name for field in fields(config_class)}
+    if strange:
+        raise ValueError(f"{_listed(strange)} is no field of {config_class.__name__}; check the spelling.")
     sizes = _sizes(official, path, known=config.keys())
     if pretraining:
         official = {name: tensor for name, tensor in official.items() if not name.startswith("head.")}

@@ -23,7 +23,7 @@ from transformers import (
     pipeline,
 )
 
-from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, LiViTModel
 from livt_hf.conversion import from_official, save_timm, to_beit, to_timm
 
 ROOT = Path(__file__).parents[1]
@@ -234,6 +234,27 @@ def test_the_beit_form_gives_back_an_equal_trainable_model(tmp_path, options):
     losses[1].backward()
 
 
+def test_the_beit_form_starts_another_fine_tuning_with_only_a_new_classifier(tmp_path):
+    model = small_livit()
+    to_beit(model).save_pretrained(tmp_path)
+    started = LiViTForImageClassification.from_pretrained(tmp_path, class_counts=[5, 4, 3, 2], image_size=32)
+    encoder = LiViTModel.from_pretrained(tmp_path)
+    assert started.classifier.weight.shape == (4, 32) and started.classifier.weight.std() < 1e-3
+    features = [vit(pixels(32)).pooler_output for vit in (model.vit, started.vit, encoder)]
+    torch.testing.assert_close(features[1], features[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(features[2], features[0], atol=1e-5, rtol=0)
+
+
+def test_the_forms_keep_the_precision_of_the_weights(tmp_path):
+    model = small_livit().to(torch.bfloat16)
+    to_beit(model).save_pretrained(tmp_path / "beit")
+    save_timm(model, tmp_path / "timm", processor(16, 18))
+    restored = LiViTForImageClassification.from_pretrained(tmp_path / "beit")
+    assert restored.dtype == to_timm(model).head.weight.dtype == torch.bfloat16
+    assert torch.equal(restored.classifier.weight, model.classifier.weight)
+    assert load_file(tmp_path / "timm" / "model.safetensors")["head.weight"].dtype == torch.bfloat16
+
+
 def test_saved_loaded_and_saved_again_is_bit_equal(tmp_path):
     model = small_livit()
     model.save_pretrained(tmp_path / "a")
@@ -340,6 +361,8 @@ def test_labels_and_counts_must_fit_the_head(tmp_path):
         from_official(path, class_counts=[1, 2, 3, 4])
     with pytest.raises(ValueError, match="id2label names 2 classes; .* 0 to 4"):
         from_official(path, id2label={0: "a", 1: "b"})
+    with pytest.raises(ValueError, match="class_count is no field of LiViTConfig"):
+        from_official(path, class_count=[1, 2, 3, 4, 5])
 
 
 def test_forms_that_cannot_say_a_setting_refuse_it():
@@ -408,6 +431,6 @@ def test_the_command_refuses_another_data_set_and_runs_without_classifier(tmp_pa
     with pytest.raises(ValueError, match="pass --dataset"):
         convert("official", mgp, tmp_path / "out")
     convert("official", mgp, tmp_path / "mgp", "--dataset", "inat18")
-    assert AutoImageProcessor.from_pretrained(tmp_path / "mgp").image_mean == [0.466, 0.471, 0.380]
+    assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "mgp").image_mean) == (0.466, 0.471, 0.380)
     with pytest.raises(ValueError, match="holds ViTMAEForPreTraining"):
         convert("beit", tmp_path / "mgp", tmp_path / "out")
