@@ -1,0 +1,103 @@
+"""What the commands share: their data, their messages, how they end."""
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, DatasetDict
+
+from .arguments import DataArguments, TrainingArguments
+from .configuration_livit import PRESETS
+from .data import load_long_tailed
+from .data.loading import StoredImages
+from .runs import Run
+from .training import Interrupted
+
+# Conventional for "failed for now, try again": what a scheduler may requeue.
+EXIT_UNFINISHED = 75
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a recipe. What the package itself refuses is a message; anything else is a bug and keeps its traceback."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for chatty in ("httpx", "httpcore", "accelerate", "datasets", "filelock", "matplotlib", "PIL"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        main()
+    except Interrupted:
+        sys.exit(EXIT_UNFINISHED)
+    except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if Path(__file__).parent not in raised_in.parents:
+            raise
+        sys.exit(f"error: {error}")
+
+
+def resume_message(run: Run, script: str) -> str:
+    return f"Stopped and saved. To go on:\n  accelerate launch recipes/{script} --resume {run.folder}"
+
+
+def load_data(arguments: DataArguments, seed: int, streaming: bool = False) -> DatasetDict:
+    """The dataset the arguments name; options that only some sources take are passed on only when given."""
+    extra = {} if arguments.images_per_class is None else {"images_per_class": arguments.images_per_class}
+    return load_long_tailed(
+        arguments.dataset,
+        imbalance_factor=arguments.imbalance_factor,
+        source=arguments.source,
+        seed=seed,
+        test_fraction=arguments.test_fraction,
+        on_broken=arguments.on_broken,
+        streaming=streaming,
+        **extra,
+    )
+
+
+def is_native(dataset: Dataset, image_size: int) -> bool:
+    """Whether pictures are small and come at the model's own size, so that evaluation leaves them as they are."""
+    height, width = StoredImages(dataset.select(range(1))).images([0])[0].shape[-2:]
+    return image_size <= 96 and (height, width) == (image_size, image_size)
+
+
+def image_size(arguments: TrainingArguments) -> int:
+    return arguments.image_size or PRESETS[arguments.model_size]["image_size"]
+
+
+def size_name(config) -> str:
+    """The preset a config has the sizes of, or its sizes."""
+    for name, preset in PRESETS.items():
+        if all(getattr(config, key) == preset[key] for key in ("hidden_size", "num_hidden_layers")):
+            return name
+    return f"{config.hidden_size}x{config.num_hidden_layers}"
+
+
+def counts_summary(counts: np.ndarray) -> dict:
+    """The shape of a long tail in six numbers."""
+    counts = np.asarray(counts)
+    groups = {"many": counts > 100, "medium": (counts >= 20) & (counts <= 100), "few": counts < 20}
+    return {"max": int(counts.max()), "min": int(counts.min()), "imbalance": float(counts.max() / counts.min())} | {
+        name: int(members.sum()) for name, members in groups.items()
+    }
+
+
+def read_prior(path: str | None) -> list[float] | None:
+    """Class probabilities from a JSON file: a list in the order of the classes."""
+    if path is None:
+        return None
+    try:
+        prior = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable JSON list of class probabilities: {error}") from error
+    return prior
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def accuracy_line(metrics: dict) -> str:
+    parts = [f"{name} {percent(metrics[name])}" for name in ("accuracy", "many", "medium", "few")]
+    return "  ".join(parts) + f"  (percent; ECE {percent(metrics['ece'])})"

@@ -1,0 +1,151 @@
+"""Running models over test images: classifiers under several decision rules, encoders by kNN and a linear probe."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
+from .priors import estimate_prior
+
+# A rule turns logits into class probabilities; None is the paper's: rank by the logits, softmax for confidence.
+Rule = Callable[[Tensor], Tensor] | None
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, loader: Iterable[dict], device: torch.device, progress: bool = False):
+    """Pairs (logits, batch), a batch at a time."""
+    model.eval()
+    for batch in tqdm(loader, desc="evaluating", unit="batch", disable=not progress, leave=False):
+        yield model(batch["pixel_values"].to(device)).logits.float(), batch
+
+
+def evaluate_classifier(
+    model: nn.Module,
+    loader: Iterable[dict],
+    accelerator: Accelerator,
+    class_counts,
+    rules: dict[str, Rule],
+    progress: bool = False,
+) -> tuple[dict[str, LongTailMetrics], ConfusionPairs]:
+    """Metrics under every rule and the confusions of the first one, over all processes, each image counted once.
+
+    Streams: memory grows with the classes and not with the images.
+    """
+    metrics = {
+        name: LongTailMetrics(class_counts, confidence="softmax" if rule is None else "given")
+        for name, rule in rules.items()
+    }
+    pairs = ConfusionPairs(class_counts)
+    for logits, batch in logits_of(model, loader, accelerator.device, progress):
+        labels = batch["labels"].to(logits.device)
+        for position, (name, rule) in enumerate(rules.items()):
+            scores = logits if rule is None else rule(logits)
+            metrics[name].update(scores, labels)
+            if position == 0:
+                pairs.update(scores.argmax(-1), labels)
+    if accelerator.num_processes > 1:
+        for metric in metrics.values():
+            metric.load_state_tensor(accelerator.reduce(metric.state_tensor().to(accelerator.device), "sum").cpu())
+        pairs = _merged(pairs)
+    return metrics, pairs
+
+
+def _merged(mine):
+    """The union of what every process counted."""
+    first, *others = gather_object([mine])
+    for other in others:
+        first.merge(other)
+    return first
+
+
+def evaluate_multi_label(
+    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, class_counts, progress: bool = False
+) -> MultiLabelMetrics:
+    """Average precision by class; scores of all images are kept, as a ranking needs them."""
+    metrics = MultiLabelMetrics(class_counts)
+    for logits, batch in logits_of(model, loader, accelerator.device, progress):
+        metrics.update(logits, batch["labels"])
+    return _merged(metrics) if accelerator.num_processes > 1 else metrics
+
+
+def estimated_prior(
+    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, progress: bool = False
+) -> Tensor:
+    """The class prior of the loader's images by EM on the model's training posteriors, labels unseen. (C,)"""
+    if model.config.label_smoothing:
+        raise ValueError(
+            f"the model was trained with label_smoothing {model.config.label_smoothing}, which flattens its "
+            "posteriors; a prior cannot be estimated from them."
+        )
+    if accelerator.num_processes > 1:
+        raise ValueError("estimating a prior looks at all images at once; run it on one process.")
+    posteriors = [
+        model.head.training_posterior(logits).exp().cpu()
+        for logits, _ in logits_of(model, loader, accelerator.device, progress)
+    ]
+    return estimate_prior(torch.cat(posteriors), model.head.prior.cpu())
+
+
+@dataclass
+class Features:
+    features: Tensor  # (N, D)
+    labels: Tensor  # (N,)
+
+
+@torch.no_grad()
+def encoder_features(
+    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, progress: bool = False
+) -> Features:
+    """The mean patch token of a ViTMAE encoder that sees the whole picture, for every image of the loader."""
+    vit = model.vit.eval()
+    features, labels = [], []
+    for batch in tqdm(loader, desc="encoding", unit="batch", disable=not progress, leave=False):
+        pixels = batch["pixel_values"].to(accelerator.device)
+        embeddings = vit.embeddings
+        x = embeddings.patch_embeddings(pixels) + embeddings.position_embeddings[:, 1:]
+        cls_token = (embeddings.cls_token + embeddings.position_embeddings[:, :1]).expand(len(x), -1, -1)
+        x = torch.cat([cls_token, x], dim=1)  # (B, 1 + patches, D): nothing is masked
+        for layer in vit.layers:
+            x = layer(x, None)
+        features.append(vit.layernorm(x)[:, 1:].mean(dim=1).float())
+        labels.append(batch["labels"].to(accelerator.device))
+    return Features(torch.cat(features), torch.cat(labels))
+
+
+def knn_scores(train: Features, test: Features, num_classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:
+    """Class scores by the vote of the k most similar training images, weighted by similarity. (N, C)"""
+    bank = nn.functional.normalize(train.features, dim=-1)
+    scores = torch.zeros(len(test.features), num_classes, device=bank.device)
+    for rows in torch.arange(len(test.features)).split(1024):
+        similarity, index = (nn.functional.normalize(test.features[rows], dim=-1) @ bank.T).topk(min(k, len(bank)))
+        scores[rows] = scores[rows].scatter_add(1, train.labels[index], (similarity / temperature).exp())
+    return scores
+
+
+def linear_probe_scores(
+    train: Features, test: Features, num_classes: int, *, steps: int = 500, weight_decay: float = 1e-4, seed: int = 0
+) -> Tensor:
+    """Class scores of a linear classifier (balanced softmax) on standardised, frozen features. (N, C)"""
+    mean, std = train.features.mean(0), train.features.std(0).clamp_min(1e-6)
+    prior = torch.bincount(train.labels, minlength=num_classes).clamp_min(1).float()
+    log_prior = (prior / prior.sum()).log()
+    generator = torch.Generator().manual_seed(seed)
+    probe = nn.Linear(train.features.shape[1], num_classes).to(train.features.device)
+    nn.init.zeros_(probe.weight)
+    nn.init.zeros_(probe.bias)
+    optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-2, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        rows = torch.randint(len(train.labels), (1024,), generator=generator).to(train.labels.device)
+        logits = probe((train.features[rows] - mean) / std)
+        nn.functional.cross_entropy(logits + log_prior, train.labels[rows]).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return probe((test.features - mean) / std)

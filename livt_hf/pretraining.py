@@ -1,0 +1,50 @@
+"""What the first stage needs around its model: masks, the held-out loss, and pictures to look at."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor
+from transformers import BaseImageProcessor
+
+from .data.loading import eval_loader
+from .modeling_pretraining import LiViTForPreTraining
+from .randomness import keyed_uniform, purpose_seed
+
+
+def mask_noise(seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
+    """The numbers that order an image's patches, the first quarter of which stays visible. (B, patches)"""
+    noise = keyed_uniform(purpose_seed(seed, "mask"), epoch, indices.cpu().numpy(), num_patches)
+    return torch.from_numpy(noise.astype(np.float32)).to(indices.device)
+
+
+@torch.no_grad()
+def reconstruction_loss(
+    model: LiViTForPreTraining, loader: Iterable[dict], accelerator: Accelerator, seed: int
+) -> tuple[float, float]:
+    """The loss on the loader's images, and that of predicting zero, on the same masks."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    for batch in loader:
+        pixels, index = batch["pixel_values"].to(accelerator.device), batch["index"].to(accelerator.device)
+        outputs = model(pixels, noise=mask_noise(seed, 0, index, model.num_patches))
+        zero = model.zero_prediction_loss(pixels, outputs.mask)
+        sums += len(pixels) * torch.stack([outputs.loss, zero, torch.ones_like(zero)]).double()
+    loss, zero, images = accelerator.reduce(sums, "sum").tolist()
+    return loss / images, zero / images
+
+
+def reconstruction_rows(
+    model: LiViTForPreTraining, dataset: Dataset, processor: BaseImageProcessor, seed: int, count: int = 8
+) -> list[tuple[np.ndarray, ...]]:
+    """(image, masked, reconstruction) pictures, height x width x 3 in 0..1, of images spread over a data set."""
+    chosen = dataset.select(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int))
+    device = next(model.parameters()).device
+    batch = next(iter(eval_loader(chosen, processor, batch_size=count)))
+    pixels, index = batch["pixel_values"].to(device), batch["index"].to(device)
+    masked, reconstruction = model.reconstruct(pixels, noise=mask_noise(seed, 0, index, model.num_patches))
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
+    pictures = [(tensor * std + mean).clamp(0, 1) for tensor in (pixels, masked, reconstruction)]
+    return list(zip(*(p.permute(0, 2, 3, 1).cpu().numpy() for p in pictures), strict=True))

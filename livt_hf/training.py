@@ -1,0 +1,345 @@
+"""The one training loop of both stages, under Accelerate: exact to resume, the same on any number of processes."""
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm.auto import tqdm
+
+from .arguments import TrainingArguments
+from .checkpoints import checkpoints, independent_of_processes, load_checkpoint, save_checkpoint
+from .optim import WarmupCosine, layer_decay_groups, scaled_lr
+from .randomness import keyed_seed
+from .runs import Run, check_same_settings, new_run, unfinished_run
+
+logger = logging.getLogger(__name__)
+
+
+def make_accelerator(arguments: TrainingArguments) -> Accelerator:
+    """Devices, precision and threads: everything the machine has and nothing it only pretends to have."""
+    trackers = arguments.trackers.split(",") if arguments.trackers else None
+    cpu = not torch.cuda.is_available() and not torch.backends.mps.is_available()
+    precision = arguments.mixed_precision
+    if precision == "auto":
+        precision = "no" if cpu else ("bf16" if torch.cuda.is_bf16_supported() else "fp16")
+    elif cpu and precision == "fp16":
+        raise ValueError("mixed_precision fp16 needs a GPU; use no.")
+    elif cpu and precision == "bf16" and not _cpu_computes_bf16():
+        raise ValueError("this CPU only emulates bf16, far slower than float32; use mixed_precision no.")
+    project = arguments.output_dir or "."
+    accelerator = Accelerator(mixed_precision=precision, log_with=trackers, project_dir=project)
+    if accelerator.device.type == "cpu":
+        # `accelerate launch` pins a CPU process to one thread, whatever the machine has.
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(arguments.threads or max(1, share))
+    else:
+        torch.set_float32_matmul_precision("high")
+    independent_of_processes(accelerator)
+    return accelerator
+
+
+def _cpu_computes_bf16() -> bool:
+    """Whether bf16 matrices multiply faster than float32 ones; in a process of its own, for some CPUs die trying."""
+    code = (
+        "import torch, time\n"
+        "def seconds(t):\n"
+        "    a = torch.ones(512, 512, dtype=t); a @ a\n"
+        "    start = time.perf_counter(); a @ a; return time.perf_counter() - start\n"
+        "raise SystemExit(seconds(torch.bfloat16) > seconds(torch.float32))"
+    )
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
+
+
+def open_run(accelerator: Accelerator, arguments: TrainingArguments) -> Run:
+    """The folder this command works in, the same on every process: a new one, or the one to resume."""
+    found: list = [None]
+    if accelerator.is_main_process:
+        run = unfinished_run(arguments) if arguments.resume else None
+        if run is not None and run.finished:
+            raise ValueError(f"{run.folder} is finished; there is nothing to resume.")
+        if run is None:
+            run = new_run(arguments)
+            run.begin(arguments)
+        else:
+            check_same_settings(run, arguments)
+        found = [run]
+    broadcast_object_list(found)
+    return found[0]
+
+
+def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+    groups = layer_decay_groups(model, arguments.weight_decay, getattr(arguments, "layer_decay", 1.0))
+    lr = scaled_lr(arguments.base_lr, arguments.batch_size)
+    betas = 0.9, arguments.adam_beta2
+    if getattr(arguments, "optimizer", "adamw") == "lamb":
+        from timm.optim import Lamb
+
+        return Lamb(groups, lr=lr, betas=betas)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+
+    update: int = 0
+    # Losses since the last line of the log, so that a resumed run writes the same line.
+    pending: list[float] = field(default_factory=list)
+    # Of `select best`: the epoch and its accuracy on the validation split.
+    best_epoch: int | None = None
+    best_accuracy: float | None = None
+    seconds: float = 0.0
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, saved itself and can go on."""
+
+
+class Loop:
+    """Trains a model: `loss_of(model, batch, epoch)` is the stage, everything else is the same for both.
+
+    All randomness is keyed (see randomness.py): data by (seed, epoch, image), the rest by (seed, update, process). So
+    the state of a run is its weights, its optimizer and the number of the update.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        arguments: TrainingArguments,
+        run: Run,
+        model: nn.Module,
+        loader,
+        loss_of: Callable[[nn.Module, dict, int], Tensor],
+        device_transform: Callable[..., dict],
+    ):
+        self.accelerator, self.arguments, self.run, self.loader = accelerator, arguments, run, loader
+        self.loss_of, self.device_transform = loss_of, device_transform
+        self.per_epoch = loader.updates_per_epoch
+        self.total = arguments.epochs * self.per_epoch
+        if arguments.max_steps is not None:
+            self.total = min(self.total, arguments.max_steps)
+        if arguments.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        if arguments.compile:
+            model.compile()  # in place: no wrapper, so checkpoints keep their names
+        optimizer = make_optimizer(model, arguments)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.schedule = WarmupCosine(
+            self.optimizer,
+            peak=scaled_lr(arguments.base_lr, arguments.batch_size),
+            floor=arguments.min_lr,
+            warmup=min(round(arguments.warmup_epochs * self.per_epoch), self.total // 2),
+            total=self.total,
+        )
+        self.ema = None
+        if arguments.ema_decay is not None:
+            if accelerator.distributed_type == DistributedType.FSDP:
+                raise ValueError("ema_decay does not work with FSDP; leave one of the two out.")
+            self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(arguments.ema_decay))
+            accelerator.register_for_checkpointing(self.ema)
+        self.progress = Progress()
+
+    @property
+    def bare_model(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def final_model(self) -> nn.Module:
+        """What is measured and published: the moving average where there is one."""
+        return self.bare_model if self.ema is None else self.ema.module
+
+    def resume(self) -> bool:
+        """Continue from the newest checkpoint, if there is one."""
+        state = load_checkpoint(self.accelerator, self.run)
+        if state is None:
+            if self.accelerator.is_main_process:
+                self.run.rewind_log(0)
+            return False
+        self.progress = Progress(**state)
+        if self.accelerator.is_main_process:
+            self.run.rewind_log(self.progress.update)
+        logger.info("resuming %s at update %d of %d", self.run.folder, self.progress.update, self.total)
+        return True
+
+    def fit(
+        self,
+        before_epoch: Callable[[int], None] = lambda epoch: None,
+        after_epoch: Callable[[int], dict | None] = lambda epoch: None,
+    ) -> None:
+        """Train to the end, or raise `Interrupted` after saving. `after_epoch` may return measurements to log."""
+        started, saved = time.monotonic() - self.progress.seconds, time.monotonic()
+        stopping = _StopOnSignal()
+        last = math.ceil(self.total / self.per_epoch)
+        bar = tqdm(
+            total=self.total,
+            initial=self.progress.update,
+            unit="update",
+            disable=not self._interactive,
+            dynamic_ncols=True,
+        )
+        self._window = time.monotonic(), self.progress.update
+        with bar, stopping:
+            for epoch in range(self.progress.update // self.per_epoch, last):
+                first = self.progress.update % self.per_epoch
+                before_epoch(epoch)
+                self.model.train()
+                batches = iter(self.loader.epoch(epoch, start_update=first))
+                for step in range(first, min(self.per_epoch, self.total - epoch * self.per_epoch)):
+                    self._update(batches, epoch)
+                    bar.update()
+                    self.progress.seconds = time.monotonic() - started
+                    if self.progress.update % self.arguments.log_steps == 0 or self.progress.update == self.total:
+                        bar.set_postfix(self._log())
+                    if step == self.per_epoch - 1 or self.progress.update == self.total:
+                        self._log_evaluation(after_epoch(epoch), epoch)
+                    due = time.monotonic() - saved > 60 * self.arguments.save_minutes
+                    stop, save = self._agree(stopping.requested or self._out_of_time(started), due)
+                    finished = self.progress.update == self.total
+                    if stop or save or finished or self._at_save_step():
+                        self._check_finite()
+                        save_checkpoint(
+                            self.accelerator, self.run, vars(self.progress), self.arguments.save_total_limit
+                        )
+                        saved = time.monotonic()
+                    if stop and not finished:
+                        raise Interrupted
+
+    def _update(self, batches: Iterable[dict], epoch: int) -> None:
+        """One update: all micro-batches, each weighted alike, then one optimizer step."""
+        accelerator, arguments, update = self.accelerator, self.arguments, self.progress.update
+        self._lr = self.schedule.set(update)
+        total = 0.0
+        for micro in range(arguments.accumulation):
+            # Drop path draws from the global generator; keyed like this it needs no state to resume.
+            torch.manual_seed(keyed_seed(arguments.seed, update, micro, accelerator.process_index))
+            batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in next(batches).items()}
+            batch = self.device_transform(
+                batch, epoch=epoch, update=update, micro=micro, rank=accelerator.process_index
+            )
+            last = micro == arguments.accumulation - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.model), accelerator.autocast():
+                loss = self.loss_of(self.model, batch, epoch) / arguments.accumulation
+                accelerator.backward(loss)
+            total = total + loss.detach()
+        if arguments.clip_grad is not None:
+            accelerator.clip_grad_norm_(self.model.parameters(), arguments.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update_parameters(self.bare_model)
+        self.progress.pending.append(total)
+        self.progress.update += 1
+
+    def _settle_losses(self) -> list[float]:
+        """The pending losses as numbers, averaged over processes; reading them waits for the device."""
+        pending = self.progress.pending
+        fresh = [loss for loss in pending if isinstance(loss, Tensor)]
+        if fresh:
+            mean = self.accelerator.reduce(torch.stack(fresh).float(), "mean").tolist()
+            self.progress.pending = [loss for loss in pending if not isinstance(loss, Tensor)] + mean
+        return self.progress.pending
+
+    def _check_finite(self) -> None:
+        losses = self._settle_losses()
+        for offset, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                update = self.progress.update - len(losses) + offset + 1
+                kept = checkpoints(self.run)
+                rest = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+                raise FloatingPointError(
+                    f"the loss became {loss} at update {update}; {rest}. "
+                    "Lower base_lr or clip gradients (--clip_grad 1)."
+                )
+
+    def _log(self) -> dict:
+        self._check_finite()
+        losses, progress = self._settle_losses(), self.progress
+        then, since = self._window
+        speed = (progress.update - since) * self.arguments.batch_size / (time.monotonic() - then)
+        self._window = time.monotonic(), progress.update
+        line = {
+            "update": progress.update,
+            "epoch": round(progress.update / self.per_epoch, 4),
+            "loss": sum(losses) / len(losses),
+            "lr": self._lr,
+            "images_per_second": round(speed, 1),
+        }
+        progress.pending = []
+        if self.accelerator.is_main_process:
+            self.run.log(line)
+            if not self._interactive:
+                logger.info("update %(update)d  epoch %(epoch).2f  loss %(loss).4f  lr %(lr).2e", line)
+        self.accelerator.log({name: line[name] for name in ("loss", "lr", "images_per_second")}, step=progress.update)
+        return {"loss": f"{line['loss']:.4f}", "lr": f"{self._lr:.1e}", "images/s": f"{speed:.0f}"}
+
+    def _log_evaluation(self, measured: dict | None, epoch: int) -> None:
+        self.model.train()
+        self._window = time.monotonic(), self.progress.update
+        if measured is None:
+            return
+        if self.accelerator.is_main_process:
+            self.run.log({"update": self.progress.update, "epoch": epoch + 1, "eval": measured})
+        self.accelerator.log({f"eval/{k}": v for k, v in measured.items() if v is not None}, step=self.progress.update)
+
+    def _agree(self, *wishes: bool) -> list[bool]:
+        """What any process wants, all do: signals and clocks differ between processes."""
+        if self.accelerator.num_processes == 1:
+            return list(wishes)
+        flags = torch.tensor(wishes, dtype=torch.int64, device=self.accelerator.device)
+        return (self.accelerator.reduce(flags, "sum") > 0).tolist()
+
+    def _at_save_step(self) -> bool:
+        every = self.arguments.save_steps
+        return every is not None and self.progress.update % every == 0
+
+    def _out_of_time(self, started: float) -> bool:
+        limit = self.arguments.max_hours
+        return limit is not None and time.monotonic() - started > 3600 * limit
+
+    @property
+    def _interactive(self) -> bool:
+        return self.accelerator.is_main_process and sys.stderr.isatty()
+
+
+class _StopOnSignal:
+    """Turns the first SIGINT or SIGTERM into a request; a second one acts as usual."""
+
+    requested = False
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame):
+        self.requested = True
+        signal.signal(number, self._before[number])
+        logger.warning("stopping after this update; the run will be saved")
+
+
+def finish_run(loop: Loop, run: Run, processor, results: dict) -> None:
+    """Write the final model and its processor, then the results that mark the run as finished."""
+    accelerator, model = loop.accelerator, loop.final_model
+    # FSDP gathers the shards, so every process takes part.
+    state = accelerator.get_state_dict(loop.model) if accelerator.distributed_type == DistributedType.FSDP else None
+    if accelerator.is_main_process:
+        model.save_pretrained(run.folder, state_dict=state)
+        processor.save_pretrained(run.folder)
+        run.write_results(results)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
