@@ -1,0 +1,8 @@
+"""What a model does to head and tail: accuracy by shot group, calibration, confusions, mAP."""
+
+from .classification import LongTailMetrics, long_tail_metrics
+from .confusion import ConfusionPairs
+from .groups import GROUPS, shot_groups
+from .multilabel import MultiLabelMetrics
+
+__all__ = ["GROUPS", "ConfusionPairs", "LongTailMetrics", "MultiLabelMetrics", "long_tail_metrics", "shot_groups"]
