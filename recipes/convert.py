@@ -28,14 +28,22 @@ def convert_official(options: argparse.Namespace) -> None:
     )
     dataset = dataset_of(model, options)
     if isinstance(model, LiViTForImageClassification) and dataset == "imagenet-lt" and names is None:
-        # ImageNet-LT numbers its classes as ImageNet does, whose names timm brings.
-        names = {label: ImageNetInfo().index_to_description(label, detailed=True) for label in range(CLASSES[dataset])}
+        names = imagenet_names()
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
     model.save_pretrained(options.output)
     eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(options.output)
     if isinstance(model, LiViTForImageClassification) and dataset == "inat18":
         order = "in the authors' order" if options.keep_class_order else "in order of numeric category ids"
         print(f"classes are {order}; the authors' order was read in their code and not verified on data")
+
+
+def imagenet_names() -> dict[int, str]:
+    """ImageNet's names, which timm brings; ImageNet-LT numbers its classes in the same order."""
+    info = ImageNetInfo()
+    names = [info.index_to_description(label) for label in range(CLASSES["imagenet-lt"])]
+    detailed = [info.index_to_description(label, detailed=True) for label in range(CLASSES["imagenet-lt"])]
+    # "crane" is a bird and a machine.
+    return {label: detailed[label] if names.count(name) > 1 else name for label, name in enumerate(names)}
 
 
 def dataset_of(model: PreTrainedModel, options: argparse.Namespace) -> str:

@@ -423,6 +423,13 @@ def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, conve
     assert best == f"place {logits(vit, image).argmax()}"
 
 
+def test_the_command_names_the_classes_of_imagenet_lt(tmp_path, convert):
+    convert("official", official_file(tmp_path, classes=1000)[0], tmp_path / "livit")
+    names = LiViTForImageClassification.from_pretrained(tmp_path / "livit").config.id2label
+    assert names[0] == "tench, Tinca tinca" and names[999] == "toilet tissue, toilet paper, bathroom tissue"
+    assert len(set(names.values())) == 1000
+
+
 def test_the_command_refuses_another_data_set_and_runs_without_classifier(tmp_path, convert):
     path, _ = official_file(tmp_path)
     with pytest.raises(ValueError, match="5 classes, which is not inat18"):
