@@ -260,8 +260,8 @@ class DeviceTransform:
         num_classes: int | None = None,
         seed: int = 0,
     ):
-        self.mean = torch.tensor(mean).view(1, 3, 1, 1) * 255
-        self.std = torch.tensor(std).view(1, 3, 1, 1) * 255
+        self.mean = torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1) * 255
+        self.std = torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1) * 255
         self.erase = erase
         self.seed = seed
         # Erased pixels are drawn on the CPU: a device's own generator is out of reach of the key.

@@ -1,0 +1,289 @@
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms as tv
+from transformers import AutoImageProcessor
+
+from livt_hf.data.decoding import BrokenImageError, decode_rgb, read_image
+from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, PretrainAugmentation, eval_processor
+
+MEAN, STD = (0.48, 0.45, 0.40), (0.27, 0.26, 0.28)
+
+
+def smooth_picture(height: int, width: int, seed: int = 0) -> Image.Image:
+    noise = np.random.RandomState(seed).randint(0, 256, (6, 5, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def to_tensor(picture: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def encoded(picture: Image.Image, kind: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def small_images(count: int) -> torch.Tensor:
+    return torch.stack([to_tensor(smooth_picture(32, 32, seed)) for seed in range(count)])
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "CMYK"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+def test_decoding_gives_what_pillow_gives(mode, kind):
+    if (mode, kind) in {("P", "JPEG"), ("CMYK", "PNG")}:
+        pytest.skip("the format has no such mode")
+    data = encoded(smooth_picture(40, 30).convert(mode), kind)
+    assert np.array_equal(decode_rgb(data).permute(1, 2, 0), Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparency_is_laid_over_white(mode):
+    picture = smooth_picture(8, 8).convert(mode)
+    picture.putalpha(0)
+    assert (decode_rgb(encoded(picture, "PNG")) == 255).all()
+
+
+def test_sixteen_bit_grey_keeps_its_shades():
+    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024
+    assert np.array_equal(decode_rgb(encoded(Image.fromarray(grey), "PNG"))[0], grey // 256)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_rotated_photograph_comes_out_upright(kind):
+    exif = Image.Exif()
+    exif[274] = 6  # orientation: turn by 90 degrees
+    picture = smooth_picture(40, 30)
+    turned = decode_rgb(encoded(picture, kind, exif=exif))
+    assert turned.shape == (3, 30, 40)
+    assert torch.equal(turned, torch.rot90(decode_rgb(encoded(picture, kind)), -1, dims=(1, 2)))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_one_pixel_is_enough_for_every_transform(kind):
+    image = decode_rgb(encoded(smooth_picture(1, 1), kind))
+    assert PretrainAugmentation(16)(image, (0, 0, 0)).shape == (3, 16, 16)
+    assert FinetuneAugmentation(16)(image, (0, 0, 0)).shape == (3, 16, 16)
+    assert eval_processor(16, MEAN, STD)(images=[image], return_tensors="pt")["pixel_values"].shape == (1, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"no image", lambda d: None, lambda d: d[:3]]
+)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_broken_image_is_an_error_with_its_index(kind, damage):
+    data = damage(encoded(smooth_picture(64, 64), kind))
+    with pytest.raises(BrokenImageError, match="image 7 .*embedded bytes.* cannot be read"):
+        read_image({"bytes": data, "path": None}, 7)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(BrokenImageError, match="image 3 .*nowhere.jpg"):
+        read_image({"bytes": None, "path": "nowhere.jpg"}, 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(kind):
+    data = bytearray(encoded(smooth_picture(8, 8), kind))
+    if kind == "JPEG":
+        frame = data.index(b"\xff\xc0")
+        data[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"
+    else:
+        data[16:24] = (100_000).to_bytes(4, "big") * 2
+    with pytest.raises(BrokenImageError, match="decompression bomb"):
+        read_image({"bytes": bytes(data), "path": None}, 0)
+
+
+# Augmentation
+
+
+def test_the_crop_is_torchvisions_random_resized_crop_up_to_its_random_numbers():
+    picture = Image.fromarray(np.dstack([*np.mgrid[:60, :80], np.zeros((60, 80))]).astype(np.uint8))
+    image = to_tensor(picture)
+    ours = torch.stack([PretrainAugmentation(16)(image, (0, 0, i)) for i in range(3000)]).double()
+    crop = tv.RandomResizedCrop(16, scale=(0.2, 1.0), interpolation=tv.InterpolationMode.BICUBIC)
+    torch.manual_seed(0)
+    theirs = torch.stack([to_tensor(tv.RandomHorizontalFlip()(crop(picture))) for _ in range(3000)]).double()
+    for statistic in (torch.Tensor.mean, torch.Tensor.std):  # where the crops lie, and how large they are
+        assert torch.allclose(statistic(ours, dim=(0, 2, 3)), statistic(theirs, dim=(0, 2, 3)), rtol=0.02)
+    spans = [(x[:, 1, 0, -1] - x[:, 1, 0, 0]).abs() for x in (ours, theirs)]  # width of a crop, in pixels
+    assert abs(spans[0].mean() - spans[1].mean()) < 1 and abs(spans[0].std() - spans[1].std()) < 1
+
+
+def test_a_batch_in_memory_gets_the_crops_of_single_images_up_to_one_level():
+    images, augmentation = small_images(64), PretrainAugmentation(32)
+    together = augmentation.batch(images, 0, 3, range(64))
+    single = torch.stack([augmentation(image, (0, 3, i)) for i, image in enumerate(images)])
+    assert (together.int() - single.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    "augmentation",
+    [
+        PretrainAugmentation(32),
+        FinetuneAugmentation(32),
+        FinetuneAugmentation(32, policy="pad-crop", rand_augment="3a"),
+    ],
+)
+def test_an_image_looks_the_same_in_any_batch_and_different_in_every_epoch(augmentation):
+    images = small_images(8)
+    batch = augmentation.batch(images, 0, 1, range(8))
+    assert torch.equal(augmentation.batch(images[3:6], 0, 1, [3, 4, 5]), batch[3:6])
+    for other in (augmentation.batch(images, 0, 2, range(8)), augmentation.batch(images, 1, 1, range(8))):
+        assert not torch.equal(other, batch)
+
+
+def test_without_flip_no_picture_is_mirrored():
+    ramp = torch.arange(32, dtype=torch.uint8).mul(8).expand(3, 32, 32)[None].repeat(200, 1, 1, 1)
+    for make in (
+        PretrainAugmentation,
+        lambda s, **k: FinetuneAugmentation(s, policy="pad-crop", rand_augment=None, **k),
+    ):
+        mirrored = {}
+        for flip in (False, True):
+            out = make(32, flip=flip).batch(ramp, 0, 0, range(200)).int()
+            mirrored[flip] = (out[:, 0, 16, 20] < out[:, 0, 16, 12]).sum().item()
+        assert mirrored[False] == 0 and 60 < mirrored[True] < 140
+
+
+def test_pad_crop_shifts_by_at_most_four_pixels_with_zeros_outside():
+    image = torch.full((1, 3, 32, 32), 200, dtype=torch.uint8)
+    image[..., 16, 16] = 7
+    out = FinetuneAugmentation(32, policy="pad-crop", rand_augment=None, flip=False).batch(
+        image.repeat(300, 1, 1, 1), 0, 0, range(300)
+    )
+    _, rows, columns = torch.nonzero(out[:, 0] == 7, as_tuple=True)
+    assert rows.unique().tolist() == columns.unique().tolist() == list(range(12, 21))
+    assert set(out.unique().tolist()) == {0, 7, 200}
+    with pytest.raises(ValueError, match="pad-crop cannot cut 64"):
+        FinetuneAugmentation(64, policy="pad-crop").batch(image, 0, 0, [0])
+
+
+def test_augmentation_leaves_the_global_generators_alone():
+    def draws():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    def seeded():
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    seeded()
+    expected = draws()
+    seeded()
+    FinetuneAugmentation(32, rand_augment="3a").batch(small_images(4), 0, 0, range(4))
+    FinetuneAugmentation(32).batch(small_images(4), 0, 0, range(4))
+    batch = {"pixel_values": small_images(4), "labels": torch.arange(4), "index": torch.arange(4)}
+    DeviceTransform(MEAN, STD, erase=0.9, mixup=0.8, cutmix=1.0, num_classes=4)(batch, epoch=0, update=0)
+    assert draws() == expected
+
+
+def test_unknown_policies_are_refused():
+    with pytest.raises(ValueError, match='policy is "centre"'):
+        FinetuneAugmentation(32, policy="centre")
+    with pytest.raises(ValueError, match='rand_augment is "trivial"'):
+        FinetuneAugmentation(32, rand_augment="trivial")
+
+
+def test_rand_augment_survives_many_images():
+    """Pillow 13 refuses the 0 bits that timm's Posterize may ask for, in about one image of 2,000."""
+    augmentation = FinetuneAugmentation(16)
+    images = small_images(1).repeat(4000, 1, 1, 1)
+    assert augmentation.batch(images, 0, 0, range(4000)).shape == (4000, 3, 16, 16)
+
+
+@pytest.mark.slow
+def test_rand_augment_survives_twenty_thousand_images():
+    augmentation = FinetuneAugmentation(32)
+    for epoch in range(20):
+        augmentation.batch(small_images(1).repeat(1000, 1, 1, 1), 0, epoch, range(1000))
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize(("size", "edge"), [(224, 256), (384, 384)])
+def test_the_pil_backend_is_the_authors_evaluation_bit_for_bit(tmp_path, size, edge):
+    picture = smooth_picture(375, 500)
+    authors = tv.Compose(
+        [
+            tv.Resize(edge, interpolation=tv.InterpolationMode.BICUBIC),
+            tv.CenterCrop(size),
+            tv.ToTensor(),
+            tv.Normalize(MEAN, STD),
+        ]
+    )(picture)
+    processor = eval_processor(size, MEAN, STD)
+    processor.save_pretrained(tmp_path)
+    by_pil = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(images=picture, return_tensors="pt")
+    assert torch.allclose(by_pil["pixel_values"][0], authors, atol=1e-6)
+    default = AutoImageProcessor.from_pretrained(tmp_path)(images=picture, return_tensors="pt")["pixel_values"]
+    assert torch.equal(default, processor(images=to_tensor(picture)[None], return_tensors="pt")["pixel_values"])
+    assert (default[0] - authors).abs().max() < 0.05
+
+
+def test_native_size_images_are_only_normalised_and_exactly_as_in_training():
+    images = small_images(3)
+    evaluated = eval_processor(32, MEAN, STD, native=True)(images=images, return_tensors="pt")["pixel_values"]
+    batch = {"pixel_values": images, "labels": torch.zeros(3, dtype=torch.long), "index": torch.arange(3)}
+    trained = DeviceTransform(MEAN, STD)(batch, epoch=0, update=0)
+    assert torch.equal(evaluated, trained["pixel_values"])
+    assert torch.equal(trained["labels"], batch["labels"])
+
+
+# On the device
+
+
+def flat_batch(size: int) -> dict:
+    values = torch.arange(size, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 16, 16)
+    return {"pixel_values": values, "labels": torch.arange(size), "index": torch.arange(100, 100 + size)}
+
+
+def test_mixed_labels_are_the_shares_of_the_mixed_pictures():
+    transform = DeviceTransform((0, 0, 0), (1 / 255,) * 3, mixup=0.8, cutmix=1.0, num_classes=6)
+    kinds = set()
+    for update in range(20):
+        out = transform(flat_batch(6), epoch=0, update=update)
+        values = out["pixel_values"].mean(dim=(1, 2, 3))  # image i is the constant i
+        assert torch.allclose(out["labels"] @ torch.arange(6.0), values, atol=1e-4)
+        assert torch.allclose(out["labels"].sum(dim=1), torch.ones(6))
+        kinds.add(out["pixel_values"][0].std().item() > 1e-3)
+    assert kinds == {True, False}  # cut and blended
+
+
+def test_mixing_follows_the_key_and_multi_hot_labels_mix_like_ids():
+    transform = DeviceTransform(MEAN, STD, mixup=0.8, cutmix=1.0, num_classes=6, seed=3)
+    place = {"epoch": 1, "update": 5, "micro": 1, "rank": 2}
+    ids = transform(flat_batch(6), **place)
+    again = transform(flat_batch(6), **place)
+    assert torch.equal(ids["pixel_values"], again["pixel_values"])
+    hot = transform({**flat_batch(6), "labels": torch.eye(6)}, **place)
+    assert torch.equal(ids["pixel_values"], hot["pixel_values"])
+    assert torch.allclose(ids["labels"], hot["labels"])
+    for change in ({"epoch": 2}, {"update": 6}, {"micro": 0}, {"rank": 0}):
+        assert not torch.equal(transform(flat_batch(6), **{**place, **change})["labels"], ids["labels"])
+
+
+def test_an_odd_micro_batch_cannot_be_mixed_and_says_so():
+    transform = DeviceTransform(MEAN, STD, mixup=0.8, num_classes=5)
+    with pytest.raises(ValueError, match="this one has 5"):
+        transform(flat_batch(5), epoch=0, update=0)
+    with pytest.raises(ValueError, match="pass num_classes"):
+        DeviceTransform(MEAN, STD, cutmix=1.0)
+
+
+def test_a_quarter_of_the_images_is_erased_whatever_the_batch():
+    transform = DeviceTransform((0, 0, 0), (1 / 255,) * 3, erase=0.25)
+    image = torch.full((400, 3, 16, 16), 9, dtype=torch.uint8)
+    batch = {"pixel_values": image, "labels": torch.zeros(400), "index": torch.arange(400)}
+    out = transform(batch, epoch=2, update=0)["pixel_values"]
+    erased = (out != 9).flatten(1).any(dim=1)
+    assert 70 < erased.sum() < 130
+    part = {key: value[50:60] for key, value in batch.items()}
+    assert torch.equal(transform(part, epoch=2, update=1, rank=1)["pixel_values"], out[50:60])
