@@ -1,0 +1,87 @@
+"""What must not leave the machine: absolute paths are shortened to their last part, a token stops the publication."""
+
+import json
+import mmap
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
+# A path inside a sentence. Its first slash stands after a space, quote, bracket, `=` or at the start, which leaves
+# alone URLs, "many/medium/few", closing HTML tags and base64. One folder at least, so that a lone "/" is none.
+_POSIX = re.compile(r"(?<![\w.:/<>+\\-])(?:file://)?~?/(?:[^\s/\"'<>|:;,()\\]+/)+[^\s/\"'<>|:;,()\\]*")
+_WINDOWS = re.compile(r"(?<!\w)[A-Za-z]:(?:\\{1,2}[^\s\"'<>|:;,()\\]+)+")
+_WHOLE = re.compile(r"(?:file://|~|/|[A-Za-z]:[\\/])[^\n]*")
+_HUB_ID = re.compile(r"(?!runs/)\w[\w.-]*/[\w.-]+")
+PLACES = ("source", "output_dir", "pretrained", "dataset", "resume", "config")
+# A home directory by its usual name, whoever's it is.
+_HOME = re.compile(rb"(?<![\w+/.])(?:/home/|/Users/)\w|[A-Za-z]:\\{1,2}Users\\")
+
+
+def scrub_text(text: str) -> str:
+    """The text with each absolute path in it cut to `<local>/name`."""
+    return _WINDOWS.sub(_shorten, _POSIX.sub(_shorten, text))
+
+
+def _shorten(match: re.Match) -> str:
+    """The last part, or what follows `runs/`: a run's own name is no secret and "1" alone says nothing."""
+    parts = [part for part in re.split(r"[/\\]+", match[0]) if part]
+    kept = parts[parts.index("runs") + 1 :] if "runs" in parts[:-1] else parts[-1:]
+    if kept[0].startswith("~") or parts[-2:-1] in (["home"], ["Users"]):  # the folder is called like its owner
+        kept = []
+    return "/".join(["<local>", *kept])
+
+
+def scrub_value(value):
+    """The same through dictionaries and lists; a string that is a path from end to end may contain spaces."""
+    if isinstance(value, dict):
+        return {name: _scrub_field(name, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [scrub_value(item) for item in value]
+    if isinstance(value, str):
+        whole = _WHOLE.fullmatch(value)
+        return _shorten(whole) if whole and len(value) > 1 else scrub_text(value)
+    return value
+
+
+def _scrub_field(name: str, value):
+    """Fields that name places are shortened also when they are relative; `org/name` is a place on the Hub."""
+    if name in PLACES and isinstance(value, str) and "/" in value and not _HUB_ID.fullmatch(value):
+        return _shorten(re.fullmatch(r".*", value, flags=re.DOTALL))
+    return scrub_value(value)
+
+
+def scrub_file(source: Path, target: Path) -> None:
+    """Copy a text file, JSON, JSON lines or YAML without its paths."""
+    text = source.read_text(encoding="utf-8")
+    if source.suffix == ".json":
+        text = json.dumps(scrub_value(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
+    elif source.suffix == ".jsonl":
+        lines = [json.dumps(scrub_value(json.loads(line)), ensure_ascii=False) for line in text.splitlines() if line]
+        text = "".join(f"{line}\n" for line in lines)
+    elif source.suffix in (".yaml", ".yml"):
+        text = yaml.safe_dump(scrub_value(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+    else:
+        text = scrub_text(text)
+    target.write_text(text, encoding="utf-8")
+
+
+def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
+    """Raise if any file below `folder` holds a Hub token, a home directory or one of the `forbidden` strings."""
+    literal = [text.encode() for text in forbidden if text]
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size):
+        name = path.relative_to(folder)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if TOKEN.search(content):
+                raise ValueError(
+                    f"{name} looks as if it held a Hub token (hf_...); remove it from the run and revoke it."
+                )
+            for pattern in [
+                _HOME,
+                *(re.compile(rb"(?<![\w+/.])" + re.escape(text) + rb"(?![\w-])") for text in literal),
+            ]:
+                if found := pattern.search(content):
+                    near = content[max(0, found.start() - 20) : found.end() + 20].decode(errors="replace")
+                    raise ValueError(f"{name} names a private place or secret (…{near!r}…); remove it from the run.")

@@ -1,0 +1,180 @@
+"""Classify image files with a published or local model: `python -m livt_hf.predict MODEL IMAGE...`.
+
+Prints one line a file, as a table or as JSON lines. A file that cannot be read gets a line on stderr that says why,
+and the exit code is then 1.
+"""
+
+import argparse
+import glob
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import yaml
+from PIL import Image
+from tqdm import tqdm
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+
+from .data.decoding import DAMAGED, decode_rgb
+from .modeling_livit import LiViTForImageClassification
+
+BATCHES_AHEAD = 2  # read while the model works on an earlier one
+
+
+class Predictor:
+    """A classifier with its image processor and, for a LiViT, a serving prior."""
+
+    def __init__(self, model: str, prior: Sequence[float] | str | None = None, device: str | None = None):
+        config = AutoConfig.from_pretrained(model)
+        self.ours = config.model_type == "livit" or "livit" in config.to_dict()
+        if prior is not None and not self.ours:
+            raise ValueError(
+                f"{model} is a stock {config.model_type} classifier, whose training prior is unknown; drop --prior."
+            )
+        kind = LiViTForImageClassification if self.ours else AutoModelForImageClassification
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model = kind.from_pretrained(model).eval().to(self.device)
+        self.processor = AutoImageProcessor.from_pretrained(model)
+        self.labels = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
+        self.prior = read_prior(prior, self.labels) if isinstance(prior, str) else prior
+
+    def read(self, path: Path) -> torch.Tensor | str:
+        """A file to the pixels the model sees, still as bytes (3, H, W); or the reason why it cannot be read."""
+        try:
+            image = decode_rgb(path.read_bytes())
+        except DAMAGED as error:
+            return f"{type(error).__name__}: {error}"
+        return self.processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"][0]
+
+    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+        """What `read` left out, for the whole batch at once."""
+        processor = self.processor
+        pixels = pixels.to(self.device).float()
+        if processor.do_rescale:
+            pixels = pixels.mul_(processor.rescale_factor)
+        if processor.do_normalize:
+            mean, std = (
+                torch.tensor(v, device=self.device).view(-1, 1, 1) for v in (processor.image_mean, processor.image_std)
+            )
+            pixels = pixels.sub_(mean).div_(std)
+        return pixels
+
+    @torch.inference_mode()
+    def scores(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Class probabilities (B, C). Pictures that the processor leaves at their own size go through size by size."""
+        result = torch.empty(len(pixels), len(self.labels))
+        for shape in {tuple(image.shape) for image in pixels}:
+            chosen = [i for i, image in enumerate(pixels) if tuple(image.shape) == shape]
+            result[chosen] = self._batch_scores(self.normalise(torch.stack([pixels[i] for i in chosen]))).cpu()
+        return result
+
+    def _batch_scores(self, batch: torch.Tensor) -> torch.Tensor:
+        config = self.model.config
+        if self.ours and (self.prior is not None or (config.no_posterior is None and config.class_counts is not None)):
+            return self.model.probabilities(batch, prior=self.prior).float()
+        logits = self.model(batch).logits.float()
+        return logits.sigmoid() if config.problem_type == "multi_label_classification" else logits.softmax(-1)
+
+    def predict(
+        self, paths: Sequence[Path], batch_size: int = 32, workers: int = 2
+    ) -> Iterator[tuple[Path, torch.Tensor | str]]:
+        """Each file with its class probabilities or the reason why it has none, in order."""
+        with ThreadPoolExecutor(workers) as pool:
+            waiting: deque = deque()
+            for start in range(0, len(paths), batch_size):
+                waiting.append([(path, pool.submit(self.read, path)) for path in paths[start : start + batch_size]])
+                if len(waiting) > BATCHES_AHEAD:
+                    yield from self._finish(waiting.popleft())
+            while waiting:
+                yield from self._finish(waiting.popleft())
+
+    def _finish(self, batch: list) -> Iterator[tuple[Path, torch.Tensor | str]]:
+        read = [(path, future.result()) for path, future in batch]
+        good = [image for _, image in read if isinstance(image, torch.Tensor)]
+        scores = iter(self.scores(good))
+        for path, image in read:
+            yield path, (next(scores) if isinstance(image, torch.Tensor) else image)
+
+
+def find_images(arguments: Sequence[str]) -> list[Path]:
+    """Files as named (also those that do not exist), every picture below a folder, and what a pattern matches."""
+    Image.init()
+    suffixes = set(Image.registered_extensions())
+    found: dict[Path, None] = {}
+    for argument in arguments:
+        matches = sorted(glob.glob(argument, recursive=True)) if glob.has_magic(argument) else [argument]
+        for match in map(Path, matches):
+            below = (
+                sorted(path for path in match.rglob("*") if path.suffix.lower() in suffixes)
+                if match.is_dir()
+                else [match]
+            )
+            found.update(dict.fromkeys(below))
+    return list(found)
+
+
+def read_prior(path: str, labels: Sequence[str]) -> list[float]:
+    """A JSON or YAML file with a number for each class (a list in class order, or by class name) as a distribution."""
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if isinstance(content, dict):
+        names = {str(name): value for name, value in content.items()}
+        wrong = sorted(set(labels) ^ set(names))
+        if wrong:
+            raise ValueError(
+                f"the prior in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
+            )
+        content = [names[label] for label in labels]
+    if (
+        not isinstance(content, list)
+        or len(content) != len(labels)
+        or not all(isinstance(v, int | float) for v in content)
+    ):
+        raise ValueError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
+    if min(content) < 0 or sum(content) <= 0:
+        raise ValueError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
+    return [value / sum(content) for value in content]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m livt_hf.predict", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a folder, or a model on the Hub")
+    parser.add_argument(
+        "images", nargs="+", help="files, folders (searched below) or quoted patterns such as 'a/**/*.jpg'"
+    )
+    parser.add_argument("--prior", help="JSON or YAML file: how frequent each class is where the model serves")
+    parser.add_argument("--top_k", type=int, default=5, help="classes to print a picture")
+    parser.add_argument("--format", choices=("table", "jsonl"), default="table")
+    parser.add_argument("--batch_size", type=int, default=32)
+    options = parser.parse_args(arguments)
+    paths = find_images(options.images)
+    if not paths:
+        parser.error(f"no picture in {' '.join(options.images)}")
+    predictor = Predictor(options.model, prior=options.prior)
+    width, broken = max(len(str(path)) for path in paths), 0
+    results = tqdm(predictor.predict(paths, options.batch_size), total=len(paths), unit="image", disable=None)
+    for path, scores in results:
+        if isinstance(scores, str):
+            broken += 1
+            tqdm.write(f"cannot read {path}: {scores}", file=sys.stderr)
+            if options.format == "jsonl":
+                tqdm.write(json.dumps({"file": str(path), "error": scores}))
+            continue
+        top = scores.topk(min(options.top_k, len(scores)))
+        named = [
+            (predictor.labels[i], round(s, 4)) for i, s in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ]
+        if options.format == "jsonl":
+            tqdm.write(json.dumps({"file": str(path), "predictions": [{"label": n, "score": s} for n, s in named]}))
+        else:
+            tqdm.write(f"{path!s:<{width}}  " + "  ".join(f"{label} {score:.3f}" for label, score in named))
+    if broken:
+        print(f"{broken} of {len(paths)} files could not be read", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
