@@ -36,11 +36,11 @@ def small_images(count: int) -> torch.Tensor:
 # Decoding
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "CMYK"])
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
-def test_decoding_gives_what_pillow_gives(mode, kind):
-    if (mode, kind) in {("P", "JPEG"), ("CMYK", "PNG")}:
-        pytest.skip("the format has no such mode")
+@pytest.mark.parametrize(
+    "mode_and_kind", ["RGB JPEG", "L JPEG", "CMYK JPEG", "RGB PNG", "L PNG", "1 PNG", "P PNG", "RGB TIFF"]
+)
+def test_decoding_gives_what_pillow_gives(mode_and_kind):
+    mode, kind = mode_and_kind.split()
     data = encoded(smooth_picture(40, 30).convert(mode), kind)
     assert np.array_equal(decode_rgb(data).permute(1, 2, 0), Image.open(io.BytesIO(data)).convert("RGB"))
 
@@ -222,7 +222,7 @@ def test_the_pil_backend_is_the_authors_evaluation_bit_for_bit(tmp_path, size, e
     processor = eval_processor(size, MEAN, STD)
     processor.save_pretrained(tmp_path)
     by_pil = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(images=picture, return_tensors="pt")
-    assert torch.allclose(by_pil["pixel_values"][0], authors, atol=1e-6)
+    assert torch.equal(by_pil["pixel_values"][0], authors)
     default = AutoImageProcessor.from_pretrained(tmp_path)(images=picture, return_tensors="pt")["pixel_values"]
     assert torch.equal(default, processor(images=to_tensor(picture)[None], return_tensors="pt")["pixel_values"])
     assert (default[0] - authors).abs().max() < 0.05
