@@ -58,10 +58,17 @@ class LiViTPreTrainedModel(ViTPreTrainedModel):
         beit = source.get("model_type") == "beit"
         if beit:
             kwargs["key_mapping"] = _BEIT_KEYS
+        kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below in our words
         try:
             model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
+        if info["mismatched_keys"]:
+            key, stored, wanted = min(info["mismatched_keys"])
+            raise ValueError(
+                f"{path} has other sizes: {key} is {tuple(stored)} in the file and {tuple(wanted)} in the model asked "
+                "for; of a checkpoint's sizes only image_size can be changed."
+            )
         missing = {key for key in info["missing_keys"] if not (beit and key.endswith("k_proj.bias"))}
         unknown = [key for key in info["unexpected_keys"] if not key.removeprefix("vit.").startswith(_NOT_ENCODER)]
         if missing != new or unknown:

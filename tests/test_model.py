@@ -1,0 +1,633 @@
+"""LiViT as a transformers model: forward, loss, loading from every start, saving, serving."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    BertConfig,
+    BertModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+    ViTMAEForPreTraining,
+    ViTModel,
+    pipeline,
+)
+
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, LiViTModel, pretraining_config
+
+COUNTS = [60, 30, 10]
+
+
+@pytest.fixture
+def build(tiny):
+    def build(**config) -> LiViTForImageClassification:
+        return LiViTForImageClassification(LiViTConfig(**(tiny | dict(class_counts=COUNTS) | config))).eval()
+
+    return build
+
+
+@pytest.fixture
+def mgp(tiny, tmp_path):
+    """A saved pretraining checkpoint."""
+    decoder = dict(decoder_hidden_size=16, decoder_num_hidden_layers=1, decoder_num_attention_heads=2)
+    config = pretraining_config("micro", **tiny, **decoder, decoder_intermediate_size=32)
+    model = LiViTForPreTraining(config)
+    with torch.no_grad():
+        model.vit.layernorm.weight.uniform_(0.5, 1.5)
+    model.save_pretrained(tmp_path / "mgp")
+    return tmp_path / "mgp"
+
+
+def pixels(images=4, size=16) -> torch.Tensor:
+    return torch.randn(images, 3, size, size)
+
+
+def shared_and_new(model: LiViTForImageClassification, source: torch.nn.Module) -> tuple[set[str], set[str]]:
+    """Names of parameters that equal the source encoder's, and of those the source does not have."""
+    theirs = source.state_dict()
+    shared, new = set(), set()
+    for name, value in model.state_dict().items():
+        if name in theirs and torch.equal(value, theirs[name]):
+            shared.add(name)
+        else:
+            new.add(name)
+    return shared, new
+
+
+# Forward
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_features_are_the_normed_patch_mean_or_the_normed_class_token(build, pooling):
+    model = build(pooling=pooling)
+    x = pixels()
+    outputs = model.vit(x, output_hidden_states=True)
+    tokens = outputs.hidden_states[-1]
+    if pooling == "mean":
+        expected = model.vit.fc_norm(tokens[:, 1:].mean(1))
+    else:
+        expected = model.vit.layernorm(tokens)[:, 0]
+    assert torch.equal(outputs.pooler_output, expected)
+    assert torch.equal(model(x).logits, model.classifier(expected))
+
+
+def test_cls_pooling_is_stock_vit_for_image_classification(build, tiny):
+    model = build(pooling="cls", loss="ce")
+    stock = ViTForImageClassification(ViTConfig(**tiny, num_labels=3, layer_norm_eps=1e-6)).eval()
+    stock.load_state_dict(model.state_dict())
+    x, labels = pixels(), torch.tensor([0, 1, 2, 1])
+    ours, theirs = model(x, labels=labels), stock(x, labels=labels)
+    torch.testing.assert_close(ours.logits, theirs.logits)
+    torch.testing.assert_close(ours.loss, theirs.loss)
+
+
+def test_sdpa_and_eager_agree(build):
+    model, x = build(), pixels()
+    model.set_attn_implementation("sdpa")
+    fused = model(x).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(x).logits, fused, atol=1e-6, rtol=1e-4)
+
+
+def test_hidden_states_and_attentions_come_back_when_asked(build):
+    model = build(attn_implementation="eager")
+    outputs = model(pixels(), output_hidden_states=True, output_attentions=True)
+    assert [tuple(state.shape) for state in outputs.hidden_states] == [(4, 17, 32)] * 3
+    assert [tuple(attention.shape) for attention in outputs.attentions] == [(4, 4, 17, 17)] * 2
+    torch.testing.assert_close(outputs.attentions[0].sum(-1), torch.ones(4, 4, 17))
+    plain = model(pixels())
+    assert plain.hidden_states is None and plain.attentions is None
+
+
+def test_logits_never_contain_the_bias(build):
+    x = pixels()
+    balanced = build()
+    plain = build(loss="ce")
+    plain.load_state_dict(balanced.state_dict())
+    assert torch.equal(balanced(x).logits, plain(x).logits)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (32, 32), (16, 24)])
+def test_any_resolution_of_whole_patches_is_accepted(build, size):
+    assert build()(torch.randn(2, 3, *size)).logits.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    [
+        ((2, 1, 16, 16), r"pixel_values have shape \(2, 1, 16, 16\); expected \(batch, 3, height, width\)"),
+        ((3, 16, 16), r"pixel_values have shape \(3, 16, 16\)"),
+        ((2, 3, 18, 16), "images of 18x16 pixels do not divide into patches of 4; resize or crop"),
+    ],
+)
+def test_pixels_of_another_shape_are_refused(build, shape, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        build()(torch.zeros(shape))
+
+
+def test_other_channel_counts_work_when_configured(build):
+    assert build(num_channels=1)(torch.zeros(2, 1, 16, 16)).logits.shape == (2, 3)
+
+
+# Labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "complaint"),
+    [
+        (torch.tensor([0, 1, 2, 3]), "labels span 0 to 3; the classes are 0 to 2"),
+        (torch.tensor([0, -1, 2, 1]), "labels span -1 to 2; the classes are 0 to 2"),
+        (torch.tensor([0, 1]), r"shape \(2,\); expected integer class ids \(4,\) or soft labels \(4, 3\)"),
+        (torch.tensor([0]), r"shape \(1,\); expected"),
+        (torch.full((1, 3), 1 / 3), r"shape \(1, 3\); expected"),
+        (torch.full((4, 5), 0.2), r"shape \(4, 5\); expected"),
+        (torch.zeros(4), r"torch.float32 of shape \(4,\); expected integer class ids"),
+        (torch.tensor([[0.5, float("nan"), 0.5]] * 4), "some are NaN or outside"),
+        (torch.tensor([[1.5, -0.5, 0.0]] * 4), "some are NaN or outside"),
+        (torch.tensor([[1, 1, 0]] * 4), "set problem_type='multi_label_classification'"),
+    ],
+)
+@pytest.mark.parametrize("loss", ["bal_bce", "bal_ce"])
+def test_wrong_labels_are_refused_in_a_sentence(build, loss, labels, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        build(loss=loss)(pixels(), labels=labels)
+
+
+def test_multi_label_models_take_multi_hot_labels_and_refuse_ids(build):
+    model = build(problem_type="multi_label_classification", test_prior=None, num_train_images=100, loss="bal_bce")
+    x, labels = pixels(), torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0]])
+    shifted = model(x).logits + torch.tensor([math.log(60 / 40), math.log(30 / 70), math.log(10 / 90)])
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(shifted, labels.float(), reduction="none")
+    torch.testing.assert_close(model(x, labels=labels).loss, expected.sum(-1).mean())
+    with pytest.raises(ValueError, match=r"expected multi-hot labels \(4, 3\)"):
+        model(x, labels=torch.tensor([0, 1, 2, 0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_class_ids_may_be_any_integers(build, dtype):
+    model, x = build(), pixels()
+    expected = model(x, labels=torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]])).loss
+    torch.testing.assert_close(model(x, labels=torch.tensor([0, 1, 2, 0], dtype=dtype)).loss, expected)
+
+
+# The start of the head and what follows from it
+
+
+def test_the_classifier_starts_at_the_test_prior_under_sigmoid_losses_and_at_zero_otherwise(build):
+    uniform = torch.full((3,), -math.log(2))
+    for loss in ("bal_bce", "bce", "cb_bce", "nt_bce", "bal_nt_bce"):
+        torch.testing.assert_close(build(loss=loss).classifier.bias.data, uniform)
+        assert not build(loss=loss, head_start="zero").classifier.bias.any()
+        assert not build(loss=loss, test_prior=None).classifier.bias.any()
+    for loss in ("ce", "bal_ce", "ldam"):
+        assert not build(loss=loss).classifier.bias.any()
+    prior = [0.2, 0.3, 0.5]
+    torch.testing.assert_close(build(test_prior=prior).classifier.bias.data, torch.logit(torch.tensor(prior)))
+
+
+def test_a_fresh_model_predicts_the_test_prior_as_its_training_share(build):
+    """sigma(z + B) = pi_s at the start: the loss begins at the entropy of the labels, not at hundreds."""
+    model = build()
+    trained = (model(pixels()).logits + model.head.logit_bias).sigmoid()
+    torch.testing.assert_close(trained, torch.tensor([[0.6, 0.3, 0.1]] * 4), atol=1e-3, rtol=0)
+
+
+def fifty_adamw_losses(model: LiViTForImageClassification) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 3, 16, 16, generator=generator)
+    labels = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), 16, replacement=True, generator=generator)
+    # The constant sits in the bias, which weight decay would pull on.
+    decayed, free = [], []
+    for parameter in model.parameters():
+        (free if parameter.ndim == 1 else decayed).append(parameter)
+    groups = [dict(params=decayed, weight_decay=0.05), dict(params=free, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    losses = []
+    for _ in range(50):
+        loss = model.train()(x, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_the_constant_with_the_prior_start_trains_like_neither_and_with_the_zero_start_does_not(build):
+    paper, released, letter = build(), build(test_prior=None, head_start="zero"), build(head_start="zero")
+    for other in (released, letter):
+        bias = other.classifier.bias.detach().clone()
+        other.load_state_dict(paper.state_dict())
+        other.classifier.bias.data = bias
+    losses = [fifty_adamw_losses(model) for model in (paper, released, letter)]
+    assert losses[0][-1] < 0.6 * losses[0][0]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)
+    assert (losses[0] - losses[2]).abs().max() > 0.05
+
+
+def test_probabilities_apply_the_posterior_rule_to_the_logits(build):
+    model, x = build(), pixels()
+    with torch.no_grad():
+        model.classifier.weight.normal_()
+    p = (model(x).logits + model.head.logit_bias).sigmoid()
+    for prior in ([0.1, 0.1, 0.8], [1 / 3] * 3):
+        unnormalised = p * torch.tensor(prior) / torch.tensor([0.6, 0.3, 0.1])
+        expected = unnormalised / unnormalised.sum(-1, keepdim=True)
+        torch.testing.assert_close(model.probabilities(x, prior=prior), expected.detach())
+    assert torch.equal(model.probabilities(x), model.probabilities(x, prior="uniform"))
+    with pytest.raises(ValueError, match="prior sums to 1.5"):
+        model.probabilities(x, prior=[0.5, 0.5, 0.5])
+
+
+# Stochastic depth, checkpointing, precision, compilation
+
+
+def test_drop_path_rates_rise_linearly_from_zero(build):
+    model = build(num_hidden_layers=5, drop_path_rate=0.2)
+    rates = [layer.dropout[1].drop_prob for layer in model.vit.layers]
+    assert rates == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
+
+
+def test_drop_path_acts_in_training_only(build):
+    model, x = build(drop_path_rate=0.9), pixels(32)
+    assert torch.equal(model(x).logits, model(x).logits)
+    tokens = [model.train().vit(x).last_hidden_state for _ in range(2)]
+    assert not torch.equal(*tokens)
+
+
+def test_drop_path_drops_the_whole_branch_of_an_image_and_rescales_the_others(build):
+    model = build(drop_path_rate=0.5).train()
+    branch = torch.ones(1000, 17, 32)
+    dropped = model.vit.layers[-1].dropout(branch)
+    kept = dropped[:, 0, 0]
+    assert torch.equal(dropped, kept[:, None, None].expand_as(branch))
+    assert set(kept.tolist()) == {0.0, 2.0} and 400 < (kept == 0).sum() < 600
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(build):
+    model, x, labels = build(drop_path_rate=0.5), pixels(), torch.tensor([0, 1, 2, 0])
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        torch.manual_seed(3)
+        model.train()(x, labels=labels).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_bfloat16_model_keeps_the_head_s_constants_in_float32(build, tmp_path):
+    build(class_counts=[10_000_000, 1000, 1]).save_pretrained(tmp_path)
+    exact = build(class_counts=[10_000_000, 1000, 1]).head.logit_bias
+    model = LiViTForImageClassification.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and torch.equal(model.head.logit_bias, exact)
+    logits = torch.zeros(3, 3, dtype=torch.bfloat16)
+    assert torch.isfinite(model.head(logits, torch.tensor([0, 1, 2]), logits))
+
+
+@pytest.mark.slow
+def test_the_model_compiles_without_graph_breaks_to_the_same_loss(build):
+    model, x, labels = build(), pixels(), torch.tensor([0, 1, 2, 0])
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(x, labels=labels).loss, model(x, labels=labels).loss)
+
+
+# The hand-over
+
+
+def test_mean_pooling_after_pretraining_has_exactly_fc_norm_and_classifier_new(mgp):
+    model = LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS)
+    shared, new = shared_and_new(model, LiViTForPreTraining.from_pretrained(mgp))
+    assert new == {"vit.fc_norm.weight", "vit.fc_norm.bias", "classifier.weight", "classifier.bias"}
+    assert len(shared) == 4 + 2 * 16
+    assert (model.vit.fc_norm.weight == 1).all() and not model.vit.fc_norm.bias.any()
+    torch.testing.assert_close(model.classifier.bias.data, torch.full((3,), -math.log(2)))
+    assert model.classifier.weight.abs().max() < 1e-3 and model.classifier.weight.any()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training and model.config.layer_norm_eps == 1e-6
+
+
+def test_cls_pooling_after_pretraining_keeps_mae_s_final_norm(mgp):
+    model = LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS, pooling="cls")
+    _, new = shared_and_new(model, LiViTForPreTraining.from_pretrained(mgp))
+    assert new == {"classifier.weight", "classifier.bias"}
+
+
+def test_the_encoder_gives_the_tokens_of_the_pretraining_encoder(mgp):
+    source = LiViTForPreTraining.from_pretrained(mgp).eval()
+    source.config.mask_ratio = 0.0  # only to look at the encoder: the loss would be 0 / 0
+    encoder = LiViTModel.from_pretrained(mgp, pooling="cls")
+    x = pixels()
+    noise = torch.arange(16.0).expand(4, -1)  # keeps the order of the patches
+    expected = source.vit(x, noise=noise).last_hidden_state
+    torch.testing.assert_close(encoder(x).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_positions_are_resized_as_forward_would_interpolate_them(mgp):
+    native = LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS)
+    resized = LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS, image_size=32)
+    assert resized.config.image_size == 32 and resized.config.num_patches == 64
+    assert resized.vit.embeddings.position_embeddings.shape == (1, 65, 32)
+    assert resized.vit.embeddings.position_embeddings.requires_grad
+    assert resized.vit.config is resized.config
+    x = pixels(size=32)
+    torch.testing.assert_close(resized.vit(x).pooler_output, native.vit(x).pooler_output)
+
+
+def test_a_resized_model_saves_and_loads_at_its_new_resolution(mgp, tmp_path):
+    model = LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS, image_size=32)
+    model.save_pretrained(tmp_path / "resized")
+    loaded = LiViTForImageClassification.from_pretrained(tmp_path / "resized")
+    x = pixels(size=32)
+    assert torch.equal(loaded(x).logits, model(x).logits)
+
+
+def test_attention_and_dtype_reach_encoder_and_head(mgp):
+    model = LiViTForImageClassification.from_pretrained(
+        mgp, class_counts=COUNTS, attn_implementation="eager", dtype=torch.bfloat16
+    )
+    assert model.config._attn_implementation == model.vit.config._attn_implementation == "eager"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.head.logit_bias.dtype == torch.float32
+
+
+def test_another_label_set_makes_only_the_classifier_new(build, tmp_path):
+    first = build()
+    first.save_pretrained(tmp_path)
+    second = LiViTForImageClassification.from_pretrained(tmp_path, class_counts=[9, 8, 7, 6])
+    _, new = shared_and_new(second, first)
+    assert new == {"classifier.weight", "classifier.bias"}
+    assert second.config.class_counts == [9, 8, 7, 6] and second.config.num_train_images == 30
+    torch.testing.assert_close(second.classifier.bias.data, torch.full((4,), -math.log(3)))
+
+
+def test_other_names_for_as_many_labels_make_the_classifier_new(build, tmp_path):
+    first = build()
+    first.classifier.bias.data.normal_()
+    first.save_pretrained(tmp_path)
+    names = {0: "oak", 1: "elm", 2: "ash"}
+    second = LiViTForImageClassification.from_pretrained(tmp_path, id2label=names, class_counts=[3, 2, 1])
+    _, new = shared_and_new(second, first)
+    assert new == {"classifier.weight", "classifier.bias"}
+    assert second.config.id2label == names
+
+
+def test_the_same_labels_with_other_counts_keep_the_classifier(build, tmp_path):
+    first = build(loss="ce")
+    first.save_pretrained(tmp_path)
+    second = LiViTForImageClassification.from_pretrained(tmp_path, class_counts=[1, 2, 3], loss="bal_bce", tau=0.5)
+    assert shared_and_new(second, first)[1] == set()
+    assert (second.config.class_counts, second.config.num_train_images) == ([1, 2, 3], 6)
+    assert (second.config.loss, second.config.tau) == ("bal_bce", 0.5)
+
+
+@pytest.mark.parametrize(("before", "after", "norm"), [("mean", "cls", "layernorm"), ("cls", "mean", "fc_norm")])
+def test_another_pooling_makes_its_norm_and_the_classifier_new(build, tmp_path, before, after, norm):
+    first = build(pooling=before)
+    with torch.no_grad():
+        first.classifier.weight.normal_()
+    first.save_pretrained(tmp_path)
+    second = LiViTForImageClassification.from_pretrained(tmp_path, pooling=after)
+    _, new = shared_and_new(second, first)
+    assert new == {f"vit.{norm}.weight", f"vit.{norm}.bias", "classifier.weight"}  # the bias starts where it started
+
+
+def test_the_encoder_alone_loads_from_a_classifier(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    encoder = LiViTModel.from_pretrained(tmp_path)
+    x = pixels()
+    assert torch.equal(encoder(x).pooler_output, model.vit(x).pooler_output)
+
+
+def test_a_classifier_starts_from_a_saved_encoder(build, tmp_path):
+    encoder = build().vit
+    encoder.save_pretrained(tmp_path)
+    model = LiViTForImageClassification.from_pretrained(tmp_path, class_counts=COUNTS)
+    x = pixels()
+    assert torch.equal(model.vit(x).pooler_output, encoder(x).pooler_output)
+
+
+@pytest.mark.parametrize("kind", ["vit", "vit classifier", "vit mae"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_stock_checkpoints_are_starts_too(tiny, tmp_path, kind, pooling):
+    if kind == "vit mae":
+        stock = LiViTForPreTraining(pretraining_config("micro", **tiny))
+        theirs = ViTMAEForPreTraining(stock.config)
+        theirs.load_state_dict(stock.state_dict())
+        theirs.save_pretrained(tmp_path)
+    elif kind == "vit":
+        stock = ViTModel(ViTConfig(**tiny))
+        stock.save_pretrained(tmp_path)
+    else:
+        stock = ViTForImageClassification(ViTConfig(**tiny, num_labels=7))
+        stock.save_pretrained(tmp_path)
+    model = LiViTForImageClassification.from_pretrained(tmp_path, class_counts=COUNTS, pooling=pooling)
+    encoder = stock if kind == "vit" else stock.vit
+    for name, value in model.vit.state_dict().items():
+        if not name.startswith("fc_norm"):
+            assert torch.equal(value, encoder.state_dict()[name]), name
+    assert model.config.num_labels == 3 and model.config.layer_norm_eps == encoder.config.layer_norm_eps
+
+
+def old_names(key: str) -> str:
+    for new, old in (
+        (r"layers.", "encoder.layer."),
+        ("attention.q_proj", "attention.attention.query"),
+        ("attention.k_proj", "attention.attention.key"),
+        ("attention.v_proj", "attention.attention.value"),
+        ("attention.o_proj", "attention.output.dense"),
+        ("mlp.fc1", "intermediate.dense"),
+        ("mlp.fc2", "output.dense"),
+    ):
+        key = key.replace(new, old)
+    return key
+
+
+def test_key_names_of_older_transformers_are_read(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    weights = {old_names(name): value for name, value in model.state_dict().items()}
+    assert "vit.encoder.layer.0.attention.attention.query.weight" in weights
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = LiViTForImageClassification.from_pretrained(tmp_path)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+# Checkpoints that are not
+
+
+def test_a_checkpoint_of_another_kind_is_refused_by_its_name(tmp_path):
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=10)
+    BertModel(BertConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a 'bert' checkpoint; LiViT can start from livit, vit, vit_mae, beit"):
+        LiViTForImageClassification.from_pretrained(tmp_path, class_counts=COUNTS)
+
+
+def test_missing_and_unknown_weights_are_named(build, tmp_path):
+    build().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["vit.registers"] = weights.pop("vit.encoder.layer.1.intermediate.dense.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks vit.layers.1.mlp.fc1.weight and has unknown vit.registers"):
+        LiViTForImageClassification.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks layers.1.mlp.fc1.weight and has unknown .*registers"):
+        LiViTForImageClassification.from_pretrained(tmp_path, class_counts=[5, 4, 3, 2])
+
+
+def test_a_checkpoint_with_more_layers_than_asked_for_is_refused(mgp):
+    with pytest.raises(ValueError, match="not a ViT encoder of these sizes: .* unknown vit.layers.1"):
+        LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "complaint"),
+    [
+        (dict(patch_size=8), r"patch_embeddings.projection.weight is \(32, 3, 4, 4\) in the file and \(32, 3, 8, 8\)"),
+        (dict(hidden_size=64), r"embeddings.cls_token is \(1, 1, 32\) in the file and \(1, 1, 64\)"),
+    ],
+)
+def test_a_checkpoint_of_other_sizes_is_refused_with_a_tensor_that_differs(mgp, size, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS, **size)
+
+
+def test_a_truncated_file_is_said_to_be_damaged(build, tmp_path):
+    build().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="are damaged .* copy or download them again"):
+        LiViTForImageClassification.from_pretrained(tmp_path)
+
+
+def test_an_image_size_that_is_not_a_multiple_of_the_patch_is_refused_on_loading(mgp):
+    with pytest.raises(ValueError, match="image_size 18 is not a multiple of patch_size 4; 16 would be"):
+        LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS, image_size=18)
+
+
+def test_a_misspelt_option_is_an_error(mgp):
+    with pytest.raises(TypeError, match="class_count"):
+        LiViTForImageClassification.from_pretrained(mgp, class_count=COUNTS)
+
+
+# Saving
+
+
+def test_save_load_save_is_bit_equal_and_safetensors_only(build, tmp_path):
+    model = build(test_prior=[0.2, 0.3, 0.5], drop_path_rate=0.1)
+    model.save_pretrained(tmp_path / "first")
+    loaded = LiViTForImageClassification.from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    names = {path.name for path in (tmp_path / "first").iterdir()}
+    assert names == {"config.json", "model.safetensors"}
+    for name in names:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    x, labels = pixels(), torch.tensor([0, 1, 2, 0])
+    assert torch.equal(model(x, labels=labels).loss, loaded(x, labels=labels).loss)
+
+
+def test_constants_made_of_the_counts_are_never_saved(build, tmp_path):
+    build().save_pretrained(tmp_path)
+    assert not any(name.startswith("head.") for name in load_file(tmp_path / "model.safetensors"))
+
+
+class Trap:
+    """A pickle that leaves a file behind when it is opened."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_beside_the_safetensors_is_never_opened(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    torch.save({"x": Trap(tmp_path / "opened")}, tmp_path / "pytorch_model.bin")
+    loaded = LiViTForImageClassification.from_pretrained(tmp_path)
+    assert torch.equal(loaded.classifier.weight, model.classifier.weight)
+    assert not (tmp_path / "opened").exists()
+
+
+def test_a_lone_bin_is_read_only_when_asked_and_never_runs_code(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="model.safetensors"):
+        LiViTForImageClassification.from_pretrained(tmp_path)
+    loaded = LiViTForImageClassification.from_pretrained(tmp_path, use_safetensors=False)
+    assert torch.equal(loaded.classifier.weight, model.classifier.weight)
+    with pytest.raises(ValueError, match="weights_only=False would let the checkpoint run code"):
+        LiViTForImageClassification.from_pretrained(tmp_path, use_safetensors=False, weights_only=False)
+    torch.save(model.state_dict() | {"x": Trap(tmp_path / "opened")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match="(?i)weights.only"):
+        LiViTForImageClassification.from_pretrained(tmp_path, use_safetensors=False)
+    assert not (tmp_path / "opened").exists()
+
+
+# The Auto classes and the pipeline
+
+
+@pytest.fixture
+def published(build, tmp_path):
+    model = build(id2label={0: "oak", 1: "elm", 2: "ash"}, label2id={"oak": 0, "elm": 1, "ash": 2})
+    with torch.no_grad():
+        model.classifier.weight.normal_()
+    model.save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def test_auto_classes_find_livit_after_the_import(published):
+    model, folder = published
+    assert isinstance(AutoConfig.from_pretrained(folder), LiViTConfig)
+    loaded = AutoModelForImageClassification.from_pretrained(folder)
+    assert isinstance(loaded, LiViTForImageClassification)
+    x = pixels()
+    assert torch.equal(loaded(x).logits, model(x).logits)
+    assert isinstance(AutoModel.from_pretrained(folder), LiViTModel)
+    assert AutoImageProcessor.from_pretrained(folder)(Image.new("RGB", (40, 30)))["pixel_values"][0].shape == (
+        3,
+        16,
+        16,
+    )
+
+
+def test_auto_image_processor_works_without_a_named_class(published):
+    _, folder = published
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if "processor" not in k}))
+    assert "ViTImageProcessor" in type(AutoImageProcessor.from_pretrained(folder)).__name__
+
+
+def test_the_image_classification_pipeline_serves_names(published):
+    model, folder = published
+    picture = Image.new("RGB", (40, 30), (200, 30, 90))
+    served = pipeline("image-classification", model=str(folder), device="cpu")(picture)
+    processor = AutoImageProcessor.from_pretrained(folder)
+    logits = model(processor(picture, return_tensors="pt")["pixel_values"]).logits[0]
+    assert [entry["label"] for entry in served] == [
+        model.config.id2label[i] for i in logits.argsort(descending=True).tolist()
+    ]
+    assert served[0]["score"] == pytest.approx(logits.softmax(-1).max().item(), abs=1e-4)
+
+
+def test_a_model_moves_between_folders_without_its_origin(published, tmp_path_factory):
+    model, folder = published
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "model"
+    shutil.copytree(folder, elsewhere)
+    assert str(folder) not in (elsewhere / "config.json").read_text()
+    x = pixels()
+    assert torch.equal(LiViTForImageClassification.from_pretrained(elsewhere)(x).logits, model(x).logits)

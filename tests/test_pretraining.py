@@ -1,0 +1,330 @@
+"""Masked pretraining: an initialisation that can learn, stock ViTMAE's loss and checkpoints, pictures."""
+
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import Trainer, TrainingArguments, ViTMAEForPreTraining, ViTMAEModel
+
+from livt_hf import LiViTForPreTraining, pretraining_config
+from livt_hf.modeling_pretraining import sin_cos_positions
+
+PATCHES = 16
+
+
+@pytest.fixture
+def config(tiny):
+    decoder = dict(decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_num_attention_heads=2)
+    return pretraining_config("micro", **tiny, **decoder, decoder_intermediate_size=32)
+
+
+@pytest.fixture
+def model(config):
+    return LiViTForPreTraining(config)
+
+
+def pictures(images=4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(images, 3, 16, 16), torch.rand(images, PATCHES)
+
+
+def mae_table(grid: int, width: int) -> torch.Tensor:
+    """MAE's table from its definition: zeros for cls, then row by row; half the width is the column, half the row."""
+    quarter = width // 4
+    rows = [[0.0] * width]
+    for row in range(grid):
+        for column in range(grid):
+            entry = []
+            for place in (column, row):
+                angles = [place / 10000 ** (i / quarter) for i in range(quarter)]
+                entry += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+            rows.append(entry)
+    return torch.tensor(rows)
+
+
+# Initialisation
+
+
+def masked_spread(model) -> float:
+    """The largest difference between predictions for two masked patches of one image."""
+    pixels, noise = pictures()
+    outputs = model.eval()(pixels, noise=noise)
+    spreads = []
+    for prediction, mask in zip(outputs.logits, outputs.mask, strict=True):
+        masked = prediction[mask.bool()]
+        spreads.append((masked - masked[0]).abs().max().item())
+    return max(spreads)
+
+
+def test_the_stock_initialiser_predicts_the_same_for_every_masked_patch_and_ours_does_not(config, model):
+    assert masked_spread(ViTMAEForPreTraining(config)) < 1e-6
+    assert masked_spread(model) > 0.1
+
+
+def test_position_tables_are_mae_s_with_columns_before_rows(model):
+    torch.testing.assert_close(model.vit.embeddings.position_embeddings[0], mae_table(4, 32))
+    torch.testing.assert_close(model.decoder.decoder_pos_embed[0], mae_table(4, 16))
+    torch.testing.assert_close(sin_cos_positions(224, 16, 768)[0], mae_table(14, 768), atol=1e-5, rtol=0)
+
+
+def test_position_tables_are_fixed(model):
+    assert not model.vit.embeddings.position_embeddings.requires_grad
+    assert not model.decoder.decoder_pos_embed.requires_grad
+
+
+def test_linear_layers_start_xavier_uniform_and_tokens_normal(config):
+    model = LiViTForPreTraining(pretraining_config("micro"))
+    weight = model.vit.layers[0].mlp.fc1.weight
+    bound = math.sqrt(6 / sum(weight.shape))
+    assert weight.abs().max().item() == pytest.approx(bound, rel=0.01)
+    assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    kernel = model.vit.embeddings.patch_embeddings.projection.weight
+    assert kernel.abs().max().item() == pytest.approx(math.sqrt(6 / (128 + 48)), rel=0.01)
+    for token in (model.vit.embeddings.cls_token, model.decoder.mask_token):
+        assert token.std().item() == pytest.approx(0.02, rel=0.3)
+    assert all((p == 0).all() for n, p in model.named_parameters() if n.endswith("bias"))
+
+
+def test_a_toy_layout_is_learned_to_a_small_loss(config):
+    """Every image has the same four quadrants: only place tells what is behind a mask."""
+    config.norm_pix_loss = False
+    model = LiViTForPreTraining(config).train()
+    layout = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat_interleave(8, 0).repeat_interleave(8, 1)
+    pixels = layout.expand(16, 3, 16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        loss = model(pixels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.eval()(pixels).loss.item() < 0.02
+
+
+# The same mathematics as stock ViTMAE
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("norm_pix_loss", [True, False])
+def test_training_mode_has_the_loss_and_gradients_of_stock_vitmae(config, attention, norm_pix_loss):
+    config.norm_pix_loss = norm_pix_loss
+    ours, stock = LiViTForPreTraining(config), ViTMAEForPreTraining(config)
+    stock.load_state_dict(ours.state_dict())
+    for model in (ours, stock):
+        model.set_attn_implementation(attention)
+        model.train()
+    assert ours.decoder.config._attn_implementation == attention
+    pixels, noise = pictures()
+    losses = [model(pixels, noise=noise).loss for model in (ours, stock)]
+    torch.testing.assert_close(*losses, atol=1e-6, rtol=1e-6)
+    for loss in losses:
+        loss.backward()
+    theirs = dict(stock.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_training_and_evaluation_give_the_same_loss(model):
+    pixels, noise = pictures()
+    trained = model.train()(pixels, noise=noise).loss
+    torch.testing.assert_close(trained, model.eval()(pixels, noise=noise).loss, atol=1e-6, rtol=1e-6)
+
+
+def test_attention_dropout_reaches_the_last_decoder_block(config):
+    config.attention_probs_dropout_prob = 0.5
+    config.num_hidden_layers, config.decoder_num_hidden_layers = 1, 1
+    model = LiViTForPreTraining(config).train()
+    model.vit.layers[0].attention.attention_dropout = 0.0
+    pixels, noise = pictures()
+    assert model(pixels, noise=noise).loss != model(pixels, noise=noise).loss
+
+
+@pytest.mark.parametrize("saver", ["ours", "stock"])
+def test_checkpoints_go_both_ways_between_ours_and_stock_vitmae(config, tmp_path, saver):
+    saved = (LiViTForPreTraining if saver == "ours" else ViTMAEForPreTraining)(config).eval()
+    saved.save_pretrained(tmp_path)
+    pixels, noise = pictures()
+    expected = saved(pixels, noise=noise)
+    for reader in (LiViTForPreTraining, ViTMAEForPreTraining):
+        loaded, info = reader.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        outputs = loaded.eval()(pixels, noise=noise)
+        assert torch.equal(outputs.logits, expected.logits) and torch.equal(outputs.loss, expected.loss)
+    encoder, info = ViTMAEModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    latent = saved.vit(pixels, noise=noise).last_hidden_state
+    assert torch.equal(encoder.eval()(pixels, noise=noise).last_hidden_state, latent)
+
+
+def test_a_checkpoint_names_a_class_that_stock_transformers_has(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    loaded = LiViTForPreTraining.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["ViTMAEForPreTraining"]
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_save_load_save_is_bit_equal(model, tmp_path):
+    model.save_pretrained(tmp_path / "first")
+    LiViTForPreTraining.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_the_saved_tensors_carry_the_sin_cos_tables(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        tables = [
+            file.get_tensor(name)[0]
+            for name in sorted(file.keys())
+            if name.endswith(("position_embeddings", "pos_embed"))
+        ]
+    torch.testing.assert_close(tables, [mae_table(4, 16), mae_table(4, 32)])
+
+
+# decode_ratio
+
+
+@pytest.mark.parametrize(("ratio", "decoded"), [(1.0, 12), (0.5, 6), (0.25, 3), (0.01, 1)])
+def test_decode_ratio_decodes_a_fixed_number_of_masked_patches(config, ratio, decoded):
+    model = LiViTForPreTraining(config, decode_ratio=ratio).train()
+    seen = []
+    model.decoder.decoder_pred.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    pixels, noise = pictures()
+    loss = model(pixels, noise=noise).loss
+    assert seen == [(4, decoded, 48)] and torch.isfinite(loss)
+    model.eval()(pixels, noise=noise)
+    assert seen[1] == (4, 1 + PATCHES, 48)
+
+
+def test_a_decode_ratio_can_be_given_to_a_checkpoint(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    assert LiViTForPreTraining.from_pretrained(tmp_path, decode_ratio=0.5).decode_ratio == 0.5
+
+
+def test_decoding_a_share_is_another_objective(config):
+    pixels, noise = pictures()
+    full, half = LiViTForPreTraining(config).train(), LiViTForPreTraining(config, decode_ratio=0.5).train()
+    half.load_state_dict(full.state_dict())
+    assert full(pixels, noise=noise).loss != half(pixels, noise=noise).loss
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("norm_pix_loss", [True, False])
+def test_a_perfect_prediction_reconstructs_the_picture(config, norm_pix_loss):
+    config.norm_pix_loss = norm_pix_loss
+    model = LiViTForPreTraining(config)
+    pixels, noise = pictures()
+    patches = model.patchify(pixels)
+    if norm_pix_loss:
+        mean, std = patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+        patches = (patches - mean) / std
+    perfect = torch.cat([torch.zeros(4, 1, 48), patches], dim=1)  # the class token's prediction is dropped
+    model.decoder.decoder_pred.register_forward_hook(lambda module, args, output: perfect)
+    masked, reconstruction = model.reconstruct(pixels, noise=noise)
+    torch.testing.assert_close(reconstruction, pixels, atol=1e-5, rtol=1e-5)
+    shown = (masked != 0).float().mean().item()
+    assert shown == pytest.approx(0.25)
+    assert torch.equal(masked[masked != 0], pixels[masked != 0])
+
+
+def test_reconstruct_leaves_visible_patches_and_the_mode_alone(model):
+    pixels, noise = pictures()
+    masked, reconstruction = model.train().reconstruct(pixels, noise=noise)
+    assert model.training
+    assert torch.equal(reconstruction[masked != 0], pixels[masked != 0])
+    model.eval().reconstruct(pixels)
+    assert not model.training
+
+
+def test_predicting_zero_costs_almost_one_under_per_patch_normalisation(model):
+    pixels, noise = pictures()
+    mask = model.eval()(pixels, noise=noise).mask
+    # Bessel's correction makes the mean square of 48 normalised pixels 47/48.
+    assert model.zero_prediction_loss(pixels, mask).item() == pytest.approx(47 / 48, rel=1e-4)
+
+
+# Training
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(model):
+    pixels, noise = pictures()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model.train()(pixels, noise=noise).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+    torch.testing.assert_close(*gradients)
+
+
+def test_trainer_accumulates_pretraining_gradients_like_one_batch(config, tmp_path):
+    pixels, noise = pictures(8)
+    data = [dict(pixel_values=p, noise=n) for p, n in zip(pixels, noise, strict=True)]
+    start = LiViTForPreTraining(config).state_dict()
+    weights = []
+    for batch, accumulation in ((8, 1), (4, 2)):
+        model = LiViTForPreTraining(config)
+        model.load_state_dict(start)
+        arguments = TrainingArguments(
+            tmp_path,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=0,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        Trainer(model, arguments, train_dataset=data).train()
+        weights.append(model.state_dict())
+    torch.testing.assert_close(weights[0], weights[1])
+    assert not torch.equal(weights[0]["decoder.decoder_pred.weight"], start["decoder.decoder_pred.weight"])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        (dict(image_size=18), "image_size 18 is not a multiple of patch_size 4"),
+        (dict(mask_ratio=0.0), "mask_ratio 0.0 leaves 16 of 16 patches visible"),
+        (dict(mask_ratio=0.99), "mask_ratio 0.99 leaves 0 of 16 patches visible"),
+    ],
+)
+def test_a_config_that_cannot_be_masked_is_refused(config, fields, complaint):
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=complaint):
+        LiViTForPreTraining(config)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.5])
+def test_a_decode_ratio_outside_zero_to_one_is_refused(config, ratio):
+    with pytest.raises(ValueError, match=f"decode_ratio {ratio} must be above 0 and at most 1"):
+        LiViTForPreTraining(config, decode_ratio=ratio)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 16, 16), (2, 3, 20, 20), (3, 16, 16)])
+def test_pixels_of_another_shape_are_refused(model, shape):
+    with pytest.raises(ValueError, match=r"this model takes \(batch, \*\(3, 16, 16\)\)"):
+        model(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_noise_of_another_shape_is_refused(model, training):
+    with pytest.raises(ValueError, match=r"noise has shape \(2, 9\); expected one number a patch, \(2, 16\)"):
+        model.train(training)(torch.zeros(2, 3, 16, 16), noise=torch.rand(2, 9))
+
+
+@pytest.mark.slow
+def test_the_training_step_compiles_without_graph_breaks_to_the_same_loss(model):
+    pixels, noise = pictures()
+    compiled = torch.compile(model.train(), fullgraph=True)
+    torch.testing.assert_close(compiled(pixels, noise=noise).loss, model(pixels, noise=noise).loss)

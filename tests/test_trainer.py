@@ -1,0 +1,98 @@
+"""transformers' Trainer and a plain loop do the same, in one batch or accumulated, with hard or soft labels."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from livt_hf import LiViTConfig, LiViTForImageClassification
+
+IMAGES, CLASSES = 16, 3
+PIXELS = torch.randn(IMAGES, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+HARD = torch.arange(IMAGES) % CLASSES
+LABELS = {
+    "hard": HARD,
+    "soft": 0.8 * torch.nn.functional.one_hot(HARD, CLASSES)
+    + 0.2 * torch.nn.functional.one_hot(HARD.flip(0), CLASSES),
+}
+
+
+@pytest.fixture
+def build(tiny):
+    config = LiViTConfig(**tiny, class_counts=[60, 30, 10])
+    start = LiViTForImageClassification(config).state_dict()
+
+    def build() -> LiViTForImageClassification:
+        model = LiViTForImageClassification(config)
+        model.load_state_dict(start)
+        return model.train()
+
+    return build
+
+
+def train(model, labels, folder, batch_size: int, accumulation: int) -> tuple[list[dict], list[float]]:
+    """Two updates of SGD by Trainer: the gradients before each update, and the logged losses."""
+    gradients = []
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_):
+            return None
+
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        max_steps=2,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    data = [dict(pixel_values=x, labels=y) for x, y in zip(PIXELS, labels, strict=True)]
+    trainer = InOrder(model, arguments, train_dataset=data)
+    trainer.create_optimizer()
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    )
+    trainer.train()
+    return gradients, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def plain_loop(model, labels) -> tuple[list[dict], list[float]]:
+    gradients, losses = [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in (0, 8):
+        loss = model(PIXELS[start : start + 8], labels=labels[start : start + 8]).loss
+        loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, losses
+
+
+@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2), (2, 4)])
+def test_trainer_has_the_losses_gradients_and_weights_of_a_plain_loop(build, tmp_path, kind, batch_size, accumulation):
+    trained, looped = build(), build()
+    gradients, losses = train(trained, LABELS[kind], tmp_path, batch_size, accumulation)
+    expected_gradients, expected_losses = plain_loop(looped, LABELS[kind])
+    assert len(gradients) == len(losses) == 2
+    assert losses == pytest.approx(expected_losses, rel=1e-3)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(trained.state_dict(), looped.state_dict(), rtol=1e-4, atol=1e-6)
+    assert not torch.equal(trained.classifier.weight, build().classifier.weight)
+
+
+def test_trainer_evaluates_and_predicts_logits(build, tmp_path):
+    data = [dict(pixel_values=x, labels=y) for x, y in zip(PIXELS, HARD, strict=True)]
+    arguments = TrainingArguments(tmp_path, report_to="none", use_cpu=True, disable_tqdm=True)
+    model = build()
+    predicted = Trainer(model, arguments).predict(data)
+    assert predicted.predictions.shape == (IMAGES, CLASSES) and (predicted.label_ids == HARD.numpy()).all()
+    expected = model.eval()(PIXELS, labels=HARD).loss.item()
+    assert predicted.metrics["test_loss"] == pytest.approx(expected, rel=1e-4)
