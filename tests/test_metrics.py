@@ -1,0 +1,387 @@
+import json
+import math
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import livt_hf.metrics
+from livt_hf.metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics, long_tail_metrics, shot_groups
+
+COUNTS = [500, 101, 100, 60, 20, 19, 3]
+
+
+def slow_and_obvious(logits, labels, counts, bins=15):
+    """The definitions, image by image and class by class."""
+    num_classes = len(counts)
+    right, top5, confidences = [], [], []
+    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+        ranking = sorted(range(num_classes), key=lambda j: (-row[j], j))
+        right.append(ranking[0] == label)
+        top5.append(label in ranking[:5])
+        confidences.append(1 / sum(math.exp(z - max(row)) for z in row))
+    of_class = {
+        c: [r for r, y in zip(right, labels.tolist(), strict=True) if y == c] for c in set(labels.tolist())
+    }  # fmt: skip
+    accuracy = {c: sum(r) / len(r) for c, r in of_class.items()}
+
+    def mean_over(wanted):
+        values = [a for c, a in accuracy.items() if wanted(counts[c])]
+        return sum(values) / len(values) if values else None
+
+    gaps, sizes = [], []
+    for b in range(bins):
+        inside = [i for i, c in enumerate(confidences) if b / bins < c <= (b + 1) / bins]
+        if inside:
+            gap = sum(confidences[i] for i in inside) - sum(right[i] for i in inside)
+            gaps.append(abs(gap) / len(inside))
+            sizes.append(len(inside))
+    return {
+        "accuracy": sum(right) / len(right),
+        "top5": sum(top5) / len(top5) if num_classes >= 5 else None,
+        "many": mean_over(lambda n: n > 100),
+        "medium": mean_over(lambda n: 20 <= n <= 100),
+        "few": mean_over(lambda n: n < 20),
+        "mean_class_accuracy": mean_over(lambda n: True),
+        "worst_class_accuracy": min(accuracy.values()),
+        "ece": sum(g * n for g, n in zip(gaps, sizes, strict=True)) / len(right),
+        "mce": max(gaps),
+        "mean_confidence": sum(confidences) / len(confidences),
+        "num_images": len(right),
+        "num_nan": 0,
+    }
+
+
+def random_case(seed, images=200, counts=COUNTS, ties=False):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(len(counts), (images,), generator=generator)
+    logits = 2 * torch.randn(images, len(counts), generator=generator)
+    logits[torch.arange(images), labels] += 1.5
+    return (logits.round() if ties else logits), labels
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("seed", "images"), [(0, 200), (1, 57), (2, 1), (3, 2)])
+def test_metrics_equal_the_definitions_worked_out_image_by_image(seed, images, ties):
+    logits, labels = random_case(seed, images, ties=ties)
+    assert long_tail_metrics(logits, labels, COUNTS) == pytest.approx(slow_and_obvious(logits, labels, COUNTS))
+
+
+def test_metrics_equal_the_definitions_where_classes_and_a_whole_group_have_no_test_image():
+    logits, labels = random_case(4)
+    keep = (labels == 0) | (labels == 3)
+    metrics = long_tail_metrics(logits[keep], labels[keep], COUNTS)
+    assert metrics == pytest.approx(slow_and_obvious(logits[keep], labels[keep], COUNTS))
+    assert metrics["few"] is None
+    assert "NaN" not in json.dumps(metrics)
+
+
+def test_blocks_of_rows_do_not_change_the_result(monkeypatch):
+    logits, labels = random_case(5)
+    whole = long_tail_metrics(logits, labels, COUNTS)
+    monkeypatch.setattr("livt_hf.metrics.classification._BLOCK", 7 * 13)
+    assert long_tail_metrics(logits, labels, COUNTS) == whole
+
+
+def test_twenty_and_a_hundred_training_images_are_medium():
+    assert shot_groups(COUNTS).tolist() == [0, 0, 1, 1, 1, 2, 2]
+    assert shot_groups([3, 2, 1], many_above=2, few_below=2).tolist() == [0, 1, 2]
+
+
+def test_a_group_weighs_its_classes_equally_and_overall_accuracy_its_images():
+    labels = torch.tensor([0, 0, 0, 1])
+    logits = torch.eye(2)[[0, 0, 0, 0]]
+    metrics = long_tail_metrics(logits, labels, [500, 500])
+    assert (metrics["accuracy"], metrics["many"], metrics["worst_class_accuracy"]) == (0.75, 0.5, 0.0)
+
+
+def test_constant_logits_predict_the_first_class_and_put_the_first_five_in_the_top_five():
+    metrics = long_tail_metrics(torch.zeros(10, 10), torch.arange(10), [50] * 10)
+    assert (metrics["accuracy"], metrics["top5"]) == (0.1, 0.5)
+
+
+def test_top_five_of_four_classes_is_absent():
+    assert long_tail_metrics(torch.eye(4), torch.arange(4), [50] * 4)["top5"] is None
+    assert long_tail_metrics(torch.eye(5), torch.arange(5), [50] * 5)["top5"] == 1
+
+
+def test_two_half_sure_predictions_of_which_one_is_right_are_calibrated():
+    metrics = long_tail_metrics(torch.zeros(2, 2), torch.tensor([0, 1]), [50, 50])
+    assert metrics["ece"] == metrics["mce"] == 0
+
+
+def test_a_confidence_on_an_edge_belongs_to_the_bin_below():
+    metrics = LongTailMetrics([50, 50], bins=2, confidence="given")
+    metrics.update(torch.tensor([[0.5, 0.5], [0.25, 0.75], [0.0, 0.0]]), torch.tensor([0, 0, 1]))
+    assert [row["images"] for row in metrics.bins] == [2, 1]
+    assert metrics.bins[1] == {"low": 0.5, "high": 1.0, "images": 1, "accuracy": 0.0, "confidence": 0.75}
+
+
+def test_confidence_is_the_largest_softmax_sigmoid_or_given_probability():
+    logits, labels = random_case(6)
+    for name, probabilities in (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid())):
+        ours = long_tail_metrics(logits, labels, COUNTS, confidence=name)
+        given = long_tail_metrics(probabilities, labels, COUNTS, confidence="given")
+        assert ours == pytest.approx(given, abs=1e-6)
+        assert ours["mean_confidence"] == pytest.approx(probabilities.amax(-1).mean().item(), abs=1e-6)
+
+
+def test_a_given_confidence_changes_calibration_and_nothing_else():
+    logits, labels = random_case(7)
+    metrics = LongTailMetrics(COUNTS)
+    metrics.update(logits, labels, confidence=torch.full((200,), 0.25))
+    ours, plain = metrics.compute(), long_tail_metrics(logits, labels, COUNTS)
+    assert ours["mean_confidence"] == 0.25
+    assert ours["ece"] == pytest.approx(abs(0.25 - plain["accuracy"]))
+    assert {k: ours[k] for k in ("accuracy", "few", "top5")} == {k: plain[k] for k in ("accuracy", "few", "top5")}
+
+
+def test_numpy_and_half_precision_logits_are_read_too():
+    logits, labels = random_case(8, ties=True)  # whole numbers are exact in 16 bits
+    expected = long_tail_metrics(logits, labels, COUNTS)
+    assert long_tail_metrics(logits.numpy(), labels.numpy(), np.array(COUNTS)) == expected
+    assert long_tail_metrics(logits.bfloat16(), labels.int(), COUNTS) == expected
+    assert long_tail_metrics(logits.double().requires_grad_(), labels, COUNTS) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_without_confidence_is_a_wrong_image_that_is_reported(value):
+    logits, labels = random_case(9)
+    labels[3] = 2
+    logits[3] = torch.tensor([0, 0, value, 0, 0, 0, 0])
+    metrics = long_tail_metrics(logits, labels, COUNTS)
+    others = torch.arange(200) != 3
+    without = long_tail_metrics(logits[others], labels[others], COUNTS)
+    assert (metrics["num_nan"], metrics["num_images"]) == (1, 200)
+    assert metrics["accuracy"] == pytest.approx(without["accuracy"] * 199 / 200)
+    assert metrics["top5"] == pytest.approx(without["top5"] * 199 / 200)
+    assert (metrics["ece"], metrics["mean_confidence"]) == (without["ece"], without["mean_confidence"])
+
+
+def test_only_nan_rows_leave_calibration_absent():
+    metrics = long_tail_metrics(torch.full((2, 3), math.nan), torch.tensor([0, 1]), [50, 50, 50])
+    assert (metrics["accuracy"], metrics["ece"], metrics["mce"], metrics["num_nan"]) == (0, None, None, 2)
+
+
+def test_a_masked_class_with_a_logit_of_minus_infinity_is_no_nan():
+    metrics = long_tail_metrics(torch.tensor([[1.0, 1.0, -math.inf]]), torch.tensor([0]), [50, 50, 50])
+    assert (metrics["accuracy"], metrics["num_nan"], metrics["mean_confidence"]) == (1, 0, 0.5)
+
+
+def test_any_split_into_batches_and_processes_gives_the_same_state_to_the_bit():
+    logits, labels = random_case(10)
+    whole = LongTailMetrics(COUNTS)
+    whole.update(logits, labels)
+    first, second = LongTailMetrics(COUNTS), LongTailMetrics(COUNTS)
+    for start in range(0, 200, 7):
+        (first if start % 2 else second).update(logits[start : start + 7], labels[start : start + 7])
+    loaded = LongTailMetrics(COUNTS)
+    loaded.load_state_tensor(first.state_tensor() + second.state_tensor())
+    first.merge(second)
+    assert torch.equal(first.state_tensor(), whole.state_tensor())
+    assert loaded.compute() == first.compute() == whole.compute()
+
+
+def test_memory_is_linear_in_classes_and_an_empty_batch_changes_nothing():
+    metrics = LongTailMetrics([50] * 8142)
+    metrics.update(torch.zeros(0, 8142), torch.zeros(0, dtype=torch.long))
+    assert len(metrics.state_tensor()) == 4 * 8142 + 3 * 15 + 1
+    assert metrics.state_tensor().sum() == 0
+
+
+def test_two_processes_that_reduce_their_states_report_the_whole_test_set(tmp_path):
+    logits, labels = random_case(13, images=101)
+    np.savez(tmp_path / "case.npz", logits=logits, labels=labels)
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json\n"
+        "import numpy as np\n"
+        "from accelerate import Accelerator\n"
+        "from livt_hf.metrics import LongTailMetrics\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "rank, world = accelerator.process_index, accelerator.num_processes\n"
+        f"case = np.load({str(tmp_path / 'case.npz')!r})\n"
+        f"metrics = LongTailMetrics({COUNTS})\n"
+        "metrics.update(case['logits'][rank::world], case['labels'][rank::world])\n"
+        "metrics.load_state_tensor(accelerator.reduce(metrics.state_tensor().to(accelerator.device), 'sum'))\n"
+        f"with open({str(tmp_path)!r} + f'/{{rank}}of{{world}}.json', 'w') as file:\n"
+        "    json.dump(metrics.compute(), file)\n"
+        "accelerator.end_training()\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}of2.json").read_text()) for rank in range(2))
+    assert first == second == long_tail_metrics(logits, labels, COUNTS)
+
+
+@pytest.mark.slow
+def test_the_size_of_inat18_is_evaluated_in_less_than_200_mb():
+    code = (
+        "import resource, torch\n"
+        "from livt_hf.metrics import ConfusionPairs, LongTailMetrics\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "draw = lambda n: (torch.randn(n, 8142), torch.randint(8142, (n,)))\n"
+        "draw(256)\n"
+        "before = peak()\n"
+        "metrics, pairs = LongTailMetrics([50] * 8142), ConfusionPairs([50] * 8142)\n"
+        "for start in range(0, 24426, 256):\n"
+        "    logits, labels = draw(min(256, 24426 - start))\n"
+        "    metrics.update(logits, labels)\n"
+        "    pairs.update(logits.argmax(-1), labels)\n"
+        "assert metrics.compute()['num_images'] == 24426\n"
+        "metrics.intervals(), metrics.per_class(), pairs.top()\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 200
+
+
+def test_the_class_table_lists_counts_accuracy_and_confidence():
+    metrics = LongTailMetrics([500, 5, 50])
+    metrics.update(torch.tensor([[9.0, 0, 0], [9.0, 0, 0]]), torch.tensor([0, 2]))
+    rows = metrics.per_class(["cat", "dog", "eel"])
+    assert [row["name"] for row in rows] == ["cat", "dog", "eel"]
+    assert [row["group"] for row in rows] == ["many", "few", "medium"]
+    assert [row["accuracy"] for row in rows] == [1.0, None, 0.0]
+    assert [row["images"] for row in rows] == [1, 0, 1]
+    assert rows[1]["confidence"] is None and rows[2]["confidence"] == pytest.approx(1, abs=1e-3)
+
+
+def test_intervals_surround_the_accuracies_and_cover_as_often_as_they_say():
+    # 400 classes with three images each, as iNat18: the place where drawing n of n images would be too sure.
+    truth = torch.linspace(0.2, 0.95, 400)
+    counts = [50] * 200 + [5] * 200
+    labels = torch.arange(400).repeat_interleave(3)
+    covered, absent = 0, []
+    for seed in range(100):
+        right = torch.rand(1200, generator=torch.Generator().manual_seed(seed)) < truth[labels]
+        metrics = LongTailMetrics(counts)
+        metrics.update(torch.eye(400)[torch.where(right, labels, (labels + 1) % 400)], labels)
+        intervals = metrics.intervals(level=0.9, seed=seed, resamples=200)
+        low, high = intervals["few"]
+        covered += low <= truth[200:].mean() <= high
+        absent.append(intervals["many"])
+        assert low <= metrics.compute()["few"] <= high
+    assert 83 <= covered <= 97  # 90 +- 2.3 standard deviations
+    assert absent == [None] * 100
+
+
+def test_intervals_repeat_with_their_seed_and_vanish_for_a_faultless_model():
+    logits, labels = random_case(11)
+    metrics = LongTailMetrics(COUNTS)
+    metrics.update(logits, labels)
+    assert metrics.intervals(seed=3) == metrics.intervals(seed=3) != metrics.intervals(seed=4)
+    faultless = LongTailMetrics(COUNTS)
+    faultless.update(torch.eye(7), torch.arange(7))
+    assert faultless.intervals()["accuracy"] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "message"),
+    [
+        (torch.zeros(3, 7), torch.zeros(2, dtype=torch.long), "3 rows of logits but 2 labels"),
+        (torch.zeros(2, 7), torch.tensor([0, 7]), "label 7 is outside the 7 classes"),
+        (torch.zeros(2, 7), torch.tensor([-1, 0]), "label -1 is outside"),
+        (torch.zeros(2, 6), torch.tensor([0, 1]), "pass \\(images, 7\\)"),
+        (torch.zeros(2, 7), torch.zeros(2, 7), "MultiLabelMetrics"),
+    ],
+)
+def test_logits_and_labels_that_do_not_fit_are_refused(logits, labels, message):
+    with pytest.raises(ValueError, match=message):
+        long_tail_metrics(logits, labels, COUNTS)
+
+
+def test_settings_that_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="'softmx' is unknown"):
+        LongTailMetrics(COUNTS, confidence="softmx")
+    with pytest.raises(ValueError, match="both groups"):
+        LongTailMetrics(COUNTS, many_above=10, few_below=20)
+    with pytest.raises(ValueError, match="counts, not shares"):
+        LongTailMetrics([0.5, 0.5])
+    with pytest.raises(ValueError, match="3 is not in \\[0, 1\\]"):
+        long_tail_metrics(torch.full((1, 7), 3.0), torch.tensor([0]), COUNTS, confidence="given")
+    with pytest.raises(ValueError, match="call update first"):
+        LongTailMetrics(COUNTS).compute()
+    with pytest.raises(ValueError, match="equal settings"):
+        LongTailMetrics(COUNTS).load_state_tensor(LongTailMetrics(COUNTS, bins=10).state_tensor())
+
+
+def test_confusion_pairs_count_who_is_taken_for_whom_in_any_number_of_parts():
+    predictions, labels = torch.tensor([1, 1, 0, 2, 2, 1]), torch.tensor([0, 0, 0, 0, 2, 2])
+    whole, first, second = (ConfusionPairs([9, 8, 7]) for _ in range(3))
+    whole.update(predictions, labels)
+    first.update(predictions[:3], labels[:3])
+    second.update(predictions[3:], labels[3:])
+    first.merge(pickle.loads(pickle.dumps(second)))
+    assert first.top() == whole.top()
+    assert [(r["label"], r["predicted"], r["images"], r["share"]) for r in whole.top()] == [
+        (0, 1, 2, 0.5),
+        (0, 2, 1, 0.25),
+        (2, 1, 1, 0.5),
+    ]
+    assert whole.top(1, ["cat", "dog", "eel"])[0]["predicted_name"] == "dog"
+
+
+def test_average_precision_equals_scikit_learns_also_with_equal_scores():
+    average_precision_score = pytest.importorskip("sklearn.metrics").average_precision_score
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(60, 7, generator=generator).mul(8).round()
+    targets = (torch.rand(60, 7, generator=generator) < 0.3).long()
+    targets[:, 2] = 0
+    metrics, half = MultiLabelMetrics(COUNTS), MultiLabelMetrics(COUNTS)
+    metrics.update(scores[:25], targets[:25])
+    half.update(scores[25:], targets[25:])
+    metrics.merge(half)
+    expected = [average_precision_score(targets[:, c], scores[:, c]) if c != 2 else None for c in range(7)]
+    assert [row["average_precision"] for row in metrics.per_class()] == pytest.approx(expected)
+    result = metrics.compute()
+    assert result["many"] == pytest.approx(np.mean(expected[:2]))
+    assert result["medium"] == pytest.approx(np.mean(expected[3:5]))
+    assert result["map"] == pytest.approx(np.mean([e for e in expected if e is not None]))
+    assert (result["num_images"], result["num_nan"]) == (60, 0)
+
+
+def test_a_nan_score_ranks_last_and_is_reported():
+    metrics = MultiLabelMetrics([50])
+    metrics.update(torch.tensor([[math.nan], [0.1]]), torch.tensor([[1], [0]]))
+    assert metrics.compute() == {"map": 0.5, "many": None, "medium": 0.5, "few": None, "num_images": 2, "num_nan": 1}
+    with pytest.raises(ValueError, match="soft labels"):
+        metrics.update(torch.zeros(1, 1), torch.full((1, 1), 0.5))
+
+
+def test_the_evaluate_module_loads_offline_by_path_and_agrees(tmp_path):
+    folder = Path(livt_hf.metrics.__file__).parent / "long_tail"
+    logits, labels = random_case(12)
+    np.savez(tmp_path / "case.npz", logits=logits, labels=labels)
+    code = (
+        "import evaluate, json, numpy as np\n"
+        f"case = np.load('{tmp_path}/case.npz')\n"
+        f"module = evaluate.load('{folder}')\n"
+        f"kwargs = dict(class_counts={COUNTS}, few_below=10)\n"
+        "at_once = module.compute(predictions=case['logits'], references=case['labels'], **kwargs)\n"
+        "module.add_batch(predictions=case['logits'][:50].tolist(), references=case['labels'][:50].tolist())\n"
+        "module.add_batch(predictions=case['logits'][50:], references=case['labels'][50:])\n"
+        "print(json.dumps([at_once, module.compute(**kwargs)]))\n"
+    )
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | offline, capture_output=True, text=True, check=True
+    )
+    expected = long_tail_metrics(logits, labels, COUNTS, few_below=10)
+    assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected]
