@@ -2,18 +2,84 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    BaseImageProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from .data.labels import class_feature
 from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
+from .modeling_livit import LiViTForImageClassification
+from .modeling_pretraining import LiViTForPreTraining
 from .priors import estimate_prior
+from .runs import Run, newest_finished, runs_folder
 
+# The options of a run that say which data it was trained on.
+_DATA_OPTIONS = ("dataset", "source", "imbalance_factor", "images_per_class", "test_fraction", "on_broken", "seed")
 # A rule turns logits into class probabilities; None is the paper's: rank by the logits, softmax for confidence.
 Rule = Callable[[Tensor], Tensor] | None
+
+
+def inherited_eval_options(argv: list[str]) -> list[str]:
+    """Which model, where none is named, and which data, where the model is a run: as command-line words."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    if {"--help", "-h"} & set(words):
+        return []
+    if "--model" in words[:-1]:
+        run, named = Run(Path(words[words.index("--model") + 1])), []
+    else:
+        run = newest_finished("finetune")
+        if run is None:
+            raise ValueError(
+                f"there is no finished fine-tuning under {runs_folder()}; name a checkpoint with --model."
+            )
+        named = ["--model", str(run.folder)]
+    if "--dataset" in words:
+        return named
+    if not run.finished:
+        raise ValueError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
+    saved = run.arguments
+    given = [name for name in _DATA_OPTIONS if saved[name] is not None]
+    return named + [word for name in given for word in (f"--{name}", str(saved[name]))]
+
+
+def load_checkpoint_and_processor(path: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
+    """A LiViT in either of its forms, a ViTMAE, or any other image classifier, with the processor saved beside it."""
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    kind = config.get("model_type")
+    if kind is None:
+        raise ValueError(f"{path} holds no model: it has no config.json with a model_type.")
+    processor = AutoImageProcessor.from_pretrained(path)
+    if kind == "vit_mae":
+        return LiViTForPreTraining.from_pretrained(path).eval(), processor
+    if kind == "livit" or "livit" in config:
+        return LiViTForImageClassification.from_pretrained(path).eval(), processor
+    return AutoModelForImageClassification.from_pretrained(path, use_safetensors=True).eval(), processor
+
+
+def check_labels_match(model: PreTrainedModel, dataset: Dataset) -> None:
+    """Refuse to measure a model on classes that are not its own."""
+    names, known = class_feature(dataset).names, [model.config.id2label[i] for i in range(model.config.num_labels)]
+    if len(names) != len(known):
+        raise ValueError(f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first.")
+    unnamed = known == [f"LABEL_{i}" for i in range(len(known))]
+    if not unnamed and known != names:
+        first = next(i for i in range(len(names)) if names[i] != known[i])
+        raise ValueError(
+            f"class {first} is {known[first]!r} to the model and {names[first]!r} in the data; "
+            "bring the classes into the order of the model's id2label."
+        )
 
 
 @torch.no_grad()

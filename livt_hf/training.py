@@ -3,9 +3,7 @@
 import contextlib
 import logging
 import math
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +18,7 @@ from tqdm.auto import tqdm
 
 from .arguments import TrainingArguments
 from .checkpoints import checkpoints, independent_of_processes, load_checkpoint, save_checkpoint
+from .devices import choose_precision, use_all_cores
 from .optim import WarmupCosine, layer_decay_groups, scaled_lr
 from .randomness import keyed_seed
 from .runs import Run, check_same_settings, new_run, unfinished_run
@@ -28,38 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def make_accelerator(arguments: TrainingArguments) -> Accelerator:
-    """Devices, precision and threads: everything the machine has and nothing it only pretends to have."""
     trackers = arguments.trackers.split(",") if arguments.trackers else None
-    cpu = not torch.cuda.is_available() and not torch.backends.mps.is_available()
-    precision = arguments.mixed_precision
-    if precision == "auto":
-        precision = "no" if cpu else ("bf16" if torch.cuda.is_bf16_supported() else "fp16")
-    elif cpu and precision == "fp16":
-        raise ValueError("mixed_precision fp16 needs a GPU; use no.")
-    elif cpu and precision == "bf16" and not _cpu_computes_bf16():
-        raise ValueError("this CPU only emulates bf16, far slower than float32; use mixed_precision no.")
-    project = arguments.output_dir or "."
-    accelerator = Accelerator(mixed_precision=precision, log_with=trackers, project_dir=project)
-    if accelerator.device.type == "cpu":
-        # `accelerate launch` pins a CPU process to one thread, whatever the machine has.
-        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(arguments.threads or max(1, share))
-    else:
-        torch.set_float32_matmul_precision("high")
+    precision = choose_precision(arguments.mixed_precision)
+    accelerator = Accelerator(mixed_precision=precision, log_with=trackers, project_dir=arguments.output_dir or ".")
+    use_all_cores(accelerator.device, arguments.threads)
     independent_of_processes(accelerator)
     return accelerator
-
-
-def _cpu_computes_bf16() -> bool:
-    """Whether bf16 matrices multiply faster than float32 ones; in a process of its own, for some CPUs die trying."""
-    code = (
-        "import torch, time\n"
-        "def seconds(t):\n"
-        "    a = torch.ones(512, 512, dtype=t); a @ a\n"
-        "    start = time.perf_counter(); a @ a; return time.perf_counter() - start\n"
-        "raise SystemExit(seconds(torch.bfloat16) > seconds(torch.float32))"
-    )
-    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
 
 
 def open_run(accelerator: Accelerator, arguments: TrainingArguments) -> Run:

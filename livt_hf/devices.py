@@ -1,0 +1,40 @@
+"""Devices, precision and threads: everything the machine has and nothing it only pretends to have."""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+
+def use_all_cores(device: torch.device, threads: int | None = None) -> None:
+    """Give a CPU process its share of the cores: `accelerate launch` pins it to one, whatever the machine has."""
+    if device.type == "cpu":
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(threads or max(1, share))
+    else:
+        torch.set_float32_matmul_precision("high")
+
+
+def choose_precision(asked: str) -> str:
+    """Accelerate's `mixed_precision`; "auto" is half precision on a GPU and none on a CPU."""
+    cpu = not torch.cuda.is_available() and not torch.backends.mps.is_available()
+    if asked == "auto":
+        return "no" if cpu else ("bf16" if torch.cuda.is_bf16_supported() else "fp16")
+    if cpu and asked == "fp16":
+        raise ValueError("mixed_precision fp16 needs a GPU; use no.")
+    if cpu and asked == "bf16" and not cpu_computes_bf16():
+        raise ValueError("this CPU only emulates bf16, far slower than float32; use mixed_precision no.")
+    return asked
+
+
+def cpu_computes_bf16() -> bool:
+    """Whether bf16 matrices multiply faster than float32 ones; in a process of its own, for some CPUs die trying."""
+    code = (
+        "import torch, time\n"
+        "def seconds(t):\n"
+        "    a = torch.ones(512, 512, dtype=t); a @ a\n"
+        "    start = time.perf_counter(); a @ a; return time.perf_counter() - start\n"
+        "raise SystemExit(seconds(torch.bfloat16) > seconds(torch.float32))"
+    )
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,89 @@
+"""The report of one evaluation: pictures, tables and a page, in a folder of their own."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+
+from .arguments import EvalArguments
+from .commands import percent
+from .data.labels import class_feature, labels_of
+from .data.loading import StoredImages
+from .metrics import ConfusionPairs, LongTailMetrics
+from .reports import (
+    accuracy_by_frequency,
+    best_and_worst,
+    confused_classes,
+    html_report,
+    markdown_table,
+    reliability_diagram,
+    training_curves,
+)
+from .runs import LOG
+
+SAMPLES = 6
+
+
+def report_folder(arguments: EvalArguments) -> Path:
+    """Where the report goes; a folder that exists is never overwritten."""
+    if arguments.report is not None:
+        if Path(arguments.report).exists():
+            raise ValueError(f"the report folder {arguments.report} exists; pass another --report.")
+        return Path(arguments.report)
+    folder = Path(arguments.model, "report") if Path(arguments.model).is_dir() else Path("report")
+    numbered = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000))
+    return next(path for path in (folder, *numbered) if not path.exists())
+
+
+def write_report(
+    folder: Path,
+    arguments: EvalArguments,
+    summary: dict,
+    measured: dict[str, LongTailMetrics],
+    pairs: ConfusionPairs,
+    dataset: Dataset,
+) -> None:
+    folder.mkdir(parents=True)
+    names = class_feature(dataset).names
+    first = next(iter(measured.values()))
+    per_class = first.per_class(names)
+    pictures = {
+        "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
+        "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
+        "Most confused classes": confused_classes(pairs.top(20, names), folder / "confused.png"),
+    }
+    for number, (rule, metric) in enumerate(measured.items()):
+        title = f"Reliability: {rule}"
+        pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
+    log = Path(arguments.model) / LOG
+    if log.exists():
+        pictures["Training"] = training_curves({Path(arguments.model).name: log}, folder / "training.png")
+    tables = {"Metrics (percent)": _rule_rows(summary["rules"], measured), "Classes": per_class}
+    (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
+    title = f"{arguments.model} on {arguments.dataset} ({arguments.split})"
+    text = [f"# {title}", *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
+    (folder / "report.md").write_text("\n\n".join(text) + "\n")
+    html_report(folder, title, tables, pictures)
+
+
+def _rule_rows(rules: dict[str, dict], measured: dict[str, LongTailMetrics]) -> list[dict]:
+    shown = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece", "mce")
+    rows = []
+    for rule, metrics in rules.items():
+        low, high = measured[rule].intervals()["accuracy"]
+        interval = {"accuracy, 95 %": f"{percent(low)} to {percent(high)}"}
+        rows.append({"rule": rule} | {name: percent(metrics[name]) for name in shown} | interval)
+    return rows
+
+
+def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:
+    """A few test pictures of the classes the report shows: the most and the least accurate."""
+    ranked = sorted((row for row in per_class if row["accuracy"] is not None), key=lambda row: row["accuracy"])
+    labels, stored = np.asarray(labels_of(dataset)), StoredImages(dataset)
+    shown = [row["class"] for row in ranked[:SAMPLES] + ranked[-SAMPLES:]]
+    chosen = {label: np.flatnonzero(labels == label)[:SAMPLES].tolist() for label in shown}
+    return {
+        label: [image.permute(1, 2, 0).numpy() for image in stored.images(indices)]
+        for label, indices in chosen.items()
+    }
