@@ -4,9 +4,10 @@ import gzip
 import lzma
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -67,15 +68,17 @@ def read_list(path: Path) -> ImageList:
 def class_names(lists: Mapping[str, ImageList]) -> list[str]:
     """Folder names where each class of the training list has exactly one of its own, else the numbers."""
     num_classes = 1 + max(int(images.labels.max()) for images in lists.values())
-    folders = {}
+    numbers = [str(label) for label in range(num_classes)]
     train = lists["train"]
+    folders = {label: set() for label in range(num_classes)}
     for path, label in zip(train.paths, train.labels.tolist(), strict=True):
-        folders.setdefault(label, set()).add(PurePosixPath(path).parent.name)
-    names = [folders.get(label, {str(label)}) for label in range(num_classes)]
-    flat = [next(iter(options)) for options in names]
-    if all(len(options) == 1 for options in names) and len(set(flat)) == num_classes:
-        return flat
-    return [str(label) for label in range(num_classes)]
+        folders[label].add(path.rpartition("/")[0])
+    if any(len(options) != 1 for options in folders.values()):
+        return numbers
+    parts = [options.pop().split("/") for options in folders.values()]
+    uses = Counter(part[-1] for part in parts)
+    names = [part[-1] if uses[part[-1]] == 1 else "/".join(part[-2:]) for part in parts]  # such as apartment/outdoor
+    return names if len(set(names)) == num_classes else numbers
 
 
 def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing: bool = False) -> dict[str, Dataset]:

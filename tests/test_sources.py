@@ -1,0 +1,387 @@
+import gzip
+import io
+import json
+import lzma
+import os
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
+from PIL import Image as PILImage
+
+from livt_hf.data import class_counts, exponential_counts, label_statistics, load_long_tailed, normalization
+from livt_hf.data.image_lists import read_list
+
+needs_data = pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="needs real data (LIVT_DATA)")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def png(value: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    PILImage.new("RGB", (4, 4), (value % 256, value // 256, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def rows(labels: list, image: str = "image", label: str = "label", paths=None) -> dict:
+    paths = paths or [None] * len(labels)
+    return {image: [{"bytes": png(i), "path": p} for i, p in enumerate(paths)], label: labels}
+
+
+def write_parquet(file: Path, labels: list, names: list[str], image="image", label="label", paths=None) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    features = Features({image: Image(), label: ClassLabel(names=names)})
+    Dataset.from_dict(rows(labels, image, label, paths), features=features).to_parquet(file)
+
+
+def write_images(folder: Path, counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            (folder / name / f"{i:03d}.png").write_bytes(png(i))
+
+
+# Named benchmarks
+
+
+def test_cifar_lt_is_made_of_a_local_copy_in_the_hubs_layout(tmp_path):
+    names = [f"class {c}" for c in range(10)]
+    labels = np.random.RandomState(0).permutation(np.repeat(np.arange(10), 20)).tolist()
+    write_parquet(tmp_path / "copy/plain_text/train-00000-of-00001.parquet", labels, names, image="img")
+    write_parquet(tmp_path / "copy/plain_text/test-00000-of-00001.parquet", list(range(10)), names, image="img")
+    data = load_long_tailed("cifar10-lt", imbalance_factor=10, source=tmp_path / "copy")
+    assert list(data) == ["train", "test"] and data["train"].column_names == ["image", "label"]
+    assert class_counts(data["train"]).tolist() == exponential_counts(10, 20, 10).tolist()
+    assert data["train"].features["label"].names == names
+    assert data["train"][0]["image"].size == (4, 4)
+    assert len(load_long_tailed("cifar10-lt", imbalance_factor=1, source=tmp_path / "copy")["train"]) == 200
+
+
+@needs_data
+def test_real_cifar100_lt_has_the_community_counts_and_milder_splits_contain_it():
+    source = Path(os.environ["LIVT_DATA"]) / "cifar100"
+    strong = load_long_tailed("cifar100-lt", source=source)
+    assert len(strong["train"]) == 10_847 and len(strong["test"]) == 10_000
+    assert class_counts(strong["train"]).tolist() == [int(500 * 100 ** (-i / 99)) for i in range(100)]
+    assert strong["train"].features["label"].names[:2] == ["apple", "aquarium_fish"]
+    mild = load_long_tailed("cifar100-lt", imbalance_factor=10, source=source)
+    assert len(mild["train"]) == 19_573
+    rows_of = [set(d["train"]._indices.column(0).to_pylist()) for d in (strong, mild)]
+    assert rows_of[0] < rows_of[1]
+
+
+@needs_data
+@pytest.mark.parametrize("style", ["Places_LT", "Places_LT_v2"])
+def test_places_lt_comes_from_the_communitys_lists(tmp_path, style):
+    splits = Path(os.environ["LIVT_DATA"]) / "splits"
+    (tmp_path / "lists").mkdir()
+    files = {split: splits / f"{style}_{split}.txt.xz" for split in ("train", "val", "test")}
+    for file in files.values():
+        (tmp_path / "lists" / file.name).symlink_to(file)
+    lists = {split: read_list(file) for split, file in files.items()}
+    for images in lists.values():  # only the names matter here: a folder's images are empty but for the first
+        for folder in {path.rpartition("/")[0] for path in images.paths}:
+            (tmp_path / "places" / folder).mkdir(parents=True, exist_ok=True)
+        for path in images.paths:
+            os.close(os.open(tmp_path / "places" / path, os.O_CREAT))
+    (tmp_path / "places" / lists["train"].paths[0]).write_bytes(png())
+
+    data = load_long_tailed("places-lt", source=tmp_path / "places", lists=tmp_path / "lists")
+    assert {split: len(part) for split, part in data.items()} == {"train": 62_500, "validation": 7_300, "test": 36_500}
+    counts = class_counts(data["train"])
+    assert (len(counts), counts.min(), counts.max()) == (365, 5, 4980)
+    assert ((counts > 100).sum(), ((counts >= 20) & (counts <= 100)).sum(), (counts < 20).sum()) == (131, 163, 71)
+    assert counts.tolist() == json.loads((splits / "Places_LT_train_cls_num.json").read_text())
+    names = data["train"].features["label"].names
+    assert names[0] == "airfield" and len(set(names)) == 365
+    assert data["train"][0]["image"].size == (4, 4)
+
+
+@pytest.fixture
+def imagenet(tmp_path) -> Path:
+    """The Hub's layout of ImageNet with two classes, and lists that pick from it."""
+    synsets = ["n01440764", "n01443537"]
+    train = [f"{s}_{i}_{s}.JPEG" for s in synsets for i in (10, 26, 7)]
+    write_parquet(tmp_path / "hub/data/train-0.parquet", [0, 0, 0, 1, 1, 1], ["tench", "goldfish"], paths=train)
+    val = [f"ILSVRC2012_val_0000000{i}_{s}.JPEG" for i, s in enumerate(synsets)]
+    write_parquet(tmp_path / "hub/data/validation-0.parquet", [0, 1], ["tench", "goldfish"], paths=val)
+    write_parquet(tmp_path / "hub/data/test-0.parquet", [-1, -1], ["tench", "goldfish"])
+    lists = {
+        "train": "train/n01440764/n01440764_26.JPEG 0\ntrain/n01443537/n01443537_7.JPEG 1\n"
+        "train/n01440764/n01440764_7.JPEG 0\n",
+        "val": "train/n01440764/n01440764_10.JPEG 0\n",
+        "test": "val/n01443537/ILSVRC2012_val_00000001.JPEG 1\nval/n01440764/ILSVRC2012_val_00000000.JPEG 0\n",
+    }
+    (tmp_path / "lists").mkdir()
+    for split, text in lists.items():
+        (tmp_path / "lists" / f"ImageNet_LT_{split}.txt").write_text(text)
+    return tmp_path
+
+
+def test_imagenet_lt_joins_the_lists_with_the_hubs_file_names(imagenet):
+    data = load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
+    undecoded = data.cast_column("image", Image(decode=False))
+    names = {split: [image["path"] for image in part["image"]] for split, part in undecoded.items()}
+    assert names["train"] == [
+        "n01440764_26_n01440764.JPEG",
+        "n01443537_7_n01443537.JPEG",
+        "n01440764_7_n01440764.JPEG",
+    ]
+    assert names["validation"] == ["n01440764_10_n01440764.JPEG"]
+    assert data["train"]["label"][:] == [0, 1, 0] and data["test"]["label"][:] == [1, 0]
+    assert data["train"].features["label"].names == ["tench", "goldfish"]
+
+
+def test_imagenet_lt_without_its_list_says_where_to_find_it(imagenet):
+    with pytest.raises(ValueError, match="ImageNet_LT_train.txt.*Open World"):
+        load_long_tailed("imagenet-lt")
+    with pytest.raises(ValueError, match="6 training images, but imagenet-lt has 115846"):
+        load_long_tailed("imagenet-lt", source=imagenet / "hub")
+    (imagenet / "lists" / "ImageNet_LT_train.txt").write_text("train/n01440764/n01440764_99.JPEG 0\n")
+    with pytest.raises(ValueError, match="n01440764_99.JPEG"):
+        load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
+    (imagenet / "lists" / "ImageNet_LT_train.txt").write_text("train/n01440764/n01440764_26.JPEG 1\n")
+    with pytest.raises(ValueError, match="disagree"):
+        load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
+
+
+def test_imagenet_reports_on_the_published_validation_set(imagenet):
+    full = load_long_tailed("imagenet-1k", source=imagenet / "hub")
+    assert {split: len(part) for split, part in full.items()} == {"train": 6, "test": 2}
+    balanced = load_long_tailed("imagenet-bal", source=imagenet / "hub", images_per_class=2)
+    assert class_counts(balanced["train"]).tolist() == [2, 2]
+    with pytest.raises(ValueError, match="class 0 has 3, asked 160"):
+        load_long_tailed("imagenet-bal", source=imagenet / "hub")
+
+
+def test_inat18_reports_on_its_validation_list(tmp_path):
+    write_images(tmp_path / "train_val2018/Plantae", {"0": 3, "1": 2})
+    train = ["0/000.png 0", "0/001.png 0", "1/000.png 1"]
+    for split, lines in (("train", train), ("val", ["0/002.png 0", "1/001.png 1"])):
+        text = "".join(f"train_val2018/Plantae/{line}\n" for line in lines)
+        (tmp_path / f"iNaturalist18_{split}.txt").write_text(text)
+    data = load_long_tailed("inat18", source=tmp_path)
+    assert {split: len(part) for split, part in data.items()} == {"train": 3, "test": 2}
+
+
+def test_normalization_is_the_papers():
+    assert normalization("imagenet-lt")[0] == (0.479672, 0.457713, 0.407721)
+    assert normalization("inat18")[1] == (0.195, 0.194, 0.192)
+    assert (
+        normalization("cifar10-lt")
+        == normalization("cifar100-lt")
+        == ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+    )
+    assert (
+        normalization("places-lt") == normalization("some/own-data") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+
+
+# Own data
+
+
+def test_an_image_folder_keeps_its_imbalance_and_gives_a_fifth_to_the_test_set(tmp_path, caplog):
+    write_images(tmp_path / "birds", {"finch": 20, "owl": 5, "rare": 1})
+    data = load_long_tailed(str(tmp_path / "birds"))
+    assert class_counts(data["train"]).tolist() == [16, 4, 1] and class_counts(data["test"]).tolist() == [4, 1, 0]
+    assert data["train"].features["label"].names == ["finch", "owl", "rare"]
+    assert "too small to give a test image: rare" in caplog.text
+
+
+def test_an_image_folder_with_splits_keeps_them(tmp_path):
+    for split, count in (("train", 4), ("val", 2), ("test", 3)):
+        write_images(tmp_path / "birds" / split, {"finch": count, "owl": count})
+    data = load_long_tailed(str(tmp_path / "birds"))
+    assert {split: len(part) for split, part in data.items()} == {"train": 8, "validation": 4, "test": 6}
+
+
+def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
+    write_images(tmp_path / "birds/train", {"finch": 10, "owl": 40, "wren": 20})
+    write_images(tmp_path / "birds/test", {"finch": 1, "owl": 1, "wren": 1})
+    folder = str(tmp_path / "birds")
+    counts = class_counts(load_long_tailed(folder, imbalance_factor=16)["train"])
+    assert counts.tolist() == [2, 40, 10]  # 40, 40 / 4, 40 / 16
+    assert class_counts(load_long_tailed(folder, rule="balanced")["train"]).tolist() == [10, 10, 10]
+    assert class_counts(load_long_tailed(folder, rule=[3, 2, 1])["train"]).tolist() == [3, 2, 1]
+    assert class_counts(load_long_tailed(folder, rule="pareto", imbalance_factor=20)["train"])[[1, 0]].tolist() == [
+        40,
+        2,
+    ]
+    assert class_counts(load_long_tailed(folder, 2.0, cap=True)["train"]).tolist() == [10, 40, 20]
+    for options, message in (
+        ({"imbalance_factor": 2}, "fewer images than asked"),
+        ({"rule": "zipf"}, 'rule is "zipf"'),
+        ({"rule": [1, 2]}, "2 counts for 3 classes"),
+        ({"rule": "pareto"}, "needs an imbalance_factor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_long_tailed(folder, **options)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.xz"])
+def test_an_image_list_is_read_plain_or_compressed(tmp_path, suffix):
+    write_images(tmp_path / "pictures", {"red fox": 5, "wolf": 5})
+    text = "".join(f"{name}/{i:03d}.png {c}\n" for c, name in enumerate(["red fox", "wolf"]) for i in range(5))
+    opener = {".txt": open, ".txt.gz": gzip.open, ".txt.xz": lzma.open}[suffix]
+    with opener(tmp_path / f"mine{suffix}", "wt") as file:
+        file.write(text)
+    data = load_long_tailed(str(tmp_path / f"mine{suffix}"), source=tmp_path / "pictures")
+    assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
+    assert data["train"].features["label"].names == ["red fox", "wolf"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a.png", "line 2: 'a.png' is not `path label`"),
+        ("a.png one", "line 2"),
+        ("a.png -1", "line 2"),
+        ("a.png 99999999", "line 2"),
+        ("../secret.png 0", "line 2: '../secret.png' leads out"),
+        ("x/../../secret.png 0", "leads out"),
+        ("/etc/secret.png 0", "leads out"),
+        ("C:\\secret.png 0", "leads out"),
+    ],
+)
+def test_a_bad_line_is_refused_with_file_and_number(tmp_path, line, message):
+    (tmp_path / "mine.txt").write_text(f"ok.png 0\n{line}\n")
+    with pytest.raises(ValueError, match="mine.txt") as error:
+        load_long_tailed(str(tmp_path / "mine.txt"))
+    assert message in str(error.value)
+
+
+def test_missing_files_of_a_list_are_an_error_or_left_out(tmp_path):
+    write_images(tmp_path, {"fox": 4, "wolf": 4})
+    text = "".join(f"{name}/{i:03d}.png {c}\n" for c, name in enumerate(["fox", "wolf"]) for i in range(4 + c))
+    (tmp_path / "mine.txt").write_text(text)
+    with pytest.raises(ValueError, match="1 of the 9 files .*wolf/004.png"):
+        load_long_tailed(str(tmp_path / "mine.txt"))
+    data = load_long_tailed(str(tmp_path / "mine.txt"), on_broken="skip")
+    assert len(data["train"]) + len(data["test"]) == 8
+
+
+def test_broken_images_are_left_out_of_the_counts_when_asked(tmp_path, caplog):
+    write_images(tmp_path / "birds/train", {"finch": 4, "owl": 4})
+    write_images(tmp_path / "birds/test", {"finch": 1, "owl": 1})
+    (tmp_path / "birds/train/owl/002.png").write_bytes(png()[:40])
+    data = load_long_tailed(str(tmp_path / "birds"), on_broken="skip")
+    assert class_counts(data["train"]).tolist() == [4, 3]
+    assert "left out 1 broken of 8 images" in caplog.text and "002.png" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "disk", "file"])
+def test_tables_on_disk_are_opened_whatever_their_form(tmp_path, form):
+    features = Features(image=Image(), label=ClassLabel(names=["a", "b"]))
+    dataset = Dataset.from_dict(rows([0, 1] * 5), features=features)
+    place = tmp_path / "table"
+    if form == "disk":
+        DatasetDict(train=dataset.select([0, 1, 2]), test=dataset.select([3])).save_to_disk(place)
+    else:
+        place.mkdir()
+        file = place / f"train.{'arrow' if form == 'arrow' else 'parquet'}"
+        if form == "arrow":
+            with pa.ipc.new_stream(str(file), dataset.data.table.schema) as writer:
+                writer.write_table(dataset.data.table)
+        else:
+            dataset.to_parquet(file)
+        place = file if form == "file" else place
+    data = load_long_tailed(str(place))
+    assert len(data["train"]) == (3 if form == "disk" else 8)
+    assert data["test"].features["label"].names == ["a", "b"]
+
+
+def parquet_of(tmp_path: Path, columns: dict, features: dict) -> str:
+    file = tmp_path / "own.parquet"
+    Dataset.from_dict(columns, features=Features(features)).to_parquet(file)
+    return str(file)
+
+
+def test_text_and_number_labels_get_class_names(tmp_path):
+    text = parquet_of(tmp_path, rows(["owl", "finch"] * 5), {"image": Image(), "label": Value("string")})
+    data = load_long_tailed(text)
+    assert data["train"].features["label"].names == ["finch", "owl"]
+    assert class_counts(data["train"]).tolist() == [4, 4]
+    number = parquet_of(tmp_path, rows([1, 0] * 5, "picture", "kind"), {"picture": Image(), "kind": Value("int32")})
+    data = load_long_tailed(number, image_column="picture", label_column="kind")
+    assert data["train"].features["label"].names == ["0", "1"] and data["train"][0]["image"].size == (4, 4)
+
+
+@pytest.mark.parametrize("kind", [ClassLabel(names=["a", "b", "c"]), Value("string")])
+def test_several_labels_an_image_are_kept_as_lists(tmp_path, kind):
+    names = ["a", "b", "c"]
+    lists = [[0, 2], [1], [2], [], [0, 1]] * 4
+    lists = lists if isinstance(kind, ClassLabel) else [[names[i] for i in row] for row in lists]
+    data = load_long_tailed(parquet_of(tmp_path, rows(lists), {"image": Image(), "label": List(kind)}))
+    assert data["train"].features["label"] == List(ClassLabel(names=names))
+    counts = sum(label_statistics(part)[0] for part in data.values())
+    assert counts.tolist() == [8, 8, 8] and len(data["train"]) == 16
+    with pytest.raises(ValueError, match="one label an image"):
+        load_long_tailed(str(tmp_path / "own.parquet"), imbalance_factor=10)
+
+
+def test_missing_columns_are_reported_with_those_there_are(tmp_path):
+    file = parquet_of(tmp_path, rows([0], label="size"), {"image": Image(), "size": Value("int64")})
+    with pytest.raises(ValueError, match=r"no label column.*image \(Image\), size \(int64\)"):
+        load_long_tailed(file)
+    with pytest.raises(ValueError, match='no label_column "kind"'):
+        load_long_tailed(file, label_column="kind")
+    file = parquet_of(tmp_path, {"text": ["x"], "label": [0]}, {"text": Value("string"), "label": Value("int64")})
+    with pytest.raises(ValueError, match=r"no image column.*text \(string\)"):
+        load_long_tailed(file)
+
+
+def test_labels_without_a_name_or_without_a_value_are_refused(tmp_path):
+    file = tmp_path / "own.parquet"
+    features = Features(image=Image(), label=ClassLabel(names=["a", "b"]))
+    table = Dataset.from_dict(rows([0, 1, 0]), features=features).data.table
+    table = table.set_column(1, table.schema.field("label"), pa.array([0, 1, 5]))
+    pa.parquet.write_table(table, file)
+    with pytest.raises(ValueError, match="row 2 has label 5, but there are 2 classes"):
+        load_long_tailed(str(file))
+    file = parquet_of(tmp_path, rows([0, None, 1]), {"image": Image(), "label": Value("int64")})
+    with pytest.raises(ValueError, match="row 1 .*has no label"):
+        load_long_tailed(file)
+
+
+def test_a_class_without_training_images_is_refused_or_dropped(tmp_path):
+    features = {"image": Image(), "label": ClassLabel(names=["a", "ghost", "c"])}
+    file = parquet_of(tmp_path, rows([0, 2] * 5), features)
+    with pytest.raises(ValueError, match="1 classes have no training image.*ghost.*drop_empty=True"):
+        load_long_tailed(file)
+    data = load_long_tailed(file, drop_empty=True)
+    assert data["train"].features["label"].names == ["a", "c"]
+    assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
+
+
+def test_a_hub_data_set_that_cannot_be_reached_asks_for_a_source(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match='load_long_tailed\\("cifar10-lt", source="FOLDER"\\)'):
+        load_long_tailed("cifar10-lt")
+
+
+def test_places_that_do_not_exist_or_hold_nothing_are_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        load_long_tailed(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no images"):
+        load_long_tailed(str(tmp_path / "empty"))
+    (tmp_path / "x.csv").write_text("a,b")
+    with pytest.raises(ValueError, match="x.csv is no parquet"):
+        load_long_tailed(str(tmp_path / "x.csv"))
+
+
+def test_a_stream_has_the_same_columns_and_refuses_a_rule(tmp_path):
+    write_parquet(tmp_path / "own/train-0.parquet", [0, 1], ["a", "b"], image="img", label="kind")
+    write_parquet(tmp_path / "own/train-1.parquet", [1, 1], ["a", "b"], image="img", label="kind")
+    data = load_long_tailed(str(tmp_path / "own"), streaming=True)
+    assert data["train"].num_shards == 2
+    assert [row["label"] for row in data["train"]] == [0, 1, 1, 1]
+    assert data["train"].features["label"].names == ["a", "b"]
+    with pytest.raises(ValueError, match="cannot be thinned"):
+        load_long_tailed(str(tmp_path / "own"), imbalance_factor=10, streaming=True)
