@@ -20,7 +20,16 @@ class DataArguments:
     dataset: str = option("glyphs", "benchmark name, image folder, image list (.txt), parquet folder or Hub dataset")
     source: str | None = option(None, "local copy of a named benchmark, or the root folder of an image list")
     imbalance_factor: float | None = option(None, "largest over smallest class; derives a long tail where given")
-    images_per_class: int | None = option(None, "ImageNet-BAL: 160 (the appendix) or 116 (the text)")
+    rule: str | None = option(
+        None, "how the tail is made: exponential, pareto or balanced; default: the dataset's own"
+    )
+    images_per_class: int | None = option(
+        None, "of the largest class; ImageNet-BAL: 160 (the appendix) or 116 (the text)"
+    )
+    lists: str | None = option(None, "folder of a benchmark's split lists, where they are not in source")
+    image_column: str | None = option(None, "column of the pictures, where it cannot be told")
+    label_column: str | None = option(None, "column of the labels, where it cannot be told")
+    drop_empty: bool = option(False, "leave out classes without a training image instead of refusing them")
     test_fraction: float = option(0.2, "share of each class set aside when a dataset has no test split")
     on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be decoded")
     num_workers: int = option(0, "data loading processes for each training process")

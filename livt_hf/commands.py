@@ -1,5 +1,6 @@
 """What the commands share: their data, their messages, how they end."""
 
+import dataclasses
 import json
 import logging
 import sys
@@ -42,18 +43,10 @@ def resume_message(run: Run, script: str) -> str:
 
 
 def load_data(arguments: DataArguments, seed: int, streaming: bool = False) -> DatasetDict:
-    """The dataset the arguments name; options that only some sources take are passed on only when given."""
-    extra = {} if arguments.images_per_class is None else {"images_per_class": arguments.images_per_class}
-    return load_long_tailed(
-        arguments.dataset,
-        imbalance_factor=arguments.imbalance_factor,
-        source=arguments.source,
-        seed=seed,
-        test_fraction=arguments.test_fraction,
-        on_broken=arguments.on_broken,
-        streaming=streaming,
-        **extra,
-    )
+    """The dataset the arguments name."""
+    names = {field.name for field in dataclasses.fields(DataArguments)} - {"dataset", "num_workers"}
+    options = {name: getattr(arguments, name) for name in names}
+    return load_long_tailed(arguments.dataset, seed=seed, streaming=streaming, **options)
 
 
 def is_native(dataset: Dataset, image_size: int) -> bool:

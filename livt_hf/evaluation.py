@@ -1,7 +1,7 @@
 """Running models over test images: classifiers under several decision rules, encoders by kNN and a linear probe."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .arguments import DataArguments
 from .data.labels import class_feature
 from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
 from .modeling_livit import LiViTForImageClassification
@@ -26,7 +27,7 @@ from .priors import estimate_prior
 from .runs import Run, newest_finished, runs_folder
 
 # The options of a run that say which data it was trained on.
-_DATA_OPTIONS = ("dataset", "source", "imbalance_factor", "images_per_class", "test_fraction", "on_broken", "seed")
+_DATA_OPTIONS = [option.name for option in fields(DataArguments)] + ["seed"]
 # A rule turns logits into class probabilities; None is the paper's: rank by the logits, softmax for confidence.
 Rule = Callable[[Tensor], Tensor] | None
 

@@ -6,8 +6,8 @@
     accelerate launch recipes/eval.py --model RUN --adapt_prior         # the same, estimated from the images alone
     accelerate launch recipes/eval.py --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
 
-The paper's rule ranks by the logits z. The posterior rule gives P(j|x) ~ p_j q_j / pi_j, with p_j the posterior under the
-training prior pi and q the prior of the images to come: see livt_hf/priors.py.
+The paper's rule ranks by the logits z. The posterior rule gives P(j|x) ~ p_j q_j / pi_j, with p_j the posterior under
+the training prior pi and q the prior of the images to come: see livt_hf/priors.py.
 """
 
 import json

@@ -1,0 +1,110 @@
+"""The paper's ablations, one command each, over the configs of a dataset.
+
+    python recipes/sweep.py losses --dataset glyphs
+    python recipes/sweep.py losses --dataset cifar100-lt --source FOLDER --seeds 0 1 2
+    python recipes/sweep.py tau --dataset cifar100-lt --source FOLDER --finetune "--epochs 20" --jobs 2
+
+Variants that share a pretraining share one MGP run. A sweep that is stopped goes on where it was; what is done is
+skipped. Ends with a table, a plot and sweep.json in the output folder. `--list` shows the ablations.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from livt_hf.arguments import FinetuneArguments, parse
+from livt_hf.reports import markdown_table, sweep_plot
+from livt_hf.sweeps import SWEEPS, load_results, paper_row, summarise, table_rows
+
+HERE = Path(__file__).parent
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", nargs="?", choices=SWEEPS, help="which ablation")
+    parser.add_argument("--list", action="store_true", help="show the ablations")
+    parser.add_argument("--dataset", default="glyphs", help="its configs are the base of every variant")
+    parser.add_argument("--source", default=None)
+    parser.add_argument("--imbalance_factor", default=None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--pretrain", default="", help='further options of the first stage, e.g. "--epochs 50"')
+    parser.add_argument("--finetune", default="", help="further options of the second stage")
+    parser.add_argument("--launch", default="", help='options of accelerate launch, e.g. "--multi_gpu"')
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with its share of the cores")
+    parser.add_argument("--output_dir", default=None, help="default: runs/sweeps/<dataset>")
+    arguments = parser.parse_args()
+    if arguments.list or arguments.sweep is None:
+        for name, sweep in SWEEPS.items():
+            print(f"{name:14s} {sweep.title}: {', '.join(variant.label for variant in sweep.variants)}")
+        return
+    sweep = SWEEPS[arguments.sweep]
+    folder = Path(arguments.output_dir or Path(os.environ.get("LIVT_RUNS", "runs"), "sweeps", arguments.dataset))
+    data = words({name: getattr(arguments, name) for name in ("dataset", "source", "imbalance_factor")})
+
+    pretrainings, finetunings, runs_of = {}, {}, {variant.label: [] for variant in sweep.variants}
+    for seed in arguments.seeds:
+        for variant in sweep.variants:
+            pretrained = None
+            if variant.pretrain is not None:
+                pretrained = folder / "mgp" / name_of(variant.pretrain, seed)
+                options = shlex.split(arguments.pretrain) + words(variant.pretrain | {"seed": seed})
+                pretrainings[pretrained] = [*data, *options]
+            options = shlex.split(arguments.finetune) + words(variant.finetune | {"seed": seed})
+            run = folder / "bft" / name_of({"from": variant.pretrain} | variant.finetune, seed)
+            finetunings[run] = [*data, "--pretrained", str(pretrained or "none"), *options]
+            runs_of[variant.label].append(run)
+    threads = max(1, len(os.sched_getaffinity(0)) // arguments.jobs)
+    run_all("pretrain.py", pretrainings, arguments, threads)
+    run_all("finetune.py", finetunings, arguments, threads)
+
+    results = {label: load_results(runs) for label, runs in runs_of.items()}
+    base = parse(FinetuneArguments, data, configs=HERE / "configs")
+    variants = {variant.label: variant for variant in sweep.variants}
+    rows = summarise(results, lambda label: paper_row(sweep, variants[label], base.dataset, base.imbalance_factor))
+    report = folder / arguments.sweep
+    report.mkdir(parents=True, exist_ok=True)
+    table = markdown_table(table_rows(rows))
+    (report / "sweep.json").write_text(json.dumps({"title": sweep.title, "rows": rows}, indent=2) + "\n")
+    (report / "table.md").write_text(table + "\n")
+    sweep_plot(rows, report / "plot.png", sweep.axis, title=f"{sweep.title} ({arguments.dataset})")
+    print(f"{sweep.title} on {arguments.dataset}, percent\n\n{table}\n\nPlot: {report / 'plot.png'}")
+
+
+def words(options: dict) -> list[str]:
+    return [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def name_of(options: dict | None, seed: int) -> str:
+    """A folder name that says what is different, so that equal runs are shared between sweeps."""
+    flat = {} if options is None else {k: v for k, v in options.items() if k != "from"}
+    start = options.get("from", {}) if options else {}
+    parts = ["scratch"] if start is None else [f"{k}={v}" for k, v in sorted(start.items())]
+    return "_".join([*parts, *(f"{k}={v}" for k, v in sorted(flat.items())), f"seed={seed}"])
+
+
+def run_all(script: str, runs: dict[Path, list[str]], arguments, threads: int) -> None:
+    """Run what is not finished, `jobs` at a time; each can be killed and goes on the next time."""
+
+    def run(folder: Path) -> None:
+        command = ["accelerate", "launch", *shlex.split(arguments.launch), str(HERE / script), *runs[folder]]
+        command += ["--output_dir", str(folder), "--resume", "auto", "--threads", str(threads)]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".out").open("a") as output:
+            status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
+        if status:
+            raise SystemExit(f"{shlex.join(command)}\nfailed; see {folder.with_suffix('.out')}")
+
+    waiting = [folder for folder in runs if not (folder / "results.json").exists()]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(tqdm(pool.map(run, waiting), total=len(waiting), desc=script, unit="run", file=sys.stderr))
+
+
+if __name__ == "__main__":
+    main()
