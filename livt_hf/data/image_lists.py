@@ -4,7 +4,6 @@ import gzip
 import lzma
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +75,11 @@ def class_names(lists: Mapping[str, ImageList]) -> list[str]:
     if any(len(options) != 1 for options in folders.values()):
         return numbers
     parts = [options.pop().split("/") for options in folders.values()]
-    uses = Counter(part[-1] for part in parts)
-    names = [part[-1] if uses[part[-1]] == 1 else "/".join(part[-2:]) for part in parts]  # such as apartment/outdoor
-    return names if len(set(names)) == num_classes else numbers
+    shared = min(len(part) for part in parts) - 1  # a deeper folder, such as arena/hockey, keeps all of its name
+    for names in (["/".join(part[shared:]) for part in parts], ["/".join(part) for part in parts]):
+        if len(set(names)) == num_classes:
+            return names
+    return numbers
 
 
 def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing: bool = False) -> dict[str, Dataset]:

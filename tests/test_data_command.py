@@ -1,0 +1,39 @@
+import pytest
+from PIL import Image
+
+from livt_hf.data.__main__ import main, sample, table
+from livt_hf.data.glyphs import glyphs
+from livt_hf.data.labels import class_counts
+
+
+def test_the_command_prints_the_table_and_writes_two_pictures(tmp_path, capsys):
+    options = ["--imbalance_factor", "50", "--images_per_class", "150", "--output", str(tmp_path / "look")]
+    main(["glyphs", *options])
+    printed = capsys.readouterr().out
+    lines = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
+    assert lines["classes"] == ["40", "40"] and lines["max"] == ["150", "50"] and lines["min"] == ["3", "50"]
+    assert lines["gamma"] == ["50", "1"]
+    assert sum(int(n) for n in lines["many/medium/few"][0].split("/")) == 40
+    for name in ("classes.png", "samples.png"):
+        assert f"wrote {tmp_path / 'look' / name}" in printed
+        assert min(Image.open(tmp_path / "look" / name).size) > 100
+
+
+def test_the_table_has_the_groups_of_the_training_counts():
+    data = glyphs(100, max_count=200, test_per_class=1)
+    counts = class_counts(data["train"])
+    groups = f"{(counts > 100).sum()}/{((counts >= 20) & (counts <= 100)).sum()}/{(counts < 20).sum()}"
+    assert table(data).splitlines()[-1].split() == ["many/medium/few", groups]
+
+
+def test_samples_show_each_class_once_from_head_to_tail():
+    train = glyphs(100, max_count=100, test_per_class=1)["train"]
+    counts, names = class_counts(train), train.features["label"].names
+    rows, captions = sample(train, counts, names, seed=0)
+    assert [names[train["label"][row]] for row in rows] == [caption.split("\n")[0] for caption in captions] == names
+
+
+def test_a_wrong_name_ends_with_the_reason_and_no_traceback(capsys):
+    with pytest.raises(SystemExit):
+        main(["./nowhere"])
+    assert "./nowhere does not exist" in capsys.readouterr().err
