@@ -1,6 +1,32 @@
 """Pictures and pages that show what a model does to the tail. Each function writes one file and returns its path."""
 
 from .biases import bias_by_gamma, bias_curves, class_distribution
+from .classes import (
+    accuracy_by_frequency,
+    best_and_worst,
+    best_and_worst_classes,
+    confused_classes,
+    reliability_diagram,
+)
+from .curves import read_log, sweep_plot, training_curves
+from .page import html_report, markdown_table, report_folder
 from .sheets import contact_sheet, reconstruction_sheet
 
-__all__ = ["bias_by_gamma", "bias_curves", "class_distribution", "contact_sheet", "reconstruction_sheet"]
+__all__ = [
+    "accuracy_by_frequency",
+    "best_and_worst",
+    "best_and_worst_classes",
+    "bias_by_gamma",
+    "bias_curves",
+    "class_distribution",
+    "confused_classes",
+    "contact_sheet",
+    "html_report",
+    "markdown_table",
+    "read_log",
+    "reconstruction_sheet",
+    "reliability_diagram",
+    "report_folder",
+    "sweep_plot",
+    "training_curves",
+]

@@ -38,18 +38,20 @@ def _fit(image, cell: int) -> np.ndarray:
     return np.asarray(square)
 
 
-def _sheet(rows: list[list], cell: int, above: int, below: int) -> tuple[Figure, list[list[tuple[int, int]]]]:
-    """A figure of squares in rows with room for text above the sheet and below each square, and their corners."""
+def _sheet(
+    rows: list[list], cell: int, above: int = 0, below: int = 0, left: int = 0
+) -> tuple[Figure, list[list[tuple[int, int]]]]:
+    """A figure of squares in rows, with room for text beside the sheet and below each square, and their corners."""
     columns = max(len(row) for row in rows)
-    width = columns * (cell + _GAP) + _GAP
+    width = left + columns * (cell + _GAP) + _GAP
     height = above + len(rows) * (cell + below + _GAP) + _GAP
     canvas = np.full((height, width, 3), 255, dtype=np.uint8)
     corners = []
     for r, row in enumerate(rows):
         top = above + _GAP + r * (cell + below + _GAP)
-        corners.append([(_GAP + c * (cell + _GAP), top) for c in range(len(row))])
-        for (left, _), image in zip(corners[-1], row, strict=True):
-            canvas[top : top + cell, left : left + cell] = _fit(image, cell)
+        corners.append([(left + _GAP + c * (cell + _GAP), top) for c in range(len(row))])
+        for (x, y), image in zip(corners[-1], row, strict=True):
+            canvas[y : y + cell, x : x + cell] = _fit(image, cell)
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
     ax = figure.add_axes((0, 0, 1, 1))
     ax.imshow(canvas, interpolation="none", extent=(0, width, height, 0))
@@ -57,19 +59,37 @@ def _sheet(rows: list[list], cell: int, above: int, below: int) -> tuple[Figure,
     return figure, corners
 
 
+def _caption(figure: Figure, corner: tuple[int, int], cell: int, caption: object) -> None:
+    """Two lines below a square; what does not fit is cut in the middle of the second."""
+    letters = cell // 7
+    lines = textwrap.wrap(str(caption), letters)
+    words = "\n".join(lines[:1] + [shorten(" ".join(lines[1:]), letters)])
+    figure.axes[0].text(
+        corner[0] + cell / 2, corner[1] + cell + 4, words, ha="center", va="top", fontsize=7.5, parse_math=False
+    )
+
+
 def contact_sheet(images: Sequence, captions: Sequence[str], path: str | Path, columns: int = 8) -> Path:
     """Pictures in rows of `columns`, each over its caption (two lines; longer ones are cut in the middle)."""
     if len(images) == 0 or len(images) != len(captions):
         raise ValueError(f"{len(images)} images and {len(captions)} captions; give at least one and as many of each.")
-    cell, letters = 128, 17
+    cell = 128
     rows = [list(images[i : i + columns]) for i in range(0, len(images), columns)]
-    figure, corners = _sheet(rows, cell, above=0, below=36)
-    for (left, top), caption in zip([corner for row in corners for corner in row], captions, strict=True):
-        lines = textwrap.wrap(str(caption), letters)
-        lines = lines[:1] + [shorten(" ".join(lines[1:]), letters)]
-        figure.axes[0].text(
-            left + cell / 2, top + cell + 4, "\n".join(lines), ha="center", va="top", fontsize=7.5, parse_math=False
-        )
+    figure, corners = _sheet(rows, cell, below=36)
+    for corner, caption in zip([corner for row in corners for corner in row], captions, strict=True):
+        _caption(figure, corner, cell, caption)
+    return save(figure, path)
+
+
+def draw_labelled_rows(rows: Sequence[tuple[str, str, Sequence[tuple]]], path: str | Path) -> Path:
+    """Rows of (image, caption) pairs, each row with words of a colour to its left."""
+    cell, margin = 112, 230
+    figure, corners = _sheet([[image for image, _ in row] for *_, row in rows], cell, below=36, left=margin)
+    for r, ((words, colour, row), line) in enumerate(zip(rows, corners, strict=True)):
+        y = _GAP + r * (cell + 36 + _GAP) + cell / 2
+        figure.axes[0].text(_GAP + 4, y, words, va="center", fontsize=9, color=colour, parse_math=False)
+        for corner, (_, caption) in zip(line, row, strict=True):
+            _caption(figure, corner, cell, caption)
     return save(figure, path)
 
 
@@ -79,9 +99,9 @@ def reconstruction_sheet(rows: Sequence[Sequence], path: str | Path, titles: Seq
     if widths != {len(titles)}:
         raise ValueError(f"rows of {sorted(widths)} pictures under {len(titles)} titles; give one title a column.")
     cell = 144
-    figure, corners = _sheet([list(row) for row in rows], cell, above=24, below=0)
-    for (left, _), title in zip(corners[0], titles, strict=True):
+    figure, corners = _sheet([list(row) for row in rows], cell, above=24)
+    for (x, _), title in zip(corners[0], titles, strict=True):
         figure.axes[0].text(
-            left + cell / 2, 26, shorten(title, 19), ha="center", va="bottom", fontsize=9, parse_math=False
+            x + cell / 2, 26, shorten(title, 19), ha="center", va="bottom", fontsize=9, parse_math=False
         )
     return save(figure, path)

@@ -1,0 +1,147 @@
+"""Pictures of an evaluation: calibration, accuracy from head to tail, confusions, the best and the worst classes.
+
+They draw what `livt_hf.metrics` tells: `LongTailMetrics.bins`, `LongTailMetrics.per_class(names)` and
+`ConfusionPairs.top(k, names)`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .sheets import draw_labelled_rows
+from .style import BLUE, GROUP_COLOURS, SKY, VERMILLION, label_classes, new_figure, plain, save, shade_groups, shorten
+
+_NAMED = 40  # so many classes have room for a marker and a name each
+
+
+def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | None = None) -> Path:
+    """Accuracy against confidence, bin by bin, with the gap to the diagonal, over the share of images in each bin."""
+    total = sum(row["images"] for row in bins)
+    if total == 0:
+        raise ValueError("no bin holds an image; update the metrics before drawing them.")
+    filled = [row for row in bins if row["images"]]
+    lows = np.array([row["low"] for row in filled])
+    width = bins[0]["high"] - bins[0]["low"]
+    accuracy = np.array([row["accuracy"] for row in filled])
+    confidence = np.array([row["confidence"] for row in filled])
+    images = np.array([row["images"] for row in filled])
+    gaps = np.abs(confidence - accuracy)
+
+    figure = new_figure(5, 6)
+    upper, lower = figure.subplots(2, 1, height_ratios=[4, 1], sharex=True)
+    plain(upper, ylabel="accuracy", title=title)
+    upper.bar(lows, accuracy, width, align="edge", color=SKY, edgecolor="white", label="accuracy")
+    upper.bar(
+        lows, confidence - accuracy, width, accuracy, align="edge", facecolor="none", edgecolor=VERMILLION,
+        hatch="///", linewidth=1, label="gap to mean confidence",
+    )  # fmt: skip
+    upper.plot([0, 1], [0, 1], "--", color="0.4", label="calibrated")
+    upper.set(xlim=(0, 1), ylim=(0, 1))
+    upper.legend(loc="upper left", frameon=True, framealpha=0.9, edgecolor="none")
+    over = "over" if (confidence * images).sum() > (accuracy * images).sum() else "under"
+    words = f"ECE {100 * (gaps * images).sum() / total:.1f} %\nMCE {100 * gaps.max():.1f} %\n{over}-confident"
+    upper.text(0.98, 0.03, words, ha="right", va="bottom", bbox={"facecolor": "white", "edgecolor": "0.8"})
+    plain(lower, xlabel="confidence", ylabel="images (%)")
+    lower.bar(lows, 100 * images / total, width, align="edge", color="0.6", edgecolor="white")
+    return save(figure, path)
+
+
+def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, title: str | None = None) -> Path:
+    """Accuracy of each class from head to tail, groups shaded, their means marked; running mean over many classes."""
+    rows = sorted((row for row in per_class if row["accuracy"] is not None), key=lambda row: -row["count"])
+    if not rows:
+        raise ValueError("no class has a test image; update the metrics before drawing them.")
+    ranks, accuracy = np.arange(len(rows)), 100 * np.array([row["accuracy"] for row in rows])
+    groups = [row["group"] for row in rows]
+    figure = new_figure(9, 4.5)
+    ax = plain(figure.add_subplot(), ylabel="accuracy (%)")
+    if title:  # above the names of the groups
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
+    shade_groups(ax, groups)
+    colours = [GROUP_COLOURS[group] for group in groups]
+    if len(rows) <= _NAMED:
+        ax.bar(ranks, accuracy, width=0.75, color=colours, alpha=0.75)
+    else:
+        # Three test images a class give four accuracies only: spread by 2 points so that crowds show as such.
+        spread = 4 * (ranks * 0.618034 % 1 - 0.5) if len(rows) > 1000 else 0
+        size, alpha = np.clip(4000 / len(rows), 2, 24), np.clip(700 / len(rows), 0.15, 0.7)
+        ax.scatter(ranks, accuracy + spread, s=size, c=colours, alpha=alpha, linewidths=0)
+        window = max(5, len(rows) // 20)
+        weights = np.ones(window)
+        mean = np.convolve(accuracy, weights, "same") / np.convolve(np.ones(len(rows)), weights, "same")
+        ax.plot(ranks, mean, color="black", linewidth=2, label=f"mean of {window} neighbours")
+    for group in dict.fromkeys(groups):
+        members = [i for i, name in enumerate(groups) if name == group]
+        level = accuracy[members].mean()
+        ax.hlines(
+            level, members[0] - 0.5, members[-1] + 0.5, color=GROUP_COLOURS[group], linewidth=2, linestyle="--",
+            label=f"{group}: {level:.1f}",
+        )  # fmt: skip
+    ax.set_ylim(-3 if len(rows) > _NAMED else 0, 103)
+    label_classes(ax, [row["name"] for row in rows], len(rows))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
+    if len(rows) <= _NAMED:  # names need the room below the axis
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return save(figure, path)
+
+
+def confused_classes(pairs: Sequence[Mapping], path: str | Path) -> Path:
+    """The most frequent confusions, "label → prediction": share of the label's images and their number."""
+    if not pairs:
+        raise ValueError("there is no confused pair to draw; a faultless model needs no such picture.")
+    figure = new_figure(8, 1.2 + 0.3 * len(pairs))
+    ax = plain(figure.add_subplot(), xlabel="share of the label's test images taken for the other (%)")
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", color="0.9")
+    towards_head = [pair["predicted_count"] > pair["label_count"] for pair in pairs]
+    places = np.arange(len(pairs))
+    for towards, colour, label in ((True, VERMILLION, "taken for a more frequent class"),
+                                   (False, BLUE, "taken for an equally or less frequent class")):  # fmt: skip
+        chosen = [i for i in places if towards_head[i] == towards]
+        ax.barh(chosen, [100 * pairs[i]["share"] for i in chosen], color=colour, label=label, height=0.7)
+    for place, pair in zip(places, pairs, strict=True):
+        ax.text(100 * pair["share"], place, f" {pair['images']}", va="center", fontsize=9, color="0.3")
+    labels = [f"{shorten(pair['label_name'], 26)} → {shorten(pair['predicted_name'], 26)}" for pair in pairs]
+    ax.set_yticks(places, labels, parse_math=False, fontsize=9)
+    ax.invert_yaxis()
+    ax.set_ylim(len(pairs) - 0.5, -0.5)
+    ax.margins(x=0.08)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return save(figure, path)
+
+
+def best_and_worst_classes(per_class: Sequence[Mapping], number: int = 5) -> tuple[list[int], list[int]]:
+    """Ids of the classes of highest and of lowest accuracy; among equals those of which the model is surest first."""
+    rows = [row for row in per_class if row["accuracy"] is not None]
+
+    def ranking(sign: int) -> list[int]:
+        keys = {row["class"]: (sign * row["accuracy"], -(row["confidence"] or 0), row["class"]) for row in rows}
+        return sorted(keys, key=keys.__getitem__)
+
+    number = min(number, len(rows) // 2)  # a class is not both
+    return ranking(-1)[:number], ranking(1)[:number]
+
+
+def best_and_worst(
+    per_class: Sequence[Mapping], samples: Mapping[int, Sequence[tuple[object, str]]], path: str | Path
+) -> Path:
+    """The best and the worst classes of those with samples, a row of pictures with captions each.
+
+    `samples` maps class ids (say, those of `best_and_worst_classes`) to (image, caption) pairs; up to six are shown.
+    """
+    known = [row for row in per_class if row["class"] in samples]
+    best, worst = best_and_worst_classes(known, number=5)
+    if not best:
+        raise ValueError(f"samples name {len(known)} classes with test images; give at least one best and one worst.")
+    by_id = {row["class"]: row for row in known}
+    rows = []
+    for word, colour, ids in (("best", BLUE, best), ("worst", VERMILLION, worst)):
+        for place, i in enumerate(ids, start=1):
+            row = by_id[i]
+            words = (
+                f"{word} {place}\n{shorten(row['name'], 24)}\n{100 * row['accuracy']:.0f} % of {row['images']} images"
+            )
+            words += f"\n{row['count']:,} in training ({row['group']})"
+            rows.append((words, colour, list(samples[i])[:6]))
+    return draw_labelled_rows(rows, path)

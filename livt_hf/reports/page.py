@@ -1,0 +1,115 @@
+"""Results as tables and as one HTML page that needs nothing but itself."""
+
+import base64
+import html
+import mimetypes
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 70rem; margin: 2rem auto;
+       padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }
+th { border-bottom: 2px solid #888; } th:first-child, td.text { text-align: left; }
+.wide { overflow-x: auto; } details .wide { max-height: 30rem; overflow-y: auto; }
+figure { margin: 1.5rem 0; } figcaption { color: #555; margin-bottom: .3rem; }
+img { max-width: 100%; height: auto; border: 1px solid #eee; }
+"""
+_LONG = 50  # a table of more rows starts folded
+
+
+def report_folder(path: str | Path, overwrite: bool = False) -> Path:
+    """Make the folder of a report; one with files in it is refused, lest two reports mix."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; name a folder for the report.")
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise ValueError(f"the report folder {path} has files in it; name another or ask to overwrite it.")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _cell(value: object) -> str:
+    """A value as text: absent ones as a dash, floats to four figures."""
+    if value is None:
+        return "–"
+    if isinstance(value, Real) and not isinstance(value, bool | int):
+        return f"{float(value):.4g}"
+    return str(value)
+
+
+def _columns(rows: Sequence[Mapping]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def markdown_table(rows: Sequence[Mapping]) -> str:
+    """Rows as a Markdown table with a column for every key, in the order they first appear."""
+    columns = _columns(rows)
+    if not columns:
+        return ""
+
+    def line(cells: list[str]) -> str:
+        return (
+            "| "
+            + " | ".join(html.escape(cell, quote=False).replace("|", "\\|").replace("\n", " ") for cell in cells)
+            + " |"
+        )
+
+    numeric = [all(isinstance(row.get(c), Real | None) for row in rows) for c in columns]
+    rule = "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|"
+    return "\n".join([line(columns), rule, *(line([_cell(row.get(c)) for c in columns]) for row in rows)]) + "\n"
+
+
+def _html_table(rows: Sequence[Mapping]) -> str:
+    columns = _columns(rows)
+    head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
+    body = []
+    for row in rows:
+        cells = ((row.get(c), html.escape(_cell(row.get(c)))) for c in columns)
+        body.append(
+            "".join(f"<td>{t}</td>" if isinstance(v, Real) else f'<td class="text">{t}</td>' for v, t in cells)
+        )
+    lines = "\n".join(f"<tr>{cells}</tr>" for cells in body)
+    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>'
+    return f"<details><summary>{len(rows):,} rows</summary>{table}</details>" if len(rows) > _LONG else table
+
+
+def _picture(caption: str, path: str | Path) -> str:
+    kind = mimetypes.guess_type(str(path))[0]
+    if kind is None or not kind.startswith("image/"):
+        raise ValueError(f"{path} is not a picture a browser shows; save it as .png or .svg.")
+    data = base64.b64encode(Path(path).read_bytes()).decode()
+    caption = html.escape(caption)
+    return f'<figure><figcaption>{caption}</figcaption><img alt="{caption}" src="data:{kind};base64,{data}"></figure>'
+
+
+def html_report(
+    folder: str | Path, title: str, tables: Mapping[str, Sequence[Mapping]], pictures: Mapping[str, str | Path]
+) -> Path:
+    """Write `report.html` into the folder: tables (heading -> rows) and pictures (caption -> file), all inside it."""
+    parts = [f"<h2>{html.escape(heading)}</h2>\n{_html_table(rows)}" for heading, rows in tables.items()]
+    parts += [_picture(caption, path) for caption, path in pictures.items()]
+    body = "\n".join(parts)
+    # The policy makes the browser itself refuse anything that is not in this file.
+    page = f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{html.escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{html.escape(title)}</h1>
+{body}
+</body>
+</html>
+"""
+    path = Path(folder) / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
