@@ -7,6 +7,7 @@ and the exit code is then 1.
 import argparse
 import glob
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,11 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+from transformers.image_processing_backends import TorchvisionBackend
 
 from .data.decoding import DAMAGED, decode_rgb
 from .modeling_livit import LiViTForImageClassification
+from .priors import Prior
 
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
 
@@ -28,40 +31,49 @@ BATCHES_AHEAD = 2  # read while the model works on an earlier one
 class Predictor:
     """A classifier with its image processor and, for a LiViT, a serving prior."""
 
-    def __init__(self, model: str, prior: Sequence[float] | str | None = None, device: str | None = None):
+    def __init__(self, model: str, prior: Prior = None, device: str | None = None):
         config = AutoConfig.from_pretrained(model)
         self.ours = config.model_type == "livit" or "livit" in config.to_dict()
-        if prior is not None and not self.ours:
-            raise ValueError(
-                f"{model} is a stock {config.model_type} classifier, whose training prior is unknown; drop --prior."
-            )
         kind = LiViTForImageClassification if self.ours else AutoModelForImageClassification
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = kind.from_pretrained(model).eval().to(self.device)
         self.processor = AutoImageProcessor.from_pretrained(model)
+        # Whether the processor does what transformers' do by default, so that its steps may be called singly.
+        standard = isinstance(self.processor, TorchvisionBackend) and not self.processor.do_pad
+        self.stepwise = standard and type(self.processor)._preprocess is TorchvisionBackend._preprocess
         self.labels = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
-        self.prior = read_prior(prior, self.labels) if isinstance(prior, str) else prior
+        self.serve_under(prior)
+
+    def serve_under(self, prior: Prior) -> None:
+        """Give probabilities for a world with these class frequencies; None leaves the model's own choice."""
+        if prior is not None and not self.ours:
+            kind = self.model.config.model_type
+            raise ValueError(
+                f"this is a stock {kind} classifier, whose training prior is unknown; leave the prior out."
+            )
+        self.prior = prior
 
     def read(self, path: Path) -> torch.Tensor | str:
-        """A file to the pixels the model sees, still as bytes (3, H, W); or the reason why it cannot be read."""
+        """A file to the pixels the model sees (3, H, W), as bytes where `finish` can do the rest; or what is wrong."""
+        processor = self.processor
         try:
             image = decode_rgb(path.read_bytes())
         except DAMAGED as error:
             return f"{type(error).__name__}: {error}"
-        return self.processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"][0]
+        if not self.stepwise:
+            return processor(image, return_tensors="pt")["pixel_values"][0]
+        # The processor as a whole would first copy the picture to another memory layout, in which resizing is slow.
+        if processor.do_resize:
+            image = processor.resize(image, processor.size, processor.resample)
+        return processor.center_crop(image, processor.crop_size) if processor.do_center_crop else image
 
-    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
-        """What `read` left out, for the whole batch at once."""
-        processor = self.processor
-        pixels = pixels.to(self.device).float()
-        if processor.do_rescale:
-            pixels = pixels.mul_(processor.rescale_factor)
-        if processor.do_normalize:
-            mean, std = (
-                torch.tensor(v, device=self.device).view(-1, 1, 1) for v in (processor.image_mean, processor.image_std)
-            )
-            pixels = pixels.sub_(mean).div_(std)
-        return pixels
+    def finish(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Rescaling and normalisation of a whole batch, on the model's device."""
+        processor, pixels = self.processor, pixels.to(self.device)
+        if not self.stepwise:
+            return pixels
+        names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+        return processor.rescale_and_normalize(pixels, **{name: getattr(processor, name) for name in names})
 
     @torch.inference_mode()
     def scores(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -69,7 +81,7 @@ class Predictor:
         result = torch.empty(len(pixels), len(self.labels))
         for shape in {tuple(image.shape) for image in pixels}:
             chosen = [i for i, image in enumerate(pixels) if tuple(image.shape) == shape]
-            result[chosen] = self._batch_scores(self.normalise(torch.stack([pixels[i] for i in chosen]))).cpu()
+            result[chosen] = self._batch_scores(self.finish(torch.stack([pixels[i] for i in chosen]))).cpu()
         return result
 
     def _batch_scores(self, batch: torch.Tensor) -> torch.Tensor:
@@ -80,19 +92,19 @@ class Predictor:
         return logits.sigmoid() if config.problem_type == "multi_label_classification" else logits.softmax(-1)
 
     def predict(
-        self, paths: Sequence[Path], batch_size: int = 32, workers: int = 2
+        self, paths: Sequence[Path], batch_size: int = 32, workers: int | None = None
     ) -> Iterator[tuple[Path, torch.Tensor | str]]:
         """Each file with its class probabilities or the reason why it has none, in order."""
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
             waiting: deque = deque()
             for start in range(0, len(paths), batch_size):
                 waiting.append([(path, pool.submit(self.read, path)) for path in paths[start : start + batch_size]])
                 if len(waiting) > BATCHES_AHEAD:
-                    yield from self._finish(waiting.popleft())
+                    yield from self._classify(waiting.popleft())
             while waiting:
-                yield from self._finish(waiting.popleft())
+                yield from self._classify(waiting.popleft())
 
-    def _finish(self, batch: list) -> Iterator[tuple[Path, torch.Tensor | str]]:
+    def _classify(self, batch: list) -> Iterator[tuple[Path, torch.Tensor | str]]:
         read = [(path, future.result()) for path, future in batch]
         good = [image for _, image in read if isinstance(image, torch.Tensor)]
         scores = iter(self.scores(good))
@@ -153,7 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = find_images(options.images)
     if not paths:
         parser.error(f"no picture in {' '.join(options.images)}")
-    predictor = Predictor(options.model, prior=options.prior)
+    try:
+        predictor = Predictor(options.model)
+        if options.prior:
+            predictor.serve_under(read_prior(options.prior, predictor.labels))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     width, broken = max(len(str(path)) for path in paths), 0
     results = tqdm(predictor.predict(paths, options.batch_size), total=len(paths), unit="image", disable=None)
     for path, scores in results:

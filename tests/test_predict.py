@@ -1,0 +1,166 @@
+"""`python -m livt_hf.predict`: files, folders, patterns, broken files, priors, and agreement with the pipeline."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from transformers import BeitConfig, BeitForImageClassification, pipeline
+
+from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.conversion import to_beit
+from livt_hf.data import eval_processor
+from livt_hf.predict import Predictor, find_images, main, read_prior
+
+NAMES = ["cat", "dog", "newt"]
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+SIZES |= dict(image_size=16, patch_size=4)
+LABELS = dict(id2label=dict(enumerate(NAMES)), label2id={name: i for i, name in enumerate(NAMES)})
+
+
+@pytest.fixture(scope="module")
+def livit(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("livit")
+    torch.manual_seed(0)
+    model = LiViTForImageClassification(LiViTConfig(**SIZES, **LABELS, class_counts=[50, 40, 5]))
+    torch.nn.init.normal_(model.classifier.weight, std=0.5)
+    model.save_pretrained(folder)
+    eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stock")
+    torch.manual_seed(0)
+    BeitForImageClassification(BeitConfig(**SIZES, **LABELS, use_absolute_position_embeddings=True)).save_pretrained(
+        folder
+    )
+    eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Ten readable pictures of several kinds, three broken files and one that is no picture."""
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "below").mkdir()
+    noise = torch.rand(30, 50, 3, generator=torch.Generator().manual_seed(0))
+    picture = Image.fromarray((noise * 255).byte().numpy())
+    for i in range(7):
+        picture.rotate(i).save(folder / f"{i}.jpg")
+    picture.convert("L").save(folder / "grey.png")
+    picture.convert("RGBA").save(folder / "below" / "transparent.webp")
+    picture.convert("P").save(folder / "below" / "palette.gif")
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "text.png").write_text("not a picture")
+    (folder / "below" / "cut.jpg").write_bytes((folder / "0.jpg").read_bytes()[:900])
+    (folder / "notes.txt").write_text("left alone")
+    return folder
+
+
+def lines_of(capsys) -> tuple[list[dict], list[str]]:
+    out, err = capsys.readouterr()
+    return [json.loads(line) for line in out.splitlines()], err.splitlines()
+
+
+def test_good_files_are_answered_bad_ones_named_and_the_exit_code_says_so(livit, pictures, capsys):
+    assert main([str(livit), str(pictures), "--format", "jsonl", "--batch_size", "4"]) == 1
+    answers, errors = lines_of(capsys)
+    broken = {line["file"].split("/")[-1] for line in answers if "error" in line}
+    assert broken == {"empty.jpg", "text.png", "cut.jpg"}
+    assert len(answers) == 13 and all(len(line["predictions"]) == 3 for line in answers if "error" not in line)
+    for name in broken:
+        assert sum(line.startswith("cannot read") and f"{name}:" in line for line in errors) == 1
+    assert errors[-1] == "3 of 13 files could not be read"
+
+
+def test_all_files_readable_gives_exit_code_zero(livit, pictures, capsys):
+    assert main([str(livit), str(pictures / "0.jpg"), str(pictures / "[12].jpg"), "--top_k", "1"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[0].split("/")[-1] for line in out] == ["0.jpg", "1.jpg", "2.jpg"]
+    assert all(line.split()[1] in NAMES and len(line.split()) == 3 for line in out)
+
+
+def test_a_stock_classifier_gets_the_scores_of_the_pipeline(stock, pictures):
+    paths = [pictures / f"{i}.jpg" for i in range(7)]
+    classify = pipeline("image-classification", model=str(stock))
+    for (path, scores), theirs in zip(
+        Predictor(str(stock)).predict(paths, batch_size=3),
+        classify([str(path) for path in paths], top_k=3),
+        strict=True,
+    ):
+        assert {answer["label"]: answer["score"] for answer in theirs} == pytest.approx(
+            dict(zip(NAMES, scores.tolist(), strict=True)), abs=1e-5
+        ), path
+
+
+def test_a_livit_and_its_published_form_get_equal_probabilities(livit, pictures, tmp_path):
+    to_beit(LiViTForImageClassification.from_pretrained(livit)).save_pretrained(tmp_path)
+    eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(tmp_path)
+    paths = find_images([str(pictures / "*.jpg")])
+    for prior in (None, [0.7, 0.2, 0.1]):
+        ours = dict(Predictor(str(livit), prior=prior).predict(paths))
+        published = dict(Predictor(str(tmp_path), prior=prior).predict(paths))
+        for path, scores in ours.items():
+            if not isinstance(scores, str):
+                torch.testing.assert_close(published[path], scores)
+                assert scores.sum().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_a_serving_prior_moves_probability_by_the_ratio_of_the_priors(livit, pictures):
+    [(_, uniform)] = Predictor(str(livit), prior="uniform").predict([pictures / "0.jpg"])
+    [(_, shifted)] = Predictor(str(livit), prior=[0.7, 0.2, 0.1]).predict([pictures / "0.jpg"])
+    expected = uniform * torch.tensor([0.7, 0.2, 0.1])
+    torch.testing.assert_close(shifted, expected / expected.sum())
+
+
+def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
+    (tmp_path / "named.yaml").write_text("newt: 1\ncat: 6\ndog: 3\n")
+    (tmp_path / "ordered.json").write_text("[6, 3, 1]")
+    for name in ("named.yaml", "ordered.json"):
+        assert read_prior(str(tmp_path / name), NAMES) == pytest.approx([0.6, 0.3, 0.1])
+    (tmp_path / "short.json").write_text("[6, 3]")
+    with pytest.raises(ValueError, match="must hold 3 numbers"):
+        read_prior(str(tmp_path / "short.json"), NAMES)
+    (tmp_path / "wrong.yaml").write_text("newt: 1\ncat: 6\ncow: 3\n")
+    with pytest.raises(ValueError, match=r"\['cow', 'dog'\]"):
+        read_prior(str(tmp_path / "wrong.yaml"), NAMES)
+
+
+def test_a_stock_classifier_refuses_a_prior_because_it_does_not_know_its_own(stock):
+    with pytest.raises(ValueError, match="training prior is unknown"):
+        Predictor(str(stock), prior=[0.5, 0.3, 0.2])
+
+
+def test_pictures_of_several_sizes_pass_a_processor_that_does_not_resize(livit, tmp_path):
+    folder = tmp_path / "model"
+    LiViTForImageClassification.from_pretrained(livit).save_pretrained(folder)
+    eval_processor(16, [0.5] * 3, [0.2] * 3, native=True).save_pretrained(folder)
+    for size in (16, 24):
+        Image.new("RGB", (size, size), "red").save(tmp_path / f"{size}.png")
+    results = dict(Predictor(str(folder)).predict([tmp_path / "16.png", tmp_path / "24.png"]))
+    assert all(scores.shape == (3,) for scores in results.values())
+
+
+def test_a_missing_file_is_a_broken_file_and_an_empty_folder_a_wrong_call(livit, tmp_path, capsys):
+    assert main([str(livit), str(tmp_path / "missing.jpg")]) == 1
+    assert "missing.jpg" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(livit), str(tmp_path)])
+    assert "no picture in" in capsys.readouterr().err
+
+
+def test_a_thousand_files_with_broken_ones_from_the_command_line(livit, pictures, tmp_path):
+    good, broken = (pictures / "0.jpg").read_bytes(), {17, 500, 999}
+    for i in range(1000):
+        (tmp_path / f"{i:04}.jpg").write_bytes(good[:700] if i in broken else good)
+    command = [sys.executable, "-m", "livt_hf.predict", livit, tmp_path, "--format", "jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 1 and len(answers) == 1000
+    assert {int(a["file"][-8:-4]) for a in answers if "error" in a} == broken
+    assert sum(line.startswith("cannot read") for line in done.stderr.splitlines()) == 3
