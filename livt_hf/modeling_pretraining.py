@@ -62,9 +62,6 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
     decodes a random share of the masked patches: faster, and another objective. In evaluation mode forward is stock.
     """
 
-    # Trainer divides the loss by the accumulation steps only if forward does not claim to do it.
-    accepts_loss_kwargs = False
-
     def __init__(self, config: ViTMAEConfig, decode_ratio: float = 1.0):
         _check_config(config, decode_ratio)
         ViTMAEPreTrainedModel.__init__(self, config)

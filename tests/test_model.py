@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, LiViTModel, pretraining_config
+from livt_hf.conversion import to_beit
 
 COUNTS = [60, 30, 10]
 
@@ -534,6 +535,15 @@ def test_save_load_save_is_bit_equal_and_safetensors_only(build, tmp_path):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     x, labels = pixels(), torch.tensor([0, 1, 2, 0])
     assert torch.equal(model(x, labels=labels).loss, loaded(x, labels=labels).loss)
+
+
+def test_a_model_read_from_its_beit_form_saves_under_its_own_names(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path / "livit")
+    to_beit(model).save_pretrained(tmp_path / "beit")
+    LiViTForImageClassification.from_pretrained(tmp_path / "beit").save_pretrained(tmp_path / "again")
+    own, again = (load_file(tmp_path / name / "model.safetensors") for name in ("livit", "again"))
+    assert own.keys() == again.keys()
 
 
 def test_constants_made_of_the_counts_are_never_saved(build, tmp_path):
