@@ -45,6 +45,8 @@ class LiViTPreTrainedModel(ViTPreTrainedModel):
                 "weights_only=False would let the checkpoint run code; convert it to safetensors instead."
             )
         kwargs.setdefault("use_safetensors", True)
+        if config is not None:  # not a field, so the copy made of the config would lose it
+            kwargs.setdefault("attn_implementation", config._attn_implementation)
         known = {field.name for field in fields(LiViTConfig)} | {"num_labels"}
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in known and name != "dtype"}
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}

@@ -39,7 +39,7 @@ def warmup_cosine(step: float, warmup: float, total: float, peak: float, floor: 
 
 
 class WarmupCosine:
-    """Sets the rates of an optimizer for a given update; a function of the update alone, so resuming needs no state."""
+    """Sets an optimizer's rates for a given update: a function of the update alone, so resuming needs no state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, peak: float, floor: float, warmup: int, total: int):
         self.optimizer = optimizer

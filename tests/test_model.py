@@ -362,6 +362,18 @@ def test_attention_and_dtype_reach_encoder_and_head(mgp):
     assert model.head.logit_bias.dtype == torch.float32
 
 
+@pytest.mark.parametrize("reader", [LiViTForImageClassification, AutoModelForImageClassification])
+def test_an_attention_implementation_survives_however_it_is_asked_for(build, tmp_path, reader):
+    build().save_pretrained(tmp_path)
+    config = LiViTConfig.from_pretrained(tmp_path, attn_implementation="eager")
+    for model in (
+        reader.from_pretrained(tmp_path, config=config),
+        reader.from_pretrained(tmp_path, attn_implementation="eager"),
+    ):
+        assert model.vit.layers[0].attention.config._attn_implementation == "eager"
+    assert reader.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
 def test_another_label_set_makes_only_the_classifier_new(build, tmp_path):
     first = build()
     first.save_pretrained(tmp_path)
