@@ -12,7 +12,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-
        padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; }
 th { border-bottom: 2px solid #888; } th:first-child, td.text { text-align: left; }
 .wide { overflow-x: auto; } details .wide { max-height: 30rem; overflow-y: auto; }
 figure { margin: 1.5rem 0; } figcaption { color: #555; margin-bottom: .3rem; }
@@ -52,27 +52,23 @@ def markdown_table(rows: Sequence[Mapping]) -> str:
         return ""
 
     def line(cells: list[str]) -> str:
-        return (
-            "| "
-            + " | ".join(html.escape(cell, quote=False).replace("|", "\\|").replace("\n", " ") for cell in cells)
-            + " |"
-        )
+        safe = (html.escape(cell, quote=False).replace("|", "\\|").replace("\n", " ") for cell in cells)
+        return f"| {' | '.join(safe)} |"
 
     numeric = [all(isinstance(row.get(c), Real | None) for row in rows) for c in columns]
     rule = "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|"
     return "\n".join([line(columns), rule, *(line([_cell(row.get(c)) for c in columns]) for row in rows)]) + "\n"
 
 
+def _html_cell(value: object) -> str:
+    kind = ' class="text"' if isinstance(value, str) else ""
+    return f"<td{kind}>{html.escape(_cell(value))}</td>"
+
+
 def _html_table(rows: Sequence[Mapping]) -> str:
     columns = _columns(rows)
     head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
-    body = []
-    for row in rows:
-        cells = ((row.get(c), html.escape(_cell(row.get(c)))) for c in columns)
-        body.append(
-            "".join(f"<td>{t}</td>" if isinstance(v, Real) else f'<td class="text">{t}</td>' for v, t in cells)
-        )
-    lines = "\n".join(f"<tr>{cells}</tr>" for cells in body)
+    lines = "\n".join(f"<tr>{''.join(_html_cell(row.get(c)) for c in columns)}</tr>" for row in rows)
     table = f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>'
     return f"<details><summary>{len(rows):,} rows</summary>{table}</details>" if len(rows) > _LONG else table
 

@@ -1,0 +1,267 @@
+import json
+import re
+import shutil
+import subprocess
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib._pylab_helpers import Gcf
+from PIL import Image
+
+from livt_hf import reports
+from livt_hf.metrics import ConfusionPairs, LongTailMetrics
+
+
+def size_of(path):
+    """Of a picture that is not one colour."""
+    with Image.open(path) as picture:
+        assert any(low != high for low, high in picture.convert("RGB").getextrema())
+        return picture.size
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures drawn, kept from being written."""
+    drawn = []
+
+    def keep(figure, path):
+        figure.draw_without_rendering()
+        drawn.append(figure)
+        return path
+
+    for module in ("biases", "classes", "curves", "sheets"):
+        monkeypatch.setattr(f"livt_hf.reports.{module}.save", keep)
+    return drawn
+
+
+def measured(num_classes, images_a_class=2, seed=0):
+    """Metrics of a model that is right on about half the images of an exponential long tail."""
+    rng = np.random.default_rng(seed)
+    counts = (1000 * 500 ** (-np.arange(num_classes) / max(1, num_classes - 1))).astype(int)
+    labels = np.arange(num_classes).repeat(images_a_class)
+    predictions = np.where(rng.random(len(labels)) < 0.5, labels, rng.integers(num_classes, size=len(labels)))
+    metrics, pairs = LongTailMetrics(counts, confidence="given"), ConfusionPairs(counts)
+    for start in range(0, len(labels), 1000):
+        chosen, part = predictions[start : start + 1000], labels[start : start + 1000]
+        rows = np.zeros((len(part), num_classes), dtype=np.float32)
+        rows[np.arange(len(part)), chosen] = rng.random(len(part))
+        metrics.update(rows, part)
+        pairs.update(chosen, part)
+    return metrics, pairs
+
+
+def overlapping(texts):
+    boxes = [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
+    return [(i, j) for i in range(len(boxes)) for j in range(i) if boxes[i].overlaps(boxes[j])]
+
+
+def test_drawing_leaves_matplotlibs_settings_and_pyplots_figures_alone(tmp_path):
+    before = dict(matplotlib.rcParams)
+    reports.bias_by_gamma(tmp_path / "gamma.png")
+    assert dict(matplotlib.rcParams) == before
+    assert Gcf.get_all_fig_managers() == []  # pyplot's list of figures
+
+
+@pytest.mark.parametrize("num_classes", [2, 10, 40, 8142])
+def test_no_class_label_overlaps_another_with_few_and_with_thousands_of_classes(num_classes, figures):
+    metrics, pairs = measured(num_classes, images_a_class=3)
+    names = [f"A rather long species name {i}" for i in range(num_classes)]
+    table = metrics.per_class(names)
+    reports.class_distribution([row["count"] for row in table], "x.png", names)
+    reports.accuracy_by_frequency(table, "x.png")
+    reports.confused_classes(pairs.top(20, names), "x.png")
+    assert len(figures) == 3
+    for figure in figures:
+        for ax in figure.axes:
+            assert overlapping(ax.get_xticklabels() if ax.xaxis.get_visible() else []) == []
+            assert overlapping(ax.get_yticklabels()) == []
+            assert overlapping(ax.texts) == []
+
+
+def test_head_to_tail_means_by_training_images_whatever_the_class_ids(figures):
+    rows = [
+        {"class": 0, "name": "rare", "count": 5, "group": "few", "accuracy": 0.1},
+        {"class": 1, "name": "unseen", "count": 7, "group": "few", "accuracy": None},
+        {"class": 2, "name": "common", "count": 500, "group": "many", "accuracy": 0.9},
+    ]
+    reports.accuracy_by_frequency(rows, "x.png")
+    ax = figures[0].axes[0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["common", "rare"]
+    assert [bar.get_height() for bar in ax.patches if bar.get_width() == 0.75] == [90, 10]
+
+
+def test_the_reliability_diagram_states_the_ece_and_mce_of_the_metrics(figures):
+    metrics, _ = measured(10, images_a_class=50)
+    reports.reliability_diagram(metrics.bins, "x.png", title="ten classes")
+    computed = metrics.compute()
+    words = figures[0].axes[0].texts[0].get_text()
+    assert f"ECE {100 * computed['ece']:.1f} %" in words
+    assert f"MCE {100 * computed['mce']:.1f} %" in words
+    assert ("over" in words) == (computed["mean_confidence"] > computed["accuracy"])
+
+
+def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
+    metrics, pairs = measured(10, images_a_class=5)
+    table = metrics.per_class()
+    picture = np.random.default_rng(0).random((8, 8, 3))
+    samples = {i: [(picture, "a caption")] * 3 for i in range(10)}
+    paths = [
+        reports.reliability_diagram(metrics.bins, tmp_path / "new" / "reliability.png"),
+        reports.accuracy_by_frequency(table, tmp_path / "accuracy.png"),
+        reports.confused_classes(pairs.top(5), tmp_path / "confused.png"),
+        reports.best_and_worst(table, samples, tmp_path / "classes.png"),
+        reports.bias_curves(tmp_path / "curves.png"),
+        reports.bias_by_gamma(tmp_path / "gamma.png"),
+        reports.class_distribution([9, 4, 1], tmp_path / "distribution.png"),
+        reports.sweep_plot(["ce", "bce"], {"accuracy": [0.4, None]}, tmp_path / "sweep.png"),
+    ]
+    for path in paths:
+        assert min(size_of(path)) > 100
+
+
+def test_the_two_biases_cross_zero_at_the_uniform_share_and_part_at_the_head(figures):
+    reports.bias_curves("x.png", num_classes=10)
+    ax = figures[0].axes[0]
+    bce, ce = (line.get_xydata() for line in ax.lines[:2])
+    assert np.interp(0.1, *bce.T) == pytest.approx(0, abs=0.02)
+    assert np.interp(0.1, *ce.T) == pytest.approx(0, abs=0.02)
+    assert bce[-1, 1] > ce[-1, 1] + 3
+
+
+def test_classes_without_training_images_are_drawn_without_biases(figures):
+    reports.class_distribution([9, 4, 0], "x.png")
+    reports.class_distribution([9, 4, 1], "x.png")
+    assert [len(figure.axes) for figure in figures] == [1, 2]
+
+
+def test_a_contact_sheet_shows_each_image_pixel_for_pixel_and_its_caption(tmp_path, figures):
+    colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+    images = [np.full((4, 4, 3), colour, dtype=np.uint8) for colour in colours]
+    reports.contact_sheet(images, ["red", "green", "$blue_1$"], "x.png", columns=2)
+    canvas = figures[0].axes[0].images[0].get_array()
+    for colour in colours:
+        assert (canvas == colour).all(-1).sum() == 128 * 128
+    assert [text.get_text().strip() for text in figures[0].axes[0].texts] == ["red", "green", "$blue_1$"]
+    assert not figures[0].axes[0].texts[2].get_parse_math()
+
+
+def test_float_grey_and_pil_images_are_shown_alike(figures):
+    grey = np.full((4, 4), 0.5)
+    images = [grey, grey[:, :, None], np.full((4, 4, 3), 128, np.uint8), Image.new("L", (4, 4), 128), grey + 7]
+    reports.contact_sheet(images, [""] * 5, "x.png")
+    canvas = figures[0].axes[0].images[0].get_array()
+    assert (canvas == 128).all(-1).sum() == 4 * 128 * 128
+    with pytest.raises(ValueError, match="channels last"):
+        reports.contact_sheet([np.zeros((3, 8, 8))], [""], "x.png")
+
+
+def test_reconstructions_stand_in_columns_under_their_titles(tmp_path, figures):
+    picture = np.zeros((8, 8, 3))
+    reports.reconstruction_sheet([(picture, picture, picture)] * 2, "x.png", ["image", "masked", "reconstruction"])
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["image", "masked", "reconstruction"]
+    with pytest.raises(ValueError, match="one title a column"):
+        reports.reconstruction_sheet([(picture, picture)], "x.png", ["image"])
+
+
+def test_the_best_and_the_worst_classes_are_those_of_highest_and_lowest_accuracy():
+    rows = [{"class": i, "accuracy": a, "confidence": 0.5} for i, a in enumerate([0.5, None, 1.0, 0.0, 0.7])]
+    assert reports.best_and_worst_classes(rows, 1) == ([2], [3])
+    assert reports.best_and_worst_classes(rows, 5) == ([2, 4], [3, 0])
+
+
+def write_log(path, rows, end=""):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    return path
+
+
+def test_a_resumed_log_counts_repeated_updates_once_and_an_unfinished_last_line_not_at_all(tmp_path):
+    rows = [{"update": 1, "loss": 3}, {"update": 2, "loss": 9}, {"update": 2, "eval": {"accuracy": 0.5}}]
+    log = write_log(tmp_path / "log.jsonl", [*rows, {"update": 2, "loss": 2}, {"update": 3, "loss": 1}], '{"upd')
+    assert [row.get("loss") for row in reports.read_log(log)] == [3, 2, None, 1]
+    log.write_text('{"upd\n{"update": 1, "loss": 1}\n')
+    with pytest.raises(ValueError, match="line 1 of"):
+        reports.read_log(log)
+
+
+def test_one_run_shows_its_groups_together_and_several_runs_a_panel_a_group(tmp_path, figures):
+    rows = [{"update": u, "epoch": u / 10, "loss": 1 / u, "lr": 1e-3} for u in range(1, 101)]
+    rows += [{"update": 100, "epoch": 10, "eval": {"accuracy": 0.5, "many": 0.7, "medium": None, "few": 0.1}}]
+    log = write_log(tmp_path / "log.jsonl", rows)
+    pretraining = write_log(tmp_path / "mgp.jsonl", rows[:20])
+    reports.training_curves({"one": log}, "x.png")
+    reports.training_curves({"one": log, "two": log}, "x.png")
+    reports.training_curves({"mgp": pretraining}, "x.png")
+    assert [len(figure.axes) for figure in figures] == [3, 5, 2]  # the medium group is absent
+    groups = figures[0].axes[2]
+    assert [text.get_text() for text in groups.get_legend().get_texts()] == ["all", "many", "few"]
+    with pytest.raises(ValueError, match="no line with an update"):
+        reports.training_curves({"empty": write_log(tmp_path / "empty.jsonl", [])}, "x.png")
+
+
+def test_a_sweep_keeps_the_distances_of_numbers_and_sets_words_side_by_side(figures):
+    reports.sweep_plot([0, 1, 4], {"accuracy": [0.1, 0.2, None]}, "x.png", deviations={"accuracy": [0.01, None, None]})
+    reports.sweep_plot(["a", "b"], {"few": [0.1, 0.2]}, "x.png", paper={"few": [None, 0.3]})
+    numbers, words = (figure.axes[0] for figure in figures)
+    assert numbers.lines[0].get_xdata().tolist() == [0, 1, 4]
+    assert np.nan_to_num(numbers.lines[0].get_ydata(), nan=-1) == pytest.approx([10, 20, -1])
+    assert [label.get_text() for label in words.get_xticklabels()] == ["a", "b"]
+    assert any(line.get_markerfacecolor() == "none" for line in words.lines)
+    with pytest.raises(ValueError, match="2 results for 3 values"):
+        reports.sweep_plot([0, 1, 4], {"few": [0.1, 0.2]}, "x.png")
+
+
+def test_a_markdown_table_has_a_column_a_key_and_dashes_for_what_is_absent():
+    rows = [{"loss": "a|b", "all": 0.123456}, {"loss": "c<d>", "all": None, "images": 7}]
+    assert reports.markdown_table(rows).splitlines() == [
+        "| loss | all | images |",
+        "| --- | ---: | ---: |",
+        "| a\\|b | 0.1235 | – |",
+        "| c&lt;d&gt; | – | 7 |",
+    ]
+
+
+def test_a_report_folder_with_files_is_refused_unless_overwriting_is_asked(tmp_path):
+    assert reports.report_folder(tmp_path / "new").is_dir()
+    (tmp_path / "new" / "old.png").touch()
+    with pytest.raises(ValueError, match="has files in it"):
+        reports.report_folder(tmp_path / "new")
+    assert reports.report_folder(tmp_path / "new", overwrite=True) == tmp_path / "new"
+
+
+def magenta_report(folder):
+    Image.new("RGB", (300, 200), (255, 0, 255)).save(folder / "magenta.png")
+    tables = {"Results": [{"rule": "<b>argmax</b>", "few": 0.25}], "Classes": [{"class": i} for i in range(60)]}
+    page = reports.html_report(folder, "Report & <title>", tables, {"a picture": folder / "magenta.png"})
+    (folder / "magenta.png").unlink()  # what the page shows is in the page
+    return page
+
+
+def test_the_html_page_refers_to_nothing_outside_itself_and_runs_no_script(tmp_path):
+    text = magenta_report(tmp_path).read_text()
+    assert re.findall(r'(?:src|href)="(?!data:)', text) == []
+    assert "<script" not in text and "http://" not in text and "https://" not in text
+    assert "&lt;b&gt;argmax&lt;/b&gt;" in text and "<title>Report &amp; &lt;title&gt;</title>" in text
+    with pytest.raises(ValueError, match="not a picture"):
+        reports.html_report(tmp_path, "", {}, {"a table": tmp_path / "results.csv"})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_shows_the_pictures_of_the_page_without_a_console_message(tmp_path):
+    def visit(page, name):
+        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+        flags += " --disable-component-update --disable-sync --window-size=900,900 --enable-logging=stderr"
+        command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / name}"]
+        command += [f"--screenshot={tmp_path / name}.png", page.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        pixels = np.asarray(Image.open(tmp_path / f"{name}.png").convert("RGB"))
+        return (pixels == (255, 0, 255)).all(-1).sum(), done.stderr.count("CONSOLE")
+
+    page = magenta_report(tmp_path)
+    assert visit(page, "good") == (300 * 200, 0)
+    # The same eyes on a page that does refer elsewhere: the browser complains and shows nothing.
+    broken = tmp_path / "broken.html"
+    broken.write_text(re.sub(r'src="data:[^"]*"', 'src="elsewhere.png"', page.read_text()))
+    shown, complaints = visit(broken, "bad")
+    assert shown == 0 and complaints > 0
