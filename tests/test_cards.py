@@ -90,6 +90,14 @@ def test_the_model_index_holds_every_metric_that_was_measured():
     assert card.data.datasets == ["uoft-cs/cifar100"] and card.data.base_model == "org/micro-mgp"
 
 
+def test_a_multi_label_card_reports_precision_and_no_accuracy():
+    metrics = {"map": 0.31, "many": 0.5, "medium": 0.3, "few": None, "num_images": 50}
+    card = model_card(RESULTS | {"metrics": metrics, "posterior": None, "dataset": "photos"}, {}, "org/name")
+    assert row_of(card, "this model") == ["50.0", "30.0", "–", "31.0"]
+    assert {r.metric_type for r in card.data.eval_results} == {"mean_average_precision"}
+    assert "accuracy, %" not in card.text and 'prior="uniform"' not in card.text
+
+
 def test_eval_result_files_parse_back_to_the_same_numbers():
     files = eval_result_files(RESULTS)
     entries = parse_eval_result_entries(yaml.safe_load(files[".eval_results/cifar100.yaml"]))

@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -305,6 +307,16 @@ def test_a_token_in_a_file_stops_the_publication(run, hub, tmp_path, secret):
     with pytest.raises(ValueError, match="arguments.yaml looks as if it held a Hub token"):
         put(leaky, hub)
     assert not hub.repos
+
+
+def test_the_recipe_writes_the_publication_to_a_folder_or_says_what_is_wrong(run, tmp_path, monkeypatch, capsys):
+    recipe = str(Path(__file__).parents[1] / "recipes" / "publish.py")
+    monkeypatch.setattr("sys.argv", ["publish.py", str(run), "org/livt", "--folder", str(tmp_path / "publication")])
+    runpy.run_path(recipe, run_name="__main__")
+    assert {path.name for path in (tmp_path / "publication").iterdir()} >= {"README.md", "model.safetensors"}
+    assert "nothing uploaded" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is not empty; give an empty or a new folder"):
+        runpy.run_path(recipe, run_name="__main__")
 
 
 def test_an_unfinished_run_is_refused(tmp_path):

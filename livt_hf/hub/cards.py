@@ -32,6 +32,7 @@ DATASETS = {
 LOSSES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-entropy", "ce": "cross-entropy"}
 LOSSES |= {"bal_ce": "balanced cross-entropy"}
 GROUPS = ("many", "medium", "few", "accuracy")
+MULTI_LABEL_GROUPS = ("many", "medium", "few", "map")
 # metric -> (type in model-index, name in words)
 METRICS = {
     "accuracy": ("accuracy", "Top-1 accuracy"),
@@ -43,6 +44,12 @@ METRICS = {
     "worst_class_accuracy": ("accuracy", "Worst per-class accuracy"),
     "ece": ("ece", "Expected calibration error"),
     "mce": ("mce", "Maximum calibration error"),
+}
+MULTI_LABEL_METRICS = {
+    "map": ("mean_average_precision", "Mean average precision"),
+    "many": ("mean_average_precision", "Many-shot mean average precision"),
+    "medium": ("mean_average_precision", "Medium-shot mean average precision"),
+    "few": ("mean_average_precision", "Few-shot mean average precision"),
 }
 
 
@@ -67,8 +74,15 @@ def dataset_names(results: Mapping) -> tuple[str, str | None]:
     return (f"{title} (imbalance {gamma:g})" if gamma else title), hub_id
 
 
+def measured(results: Mapping) -> dict[str, tuple[str, str, float]]:
+    """The metrics that were measured, with type and name; a group without classes is left out."""
+    metrics = results["metrics"]
+    known = MULTI_LABEL_METRICS if "map" in metrics else METRICS
+    return {key: (*names, metrics[key]) for key, names in known.items() if metrics.get(key) is not None}
+
+
 def eval_results(results: Mapping, **source) -> list[EvalResult]:
-    """The measured metrics for the card's `model-index`; a group without classes is left out."""
+    """The measured metrics for the card's `model-index`."""
     title, hub_id = dataset_names(results)
     return [
         EvalResult(
@@ -78,11 +92,10 @@ def eval_results(results: Mapping, **source) -> list[EvalResult]:
             dataset_split=results.get("split"),
             metric_type=kind,
             metric_name=name,
-            metric_value=results["metrics"][metric],
+            metric_value=value,
             **source,
         )
-        for metric, (kind, name) in METRICS.items()
-        if results["metrics"].get(metric) is not None
+        for kind, name, value in measured(results).values()
     ]
 
 
@@ -95,11 +108,10 @@ def eval_result_files(results: Mapping) -> dict[str, str]:
         EvalResultEntry(
             dataset_id=hub_id,
             task_id=metric,
-            value=results["metrics"][metric],
+            value=value,
             notes=f"{name} on the {results['split']} split after training on {title}, as a fraction",
         )
-        for metric, (_, name) in METRICS.items()
-        if results["metrics"].get(metric) is not None
+        for metric, (_, name, value) in measured(results).items()
     ]
     text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
     return {f".eval_results/{hub_id.split('/')[-1]}.yaml": text}
@@ -153,7 +165,7 @@ def card_data(
         pipeline_tag="image-classification" if classifier else "image-feature-extraction",
         tags=tags + [f"arxiv:{PAPER_URL.rsplit('/', 1)[-1]}"],
         datasets=[hub_id] if hub_id else None,
-        metrics=["accuracy"] if classifier else None,
+        metrics=[next(iter(measured(results).values()))[0]] if classifier else None,
         model_name=repo_id.split("/")[-1],
         eval_results=eval_results(results, **(source or {})) if classifier and results.get("metrics") else None,
         **extra,
@@ -189,6 +201,11 @@ def _data(results: Mapping) -> str:
 
 def _results_sections(results: Mapping) -> dict:
     metrics, posterior = results["metrics"], results.get("posterior")
+    if "map" in metrics:
+        rows = [["this model", *(percent(metrics[group]) for group in MULTI_LABEL_GROUPS)]]
+        return dict(
+            evaluation=_evaluation(results), measure="mean average precision", accuracy_rows=rows, multi_label=True
+        )
     rows = [["this model, argmax z (the paper's rule)", *(percent(metrics.get(group)) for group in GROUPS)]]
     calibration = [["softmax(z), the authors' convention", percent(metrics.get("ece")), percent(metrics.get("mce"))]]
     if posterior:
@@ -205,13 +222,22 @@ def _results_sections(results: Mapping) -> dict:
         note += f". {paper['note']}" if "note" in paper else "."
         if "ece" in paper:
             calibration.append(["the paper, softmax(z)", f"{paper['ece']:.1f}", f"{paper['mce']:.1f}"])
-    evaluation = (
-        f"Measured on the {results['split']} split, {number(results['num_images'])} images; epoch {results['epoch']} "
-        f"of {results['epochs']}, selection: {results['selection']}; "
+    return dict(
+        evaluation=_evaluation(results),
+        measure="top-1 accuracy",
+        accuracy_rows=rows,
+        paper_note=note,
+        calibration_rows=calibration,
+    )
+
+
+def _evaluation(results: Mapping) -> str:
+    return (
+        f"Measured on the {results['split']} split, {number(results['num_images'])} images; epoch "
+        f"{results['epoch']:g} of {results['epochs']:g}, selection: {results['selection']}; "
         f"{'exponential moving average of the weights' if results['weights'] == 'ema' else 'plain weights'}; "
         f"seed {results['seed']}."
     )
-    return dict(evaluation=evaluation, accuracy_rows=rows, paper_note=note, calibration_rows=calibration)
 
 
 def _paper_row(results: Mapping) -> dict | None:
@@ -235,12 +261,13 @@ def _limits(results: Mapping) -> str:
     else:
         metrics = results["metrics"]
         worst = metrics.get("worst_class_accuracy")
-        if metrics.get("few") is not None:
+        if "map" not in metrics:
+            lines.append("It always names one of its classes, also for pictures of something else.")
+        if metrics.get("few") is not None and "map" not in metrics:
             lines.append(f"Few-shot classes are right {percent(metrics['few'])} % of the time: check them before use.")
         if worst is not None:
             lines.append(f"The worst class reaches {percent(worst)} %.")
-        lines.append("It always names one of its classes, also for pictures of something else.")
-        lines.append("Accuracies were measured on pictures from the same source as the training data.")
+        lines.append("The numbers were measured on pictures from the same source as the training data.")
     lines.append(f"Trained at {results['image_size']} px; other sizes interpolate positions and were not measured.")
     if results.get("seed") is not None:
         lines.append("One run with one seed.")
@@ -251,7 +278,7 @@ def _training(results: Mapping, arguments: Mapping) -> str:
     names = ("model_size", "epochs", "batch_size", "base_lr", "weight_decay", "layer_decay", "drop_path", "mask_ratio")
     names += ("loss", "tau", "test_prior", "mixup", "cutmix", "seed")
     lines = [f"- `{name}`: {arguments[name]}" for name in names if arguments.get(name) is not None]
-    if results.get("pretrained"):
+    if results.get("pretrained") not in (None, "none"):
         lines.append(f"- started from: `{results['pretrained']}`")
     if results.get("seconds"):
         lines.append(f"- duration: {results['seconds'] / 60:.0f} minutes")

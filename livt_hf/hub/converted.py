@@ -92,6 +92,7 @@ def converted_card(name: str, organisation: str = "org") -> ModelCard:
             f"{facts['reported_on']}, at their best epoch on that set. They were not measured again "
             "with the converted weights."
         ),
+        measure="top-1 accuracy",
         accuracy_rows=[["the paper", *(percent(results["metrics"][group]) for group in GROUPS)]],
         calibration_rows=_calibration(results["metrics"]),
         paper_note=paper.get("note"),
