@@ -111,45 +111,49 @@ class FinetuneAugmentation:
                 for step in self._colour_steps:
                     picture = step(picture)
                 result[i] = picture
-        return torch.from_numpy(result).permute(0, 3, 1, 2)
+        return torch.from_numpy(result).permute(0, 3, 1, 2).contiguous()
 
 
 def _offsets(numbers: np.ndarray, choices: np.ndarray | int) -> np.ndarray:
     return np.minimum((numbers * choices).astype(np.int64), choices - 1)
 
 
-def _crop_boxes(numbers: np.ndarray, height: int, width: int, scale: tuple[float, float]) -> np.ndarray:
+def _crop_boxes(numbers: np.ndarray, height: np.ndarray, width: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
     """Boxes (B, 4) of top, left, height, width by the rule of torchvision's RandomResizedCrop.
 
     Area uniform in `scale`, aspect ratio log-uniform in 3/4 .. 4/3, the first of ten tries that fits; failing all, the
     largest central box whose ratio is allowed.
     """
     numbers = numbers.reshape(len(numbers), CROP_TRIES, 4)
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * numbers[..., 0])
+    height, width = height[:, None], width[:, None]  # (B, 1)
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * numbers[..., 0])  # (B, tries)
     ratio = np.exp(np.log(3 / 4) + (np.log(4 / 3) - np.log(3 / 4)) * numbers[..., 1])
     w, h = np.rint(np.sqrt(area * ratio)).astype(np.int64), np.rint(np.sqrt(area / ratio)).astype(np.int64)
-    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)  # (B, tries)
-    tops = _offsets(numbers[..., 2], np.maximum(height - h + 1, 1))
-    lefts = _offsets(numbers[..., 3], np.maximum(width - w + 1, 1))
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+    top = _offsets(numbers[..., 2], np.maximum(height - h + 1, 1))
+    left = _offsets(numbers[..., 3], np.maximum(width - w + 1, 1))
     first = fits.argmax(axis=1)[:, None, None]
-    boxes = np.take_along_axis(np.stack([tops, lefts, h, w], axis=-1), first, axis=1)[:, 0]  # (B, 4)
+    boxes = np.take_along_axis(np.stack([top, left, h, w], axis=-1), first, axis=1)[:, 0]  # (B, 4)
 
-    central_w = min(width, max(1, round(height * 4 / 3)))
-    central_h = min(height, max(1, round(width / (3 / 4))))
-    fallback = [(height - central_h) // 2, (width - central_w) // 2, central_h, central_w]
-    return np.where(fits.any(axis=1)[:, None], boxes, fallback)
+    w = np.minimum(width, np.maximum(1, np.rint(height * (4 / 3)).astype(np.int64)))
+    h = np.minimum(height, np.maximum(1, np.rint(width * (4 / 3)).astype(np.int64)))
+    central = np.concatenate([(height - h) // 2, (width - w) // 2, h, w], axis=1)
+    return np.where(fits.any(axis=1)[:, None], boxes, central)
 
 
 def _resized_crops(images: Images, seed, epoch, indices, size: int, scale, flip: bool) -> torch.Tensor:
     numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, CROP_NUMBERS)
     mirrored = (numbers[:, -1] < 0.5) & flip
-    if isinstance(images, torch.Tensor):
-        boxes = _crop_boxes(numbers[:, :-1], *images.shape[-2:], scale)
+    one_size = isinstance(images, torch.Tensor)
+    shapes = [images.shape[-2:]] * len(images) if one_size else [image.shape[-2:] for image in images]
+    boxes = _crop_boxes(numbers[:, :-1], *np.array(shapes).T, scale)
+    if one_size:
         return _resize_small(images, boxes, mirrored, size)
     result = torch.empty(len(images), 3, size, size, dtype=torch.uint8)
-    for i, image in enumerate(images):
-        top, left, height, width = _crop_boxes(numbers[i : i + 1, :-1], *image.shape[-2:], scale)[0]
+    for i, (image, (top, left, height, width)) in enumerate(zip(images, boxes.tolist(), strict=True)):
         image = image[None, :, top : top + height, left : left + width]
+        # Colours side by side, as they come from the decoder: twice as fast as planes.
+        image = image.contiguous(memory_format=torch.channels_last)
         image = F.interpolate(image, size=(size, size), mode="bicubic", antialias=True)[0]
         result[i] = image.flip(-1) if mirrored[i] else image
     return result
@@ -208,15 +212,19 @@ def _resize_weights(start: np.ndarray, length: np.ndarray, source: int, size: in
     start, length = start[:, None, None].astype(np.float32), length[:, None, None].astype(np.float32)
     scale = length / size
     support = np.maximum(scale, 1)
-    centre = start + (np.arange(size, dtype=np.float32)[:, None] + 0.5) * scale
-    pixel = np.arange(source, dtype=np.float32) + 0.5
-    x = np.abs(pixel - centre) / support  # (B, size, source)
+    centre = start + (np.arange(size, dtype=np.float32)[:, None] + 0.5) * scale  # (B, size, 1)
+    taps = int(np.ceil(4 * support.max())) + 1  # only so many weights of a row are not 0
+    first = np.floor(centre - 2 * support)
+    pixel = first + np.arange(taps, dtype=np.float32)  # (B, size, taps)
+    x = np.abs(pixel + 0.5 - centre) / support
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
     weights = np.where(x < 1, near, np.where(x < 2, far, 0))
-    weights *= (pixel > start) & (pixel < start + length)
+    weights *= (pixel >= start) & (pixel < start + length)
     weights *= FIXED_POINT / weights.sum(axis=-1, keepdims=True)
-    return np.rint(weights)
+    rows = np.zeros((len(start), size, source + 2 * taps), dtype=np.float32)  # taps beyond the ends weigh 0
+    np.put_along_axis(rows, pixel.astype(np.int64) + taps, np.rint(weights), axis=-1)
+    return rows[..., taps : taps + source]
 
 
 def eval_processor(
@@ -277,7 +285,7 @@ class DeviceTransform:
         images = batch["pixel_values"]
         if self.mean.device != images.device:
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        images = (images - self.mean).div_(self.std)  # uint8 - float32 gives float32 in the same pass
+        images = images.float().sub_(self.mean).div_(self.std)  # one allocation; as the image processor does it
         if self.erase > 0:
             self._erase_some(images, batch["index"].cpu().numpy(), epoch)
         labels = batch["labels"]

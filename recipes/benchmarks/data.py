@@ -1,0 +1,245 @@
+"""The input pipelines and the splits against what people use otherwise, on one core, in the same run.
+
+Ours is the whole way from encoded bytes to normalised float32 batches; so is every peer.
+"""
+
+import io
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from datasets import ClassLabel, Dataset, Features, Image
+from PIL import Image as PILImage
+from timm.data import create_transform
+from timm.data.constants import IMAGENET_DEFAULT_MEAN as MEAN
+from timm.data.constants import IMAGENET_DEFAULT_STD as STD
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from livt_hf.data import (
+    DeviceTransform,
+    FinetuneAugmentation,
+    PretrainAugmentation,
+    class_counts,
+    exponential_counts,
+    long_tail_indices,
+    train_loader,
+)
+from livt_hf.data.labels import labels_of
+
+BATCH = 32
+BICUBIC = transforms.InterpolationMode.BICUBIC
+
+
+def run(quick: bool = False) -> list[dict]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return [*photos(Path(folder), quick), *small_images(quick), *splits(quick)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def picture(generator: np.random.RandomState, height: int, width: int) -> PILImage.Image:
+    """Shapes at several scales and some grain: compresses about as a photograph does."""
+    total = np.zeros((height, width, 3))
+    for cells in (3, 12, 48):
+        noise = PILImage.fromarray(generator.randint(0, 256, (cells, cells, 3), dtype=np.uint8))
+        total += np.asarray(noise.resize((width, height), PILImage.Resampling.BICUBIC), dtype=float) / cells**0.5
+    total += generator.normal(0, 6, total.shape)
+    return PILImage.fromarray(np.clip((total - total.min()) / np.ptp(total) * 255, 0, 255).astype(np.uint8))
+
+
+def as_dataset(encoded: list[bytes]) -> Dataset:
+    features = Features(image=Image(), label=ClassLabel(num_classes=2))
+    rows = {
+        "image": [{"bytes": data, "path": None} for data in encoded],
+        "label": [i % 2 for i in range(len(encoded))],
+    }
+    return Dataset.from_dict(rows, features=features)
+
+
+def encode(image: PILImage.Image, kind: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def photos(folder: Path, quick: bool) -> list[dict]:
+    count, repeats = (64, 3) if quick else (256, 7)
+    generator = np.random.RandomState(0)
+    encoded = [encode(picture(generator, 375, 500), "JPEG", quality=90) for _ in range(count)]
+    for i, data in enumerate(encoded):
+        (folder / str(i % 2)).mkdir(exist_ok=True)
+        (folder / str(i % 2) / f"{i}.jpg").write_bytes(data)
+    dataset = as_dataset(encoded)
+
+    pretrain = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(224, scale=(0.2, 1.0), interpolation=BICUBIC),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    finetune = create_transform(
+        224, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic", re_prob=0.25,
+        re_mode="pixel", mean=MEAN, std=STD, color_jitter=None,
+    )  # fmt: skip
+    rows = []
+    for stage, augmentation, erase, theirs in (
+        ("MGP", PretrainAugmentation(224), 0.0, pretrain),
+        ("BFT", FinetuneAugmentation(224), 0.25, finetune),
+    ):
+        ways = {
+            "ours": lambda a=augmentation, e=erase: our_batches(dataset, a, e),
+            "ImageFolder and Pillow (torchvision v1)": lambda t=theirs: DataLoader(
+                ImageFolder(folder, t), batch_size=BATCH, shuffle=True
+            ),
+            "datasets, set_transform and Pillow": lambda t=theirs: set_transform_batches(dataset, t),
+        }
+        rates, first = measure(ways, count, repeats)
+        rows += compared(f"{stage} input, 500x375 JPEG at 224 px, a core", rates, "images/s")
+        if stage == "MGP":
+            rows += compared("time to the first batch, 500x375 JPEG", first, "s", smaller_is_better=True)
+    return rows
+
+
+def small_images(quick: bool) -> list[dict]:
+    count, repeats = (2000, 3) if quick else (10_000, 5)
+    generator = np.random.RandomState(0)
+    dataset = as_dataset([encode(picture(generator, 32, 32), "PNG") for _ in range(count)])
+    theirs = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(32, scale=(0.2, 1.0), interpolation=BICUBIC),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    loader = train_loader(dataset, PretrainAugmentation(32), batch_size=BATCH * 4)  # decoded once, used every epoch
+    peer = "datasets, set_transform and Pillow, PNGs decoded every epoch"
+    ways = {"ours": lambda: normalised(loader), peer: lambda: set_transform_batches(dataset, theirs, BATCH * 4)}
+    rates, _ = measure(ways, count, repeats)
+    started = time.perf_counter()
+    next(our_batches(dataset, PretrainAugmentation(32), 0.0))
+    first = {"ours": time.perf_counter() - started}
+    started = time.perf_counter()
+    next(iter(set_transform_batches(dataset, theirs)))
+    first[peer] = time.perf_counter() - started
+    return [
+        *compared("CIFAR-size input, a core", rates, "images/s"),
+        *compared(f"time to the first batch, {count} CIFAR-size images (ours decodes all)", first, "s", True),
+    ]
+
+
+def our_batches(dataset: Dataset, augmentation, erase: float) -> Iterator[dict]:
+    return normalised(train_loader(dataset, augmentation, batch_size=BATCH), erase)
+
+
+def normalised(loader, erase: float = 0.0) -> Iterator[dict]:
+    transform = DeviceTransform(MEAN, STD, erase=erase)
+    for update, batch in enumerate(loader.epoch(0)):
+        yield transform(batch, epoch=0, update=update)
+
+
+def set_transform_batches(dataset: Dataset, transform, batch_size: int = BATCH) -> DataLoader:
+    def apply(rows: dict) -> dict:
+        return {"pixel_values": [transform(image.convert("RGB")) for image in rows["image"]], "label": rows["label"]}
+
+    return DataLoader(dataset.with_transform(apply), batch_size=batch_size, shuffle=True)
+
+
+def measure(ways: dict[str, Callable], count: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Images a second and time to the first batch: medians over rounds in which every way takes its turn."""
+    rates, firsts = {name: [] for name in ways}, {name: [] for name in ways}
+    for _ in range(repeats + 1):
+        for name, make in ways.items():
+            started = time.perf_counter()
+            batches = iter(make())
+            next(batches)
+            firsts[name].append(time.perf_counter() - started)
+            for _ in batches:
+                pass
+            rates[name].append(count / (time.perf_counter() - started))
+    # The first round is a warm-up.
+    return tuple({name: statistics.median(values[1:]) for name, values in part.items()} for part in (rates, firsts))
+
+
+def compared(question: str, values: dict[str, float], unit: str, smaller_is_better: bool = False) -> list[dict]:
+    """A row for each peer; a ratio above 1 is in our favour."""
+    ours = values["ours"]
+    return [
+        {
+            "question": question,
+            "ours": ours,
+            "peer": theirs,
+            "peer_name": name,
+            "ratio": theirs / ours if smaller_is_better else ours / theirs,
+            "unit": unit,
+        }
+        for name, theirs in values.items()
+        if name != "ours"
+    ]
+
+
+def splits(quick: bool) -> list[dict]:
+    """A derived split of a table as long as ImageNet with as many classes as iNaturalist 2018."""
+    rows, classes = 1_281_167, 8_142
+    labels = np.random.RandomState(0).permutation(np.arange(rows) % classes)
+    dataset = Dataset.from_dict({"label": labels}, features=Features(label=ClassLabel(num_classes=classes)))
+    counts = exponential_counts(classes, rows // classes, 100)
+
+    def ours() -> Dataset:
+        part = dataset.select(long_tail_indices(labels_of(dataset), counts))
+        assert class_counts(part).tolist() == counts.tolist()
+        return part
+
+    def row_loop(few: int) -> None:
+        by_class = {}
+        for i in range(few):
+            by_class.setdefault(dataset[i]["label"], []).append(i)
+
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        ours()
+        times.append(time.perf_counter() - started)
+    few = 10_000 if quick else 40_000
+    started = time.perf_counter()
+    row_loop(few)
+    loop = (time.perf_counter() - started) * rows / few
+    times = {"ours": statistics.median(times), f"a loop over rows, {few} of them timed and extrapolated": loop}
+    memory = {"ours": peak_memory(ours), "the bound this project set itself": 300.0}
+    size = f"{rows:,} rows x {classes:,} classes"
+    return [
+        *compared(f"derived split of {size}", times, "s", smaller_is_better=True),
+        *compared(f"its peak memory on top of the table, {size}", memory, "MB", smaller_is_better=True),
+    ]
+
+
+def peak_memory(work: Callable) -> float:
+    """Growth of the process's resident memory in MB while `work` runs, sampled every millisecond."""
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    done.set()
+    watcher.join()
+    return max(peak - before, 2**20) / 2**20  # memory that was already there and free counts as a megabyte
