@@ -139,11 +139,13 @@ class EvalArguments(DataArguments):
     threads: int | None = option(None, "CPU threads a process; default: the machine's cores shared out")
 
 
-def parse(cls, argv: list[str] | None = None, configs: Path | None = None):
-    """An instance of `cls` from the command line over `--config FILE` over the dataset's own config over the defaults.
+def parse(cls, argv: list[str] | None = None, configs: Path | None = None, underneath: Path | None = None):
+    """An instance of `cls` from the command line over a YAML file over the defaults.
 
-    `configs` holds the files `<stage>-<dataset>.yaml` used when no `--config` is given. YAML goes through the same
-    parser as the command line, so a type is checked in one place.
+    The file is `--config` or, without it, the dataset's own: `<stage>-<dataset>.yaml` in the folder `configs`. So a
+    config is complete over the defaults, which are the paper's. `underneath` is a file that lies below both: the
+    settings of a run to resume. YAML goes through the same parser as the command line, so a type is checked in one
+    place.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(cls, allow_abbrev=False, description=cls.__doc__)
@@ -153,7 +155,8 @@ def parse(cls, argv: list[str] | None = None, configs: Path | None = None):
     if config is None and configs is not None:
         named = configs / f"{cls.stage}-{given.dataset.replace('/', '-')}.yaml"
         config = named if named.exists() else None
-    values = _parse_known(parser, (yaml_argv(config, cls) if config else []) + argv)
+    files = [path for path in (underneath, config) if path is not None]
+    values = _parse_known(parser, [word for path in files for word in yaml_argv(path, cls)] + argv)
     return cls(**{f.name: getattr(values, f.name) for f in dataclasses.fields(cls)})
 
 
@@ -161,7 +164,8 @@ def yaml_argv(path: str | Path, cls) -> list[str]:
     """A YAML file as command-line words; unknown keys are errors."""
     if not Path(path).exists():
         raise SystemExit(f"the config file {path} does not exist.")
-    values = yaml.safe_load(Path(path).read_text()) or {}
+    # The base loader leaves every value as it is written: `mixed_precision: no` is "no", and 1e-3 needs no point.
+    values = yaml.load(Path(path).read_text(), Loader=yaml.BaseLoader) or {}
     if not isinstance(values, dict):
         raise SystemExit(f"{path} must hold 'option: value' lines, not a {type(values).__name__}.")
     names = [f.name for f in dataclasses.fields(cls)]
@@ -169,8 +173,10 @@ def yaml_argv(path: str | Path, cls) -> list[str]:
     for name, value in values.items():
         if name not in names:
             raise SystemExit(f"{path}: there is no option {name!r}{_nearest(name, names)}")
-        if value is not None:
-            argv += [f"--{name}", str(value)]
+        if not isinstance(value, str):
+            raise SystemExit(f"{path}: {name} must be a single value, not a {type(value).__name__}.")
+        if value not in ("", "~", "null"):
+            argv.append(f"--{name}={value}")
     return argv
 
 
@@ -182,7 +188,7 @@ def _parse_known(parser, argv: list[str]):
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         names = [action.dest for action in parser._actions]
-        word = unknown[0]
+        word = unknown[0].split("=")[0]
         raise SystemExit(f"there is no option {word!r}{_nearest(word.lstrip('-'), names, '--')}")
     return values
 

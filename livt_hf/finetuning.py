@@ -1,5 +1,6 @@
 """What the second stage needs around its model: where it starts, what it is measured by, which weights are kept."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from datasets import Dataset, DatasetDict
 from safetensors.torch import load_model, save_model
 from transformers import BaseImageProcessor
 
-from .arguments import FinetuneArguments
+from .arguments import DataArguments, FinetuneArguments
 from .commands import counts_summary, image_size, is_native, read_prior, size_name
 from .configuration_livit import LiViTConfig
 from .data import label_statistics, normalization
@@ -46,20 +47,24 @@ def inherited_options(argv: list[str]) -> list[str]:
         raise ValueError(f"there is no finished pretraining under {runs_folder()}; {_WITHOUT_PRETRAINING}")
     if not run.finished:
         return []
-    saved = run.arguments
-    names = [name for name in ("dataset", "source", "imbalance_factor", "model_size") if saved[name] is not None]
-    return [word for name in names for word in (f"--{name}", str(saved[name]))]
+    # The seed too: it decides which images a derived tail or a test split is made of.
+    names = [field.name for field in dataclasses.fields(DataArguments)] + ["model_size", "seed"]
+    saved = {name: run.arguments[name] for name in names if name != "num_workers"}
+    return [f"--{name}={value}" for name, value in saved.items() if value is not None]
 
 
 def resolve_pretrained(arguments: FinetuneArguments) -> None:
     """Fill in the newest finished pretraining of the same data and size where none is named."""
-    if arguments.pretrained is not None or arguments.resume:
+    if arguments.pretrained is not None:
         return
-    same = dict(dataset=arguments.dataset, model_size=arguments.model_size)
+    names = ("dataset", "model_size", "imbalance_factor", "rule", "images_per_class")
+    same = {name: getattr(arguments, name) for name in names}
     run = newest_finished("pretrain", **same)
     if run is None:
-        wanted = f"{arguments.model_size} on {arguments.dataset}"
-        raise ValueError(f"there is no finished pretraining of {wanted} under {runs_folder()}; {_WITHOUT_PRETRAINING}")
+        wanted = ", ".join(f"{name} {value}" for name, value in same.items() if value is not None)
+        raise ValueError(
+            f"there is no finished pretraining with {wanted} under {runs_folder()}; {_WITHOUT_PRETRAINING}"
+        )
     arguments.pretrained = str(run.folder)
 
 

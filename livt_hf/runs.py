@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 import yaml
@@ -121,12 +120,9 @@ def unfinished_run(arguments) -> Run | None:
 
 def parse_training(cls, argv: list[str] | None = None, configs: Path | None = None):
     """`parse`, with the settings of the run itself underneath where one is resumed."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parse(cls, argv, configs)
     run = unfinished_run(arguments) if arguments.resume else None
-    if run is not None and not any(word.split("=")[0] == "--config" for word in argv):
-        arguments = parse(cls, [*argv, "--config", str(run.folder / ARGUMENTS)])
-    return arguments
+    return arguments if run is None else parse(cls, argv, underneath=run.folder / ARGUMENTS)
 
 
 def check_same_settings(run: Run, arguments) -> None:
