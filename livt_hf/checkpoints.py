@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -59,9 +60,10 @@ def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) 
         accelerator.save_state(str(writing))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            files = {path.name: path.stat().st_size for path in writing.iterdir() if path.is_file()}
+            written = sorted(path for path in writing.rglob("*") if path.is_file())
+            files = {path.relative_to(writing).as_posix(): path.stat().st_size for path in written}
             (writing / STATE).write_text(json.dumps(state | {"files": files}))
-            _flush(writing)
+            _flush(*writing.rglob("*"), writing)
             os.replace(writing, folder)
             _flush(run.checkpoints)
     # torch.save and safetensors report a full disk in their own ways.
@@ -74,14 +76,15 @@ def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) 
         ) from error
     if accelerator.is_main_process:
         for old in checkpoints(run)[:-keep]:
-            shutil.rmtree(old)
+            # Renamed first: a kill while deleting must not leave half a checkpoint under the name of a whole one.
+            shutil.rmtree(old.rename(old.with_name(f".removing-{old.name}")))
     accelerator.wait_for_everyone()
 
 
 def load_checkpoint(accelerator: Accelerator, run: Run) -> dict | None:
     """Put everything back as it was at the newest checkpoint; None where there is none."""
     if accelerator.is_main_process and run.checkpoints.is_dir():
-        for leftover in run.checkpoints.glob(".writing-*"):
+        for leftover in [*run.checkpoints.glob(".writing-*"), *run.checkpoints.glob(".removing-*")]:
             shutil.rmtree(leftover)
     found = checkpoints(run)
     if not found:
@@ -96,7 +99,12 @@ def load_checkpoint(accelerator: Accelerator, run: Run) -> dict | None:
                 f"{path} has {actual} bytes instead of {size}: the checkpoint was damaged after it was written; "
                 f"delete {folder} to go on from the one before."
             )
-    accelerator.load_state(str(folder))
+    try:
+        accelerator.load_state(str(folder))
+    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"could not read {folder}: {error}; if it is damaged, delete it to go on from the one before."
+        ) from error
     return state
 
 
@@ -107,9 +115,9 @@ def _read_state(folder: Path) -> dict:
         raise CheckpointError(f"{folder} has no readable {STATE}; delete it to go on from the one before.") from error
 
 
-def _flush(folder: Path) -> None:
-    """Ask the disk to keep a folder and its files before anything relies on them."""
-    for path in [*folder.rglob("*"), folder]:
+def _flush(*paths: Path) -> None:
+    """Ask the disk to keep files and folders before anything relies on them."""
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)

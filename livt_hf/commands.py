@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, disable_progress_bars
+from transformers.utils.logging import disable_progress_bar
 
 from .arguments import DataArguments, TrainingArguments
 from .configuration_livit import PRESETS
@@ -27,6 +28,9 @@ def run_command(main: Callable[[], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for chatty in ("httpx", "httpcore", "accelerate", "datasets", "filelock", "matplotlib", "PIL"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if not sys.stderr.isatty():  # a log file gets plain lines
+        disable_progress_bars()
+        disable_progress_bar()
     try:
         main()
     except Interrupted:

@@ -5,22 +5,27 @@ import subprocess
 import sys
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
 
 def use_all_cores(device: torch.device, threads: int | None = None) -> None:
     """Give a CPU process its share of the cores: `accelerate launch` pins it to one, whatever the machine has."""
     if device.type == "cpu":
-        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(threads or max(1, share))
     else:
         torch.set_float32_matmul_precision("high")
 
 
 def choose_precision(asked: str) -> str:
-    """Accelerate's `mixed_precision`; "auto" is half precision on a GPU and none on a CPU."""
-    cpu = not torch.cuda.is_available() and not torch.backends.mps.is_available()
+    """Accelerate's `mixed_precision`; "auto" is half precision on a CUDA GPU and none elsewhere."""
+    cuda = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    cpu = not cuda and not torch.backends.mps.is_available()
     if asked == "auto":
-        return "no" if cpu else ("bf16" if torch.cuda.is_bf16_supported() else "fp16")
+        if not cuda:
+            return "no"
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     if cpu and asked == "fp16":
         raise ValueError("mixed_precision fp16 needs a GPU; use no.")
     if cpu and asked == "bf16" and not cpu_computes_bf16():

@@ -1,16 +1,19 @@
 """The one training loop of both stages, under Accelerate: exact to resume, the same on any number of processes."""
 
 import contextlib
+import dataclasses
 import logging
 import math
-import signal
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -22,14 +25,27 @@ from .devices import choose_precision, use_all_cores
 from .optim import WarmupCosine, layer_decay_groups, scaled_lr
 from .randomness import keyed_seed
 from .runs import Run, check_same_settings, new_run, unfinished_run
+from .stopping import StopOnSignal
 
 logger = logging.getLogger(__name__)
 
 
 def make_accelerator(arguments: TrainingArguments) -> Accelerator:
-    trackers = arguments.trackers.split(",") if arguments.trackers else None
+    trackers = arguments.trackers.split(",") if arguments.trackers else []
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in trackers:  # Accelerate leaves out in silence what is not installed
+        if tracker not in available:
+            raise ValueError(
+                f"the tracker {tracker!r} is not installed; install it or leave it out (log.jsonl is always written)."
+            )
     precision = choose_precision(arguments.mixed_precision)
-    accelerator = Accelerator(mixed_precision=precision, log_with=trackers, project_dir=arguments.output_dir or ".")
+    accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_dir=".")
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched and none sees the others: Accelerate wants ACCELERATE_USE_CPU=1 in "
+            "the environment for several processes without a GPU."
+        )
     use_all_cores(accelerator.device, arguments.threads)
     independent_of_processes(accelerator)
     return accelerator
@@ -49,7 +65,11 @@ def open_run(accelerator: Accelerator, arguments: TrainingArguments) -> Run:
             check_same_settings(run, arguments)
         found = [run]
     broadcast_object_list(found)
-    return found[0]
+    run = found[0]
+    accelerator.project_configuration.logging_dir = str(run.folder)
+    settings = {name: value for name, value in dataclasses.asdict(arguments).items() if value is not None}
+    accelerator.init_trackers("livt_hf", settings, {"wandb": {"name": str(run.folder)}})
+    return run
 
 
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
@@ -103,6 +123,8 @@ class Loop:
         self.total = arguments.epochs * self.per_epoch
         if arguments.max_steps is not None:
             self.total = min(self.total, arguments.max_steps)
+        if arguments.ema_decay is not None and accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError("ema_decay does not work with FSDP; leave one of the two out.")
         if arguments.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         if arguments.compile:
@@ -118,8 +140,6 @@ class Loop:
         )
         self.ema = None
         if arguments.ema_decay is not None:
-            if accelerator.distributed_type == DistributedType.FSDP:
-                raise ValueError("ema_decay does not work with FSDP; leave one of the two out.")
             self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(arguments.ema_decay))
             accelerator.register_for_checkpointing(self.ema)
         self.progress = Progress()
@@ -143,7 +163,7 @@ class Loop:
         self.progress = Progress(**state)
         if self.accelerator.is_main_process:
             self.run.rewind_log(self.progress.update)
-        logger.info("resuming %s at update %d of %d", self.run.folder, self.progress.update, self.total)
+            logger.info("resuming %s at update %d of %d", self.run.folder, self.progress.update, self.total)
         return True
 
     def fit(
@@ -152,8 +172,9 @@ class Loop:
         after_epoch: Callable[[int], dict | None] = lambda epoch: None,
     ) -> None:
         """Train to the end, or raise `Interrupted` after saving. `after_epoch` may return measurements to log."""
-        started, saved = time.monotonic() - self.progress.seconds, time.monotonic()
-        stopping = _StopOnSignal()
+        started = saved = time.monotonic()
+        seconds_before = self.progress.seconds
+        stopping = StopOnSignal(announce=self.accelerator.is_main_process)
         last = math.ceil(self.total / self.per_epoch)
         bar = tqdm(
             total=self.total,
@@ -172,7 +193,7 @@ class Loop:
                 for step in range(first, min(self.per_epoch, self.total - epoch * self.per_epoch)):
                     self._update(batches, epoch)
                     bar.update()
-                    self.progress.seconds = time.monotonic() - started
+                    self.progress.seconds = seconds_before + time.monotonic() - started
                     if self.progress.update % self.arguments.log_steps == 0 or self.progress.update == self.total:
                         bar.set_postfix(self._log())
                     if step == self.per_epoch - 1 or self.progress.update == self.total:
@@ -182,6 +203,7 @@ class Loop:
                     finished = self.progress.update == self.total
                     if stop or save or finished or self._at_save_step():
                         self._check_finite()
+                        self._check_weights()
                         save_checkpoint(
                             self.accelerator, self.run, vars(self.progress), self.arguments.save_total_limit
                         )
@@ -202,8 +224,9 @@ class Loop:
                 batch, epoch=epoch, update=update, micro=micro, rank=accelerator.process_index
             )
             last = micro == arguments.accumulation - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(self.model), accelerator.autocast():
-                loss = self.loss_of(self.model, batch, epoch) / arguments.accumulation
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+                with accelerator.autocast():
+                    loss = self.loss_of(self.model, batch, epoch) / arguments.accumulation
                 accelerator.backward(loss)
             total = total + loss.detach()
         if arguments.clip_grad is not None:
@@ -228,13 +251,19 @@ class Loop:
         losses = self._settle_losses()
         for offset, loss in enumerate(losses):
             if not math.isfinite(loss):
-                update = self.progress.update - len(losses) + offset + 1
-                kept = checkpoints(self.run)
-                rest = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-                raise FloatingPointError(
-                    f"the loss became {loss} at update {update}; {rest}. "
-                    "Lower base_lr or clip gradients (--clip_grad 1)."
-                )
+                self._diverged(f"the loss became {loss}", self.progress.update - len(losses) + offset + 1)
+
+    def _check_weights(self) -> None:
+        """A step from a finite loss may still leave the weights infinite: such a checkpoint would be of no use."""
+        if not all(weight.isfinite().all() for weight in self.model.parameters()):
+            self._diverged("the weights became infinite or NaN", self.progress.update)
+
+    def _diverged(self, what: str, update: int) -> NoReturn:
+        kept = checkpoints(self.run)
+        rest = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        raise FloatingPointError(
+            f"{what} at update {update}; {rest}. Lower base_lr or clip gradients (--clip_grad 1)."
+        )
 
     def _log(self) -> dict:
         self._check_finite()
@@ -284,25 +313,6 @@ class Loop:
     @property
     def _interactive(self) -> bool:
         return self.accelerator.is_main_process and sys.stderr.isatty()
-
-
-class _StopOnSignal:
-    """Turns the first SIGINT or SIGTERM into a request; a second one acts as usual."""
-
-    requested = False
-
-    def __enter__(self):
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number, frame):
-        self.requested = True
-        signal.signal(number, self._before[number])
-        logger.warning("stopping after this update; the run will be saved")
 
 
 def finish_run(loop: Loop, run: Run, processor, results: dict) -> None:

@@ -44,7 +44,6 @@ def main():
     with accelerator.main_process_first():
         data = load_data(arguments, arguments.seed)
     check_options(arguments, data)
-    run = open_run(accelerator, arguments)
     torch.manual_seed(arguments.seed)
 
     counts = class_counts(data["train"])
@@ -69,6 +68,7 @@ def main():
         num_classes=number_of_classes(data["train"]),
         seed=arguments.seed,
     )
+    run = open_run(accelerator, arguments)  # only now: what was refused above leaves no folder behind
     loop = Loop(
         accelerator,
         arguments,
@@ -86,7 +86,7 @@ def main():
         loop.bare_model.head.ib_active = epoch >= arguments.ib_warmup_epochs
 
     def after_epoch(epoch):
-        if (epoch + 1) % arguments.eval_epochs and epoch + 1 != arguments.epochs:
+        if (epoch + 1) % arguments.eval_epochs and loop.progress.update != loop.total:
             return None
         metrics = measure(loop.final_model, watched, processor, accelerator, arguments)["metrics"]
         if best is not None:

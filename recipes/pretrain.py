@@ -29,7 +29,6 @@ CONFIGS = Path(__file__).parent / "configs"
 def main():
     arguments = parse_training(PretrainArguments, configs=CONFIGS)
     accelerator = make_accelerator(arguments)
-    run = open_run(accelerator, arguments)
     torch.manual_seed(arguments.seed)
 
     size = image_size(arguments)
@@ -56,6 +55,7 @@ def main():
         noise = mask_noise(arguments.seed, epoch, batch["index"], accelerator.unwrap_model(model).num_patches)
         return model(batch["pixel_values"], noise=noise).loss
 
+    run = open_run(accelerator, arguments)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, arguments, run, model, loader, loss_of, DeviceTransform(mean, std, seed=arguments.seed))
     loop.resume()
     try:

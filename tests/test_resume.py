@@ -1,0 +1,157 @@
+"""A run can be killed at any moment and goes on as if nothing had happened."""
+
+import json
+import random
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from recipe_runs import TINY, RecipeRun, assert_same_weights, kill_at, make_pictures, slow_saving
+
+# Twelve updates; checkpoints and lines of the log fall on different ones. Everything that keeps a state is on.
+OPTIONS = {
+    "pretrain.py": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2",
+    "finetune.py": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2 --pretrained none "
+    "--drop_path 0.5 --mixup 0.8 --cutmix 1 --erase 0.5 --clip_grad 1 --eval_epochs 1",
+}
+STAGES = list(OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("resume")
+    make_pictures(place / "pictures")
+    return place
+
+
+@pytest.fixture(scope="module")
+def start(workplace):
+    """Start a stage in a folder of its own; whatever a failing test leaves running is killed."""
+    started = []
+
+    def start(stage: str, name: str, *more, **settings) -> RecipeRun:
+        options = ["--dataset", workplace / "pictures", *TINY, *OPTIONS[stage].split(), *more]
+        started.append(RecipeRun(stage, workplace / f"{stage}-{name}", *options, **settings))
+        return started[-1]
+
+    yield start
+    for run in started:
+        for process in run.processes:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(start) -> dict[str, Path]:
+    runs = {stage: start(stage, "uninterrupted") for stage in STAGES}
+    return {stage: run.finish().folder for stage, run in runs.items()}
+
+
+def log_of(folder: Path) -> list[dict]:
+    """The log without its speeds."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "images_per_second"} for line in lines]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert_same_weights(one, other)
+    assert log_of(one) == log_of(other)
+    results = [json.loads((folder / "results.json").read_text()) for folder in (one, other)]
+    assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def test_the_log_has_every_line_once(uninterrupted):
+    assert [line["update"] for line in log_of(uninterrupted["pretrain.py"])] == [3, 6, 9, 12]
+    finetuned = [(line["update"], "eval" in line) for line in log_of(uninterrupted["finetune.py"])]
+    # Evaluations follow the epochs of four updates each.
+    assert finetuned == [(3, False), (4, True), (6, False), (8, True), (9, False), (12, False), (12, True)]
+
+
+def killed_at_random_moments(start, stage: str, name: str, seed: int, kills: int, **settings) -> Path:
+    rng = random.Random(seed)
+    for kill in range(kills):
+        run = start(stage, name, *(["--resume"] if kill else []), **settings)
+        lines, delay = rng.randrange(1, 4), rng.uniform(0, 0.3)
+        run.wait_for(lambda run=run, lines=lines: run.logged() >= lines)
+        time.sleep(delay)
+        run.signal(signal.SIGKILL)
+        assert run.wait() in (-signal.SIGKILL, 0)
+        if (run.folder / "results.json").exists():
+            return run.folder
+    return start(stage, name, "--resume").finish().folder
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(start, uninterrupted, stage):
+    folder = killed_at_random_moments(start, stage, "killed", seed=0, kills=2)
+    assert_same_run(folder, uninterrupted[stage])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_killed_often_ends_like_one_that_was_not(start, uninterrupted, stage, seed):
+    # Saving takes most of the time, so most kills fall into it.
+    sabotage = (slow_saving, 0.1) if seed % 2 else (None,)
+    folder = killed_at_random_moments(start, stage, f"killed-{seed}", seed, kills=5, sabotage=sabotage)
+    assert_same_run(folder, uninterrupted[stage])
+
+
+KILLED_IN_A_SAVE = {
+    "before a file is flushed": ("pretrain.py", ("fsync", ".writing-step-4", 2), ".writing-step-4"),
+    "between writing and renaming": ("finetune.py", ("replace", "/checkpoints", 2), ".writing-step-4"),
+    "while an old checkpoint is deleted": ("pretrain.py", ("rmdir", "/checkpoints", 1), ".removing-step-2"),
+    "before the results are written": ("finetune.py", ("replace", "results.json", 1), "step-12"),
+}
+
+
+@pytest.mark.parametrize("moment", KILLED_IN_A_SAVE)
+def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupted, moment):
+    stage, where, left = KILLED_IN_A_SAVE[moment]
+    name = moment.replace(" ", "-")
+    killed = start(stage, name, sabotage=(kill_at, *where))
+    assert killed.wait() == -signal.SIGKILL
+    assert (killed.folder / "checkpoints" / left).exists()
+    assert not (killed.folder / "results.json").exists()
+    folder = start(stage, name, "--resume").finish().folder
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-10", "step-12"]
+    assert_same_run(folder, uninterrupted[stage])
+
+
+@pytest.mark.parametrize(
+    ("stage", "number", "more"),
+    [("pretrain.py", signal.SIGTERM, []), ("finetune.py", signal.SIGINT, ["--num_workers", "1"])],
+)
+def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(start, uninterrupted, stage, number, more):
+    run = start(stage, number.name, *more, "--save_steps", "1000")
+    run.wait_for(lambda: run.logged() >= 1)
+    run.signal(number)
+    run.signal(number)  # launchers pass a signal on to processes that had it already
+    assert run.wait() == 75
+    assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
+    command = re.search(rf"To go on:\n  accelerate launch recipes/{stage} (.*)", run.printed)[1]
+    assert shlex.split(command) == ["--resume", str(run.folder)]
+    # The command alone: all other settings are those of the run.
+    RecipeRun(stage, run.folder, "--resume").finish()
+    assert_same_run(run.folder, uninterrupted[stage])
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(start, uninterrupted):
+    killed = start("pretrain.py", "early", sabotage=(kill_at, "replace", "/checkpoints", 1))
+    assert killed.wait() == -signal.SIGKILL
+    assert_same_run(start("pretrain.py", "early", "--resume").finish().folder, uninterrupted["pretrain.py"])
+
+
+def test_a_finished_run_and_another_setting_are_not_resumed(start, uninterrupted):
+    again = start("pretrain.py", "uninterrupted", "--resume", output=uninterrupted["pretrain.py"].with_suffix(".no"))
+    assert again.wait() == 1
+    assert "is finished; there is nothing to resume" in again.printed
+    killed = start("finetune.py", "other", sabotage=(kill_at, "replace", "/checkpoints", 2))
+    killed.wait()
+    other = start("finetune.py", "other", "--resume", "--tau", "0.5", "--seed", "3", "--num_workers", "1")
+    assert other.wait() == 1
+    assert "seed was 0 and is now 3; tau was 1.0 and is now 0.5." in other.printed
+    assert "num_workers" not in other.printed
+    assert "Traceback" not in other.printed
