@@ -1,0 +1,63 @@
+"""How fast it is, against named peers in the same run.
+
+    python recipes/benchmark.py data            # input pipelines and splits
+    python recipes/benchmark.py pretrain        # MGP steps; also: finetune, launch, predict, metrics, growth
+    python recipes/benchmark.py all --output benchmark.json
+
+Ratios above 1 are in our favour. Numbers of one machine say little about another: run it on yours.
+"""
+
+import argparse
+import importlib
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from livt_hf.reports import markdown_table
+
+# Subcommand: module and function.
+BENCHMARKS = {
+    "data": ("data", "run"),
+    "pretrain": ("steps", "run_pretrain"),
+    "finetune": ("steps", "run_finetune"),
+    "launch": ("launch", "run"),
+    "predict": ("predict", "run"),
+    "metrics": ("metrics", "run"),
+    "growth": ("growth", "run"),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=[*BENCHMARKS, "all"])
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer and smaller rounds: shows that it runs, not how fast"
+    )
+    parser.add_argument("--output", default=None, help="JSON file for the rows")
+    arguments = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    rows = []
+    for name in BENCHMARKS if arguments.question == "all" else [arguments.question]:
+        module, function = BENCHMARKS[name]
+        rows += getattr(importlib.import_module(f"benchmarks.{module}"), function)(arguments.quick)
+    print(markdown_table([_readable(row) for row in rows]))
+    if arguments.output is not None:
+        Path(arguments.output).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def _readable(row: dict) -> dict:
+    def number(value) -> str:
+        return "-" if value is None else f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+    return {
+        "question": row["question"],
+        "ours": f"{number(row['ours'])} {row['unit']}",
+        "peer": f"{number(row['peer'])} ({row['peer_name']})",
+        "ratio": number(row["ratio"]),
+    }
+
+
+if __name__ == "__main__":
+    main()

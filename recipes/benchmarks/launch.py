@@ -1,0 +1,42 @@
+"""A whole `accelerate launch recipes/pretrain.py` against as many stock steps launched the same way.
+
+This is where one core of many is lost: `accelerate launch` pins a CPU process to one thread, and a script that does
+not know it stays there. Both run the same model and batch on the same pictures; the time is the training loop's own,
+without imports.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from benchmarks.measuring import compared
+
+HERE = Path(__file__).parent
+
+
+def run(quick: bool = False) -> list[dict]:
+    steps = 10 if quick else 60
+    rounds = 1 if quick else 3
+    ours, stock = [], []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            run_folder = Path(folder, "run")
+            _launch(
+                HERE.parent / "pretrain.py",
+                *("--max_steps", str(steps), "--output_dir", str(run_folder), "--save_minutes", "1000"),
+            )
+            ours.append(json.loads((run_folder / "results.json").read_text())["seconds"])
+            stock.append(float(_launch(HERE / "stock_pretrain.py", str(steps)).splitlines()[-1]))
+    times = {
+        "ours": sorted(ours)[rounds // 2],
+        "stock ViTMAE and DataLoader, launched alike": sorted(stock)[rounds // 2],
+    }
+    return compared(f"{steps} launched MGP updates of 128 glyphs, micro", times, "s", smaller_is_better=True)
+
+
+def _launch(script: Path, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = ["accelerate", "launch", str(script), *arguments]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout

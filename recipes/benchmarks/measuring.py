@@ -1,0 +1,59 @@
+"""How the benchmarks measure: ways take turns in one run, medians are kept, ratios above 1 are in our favour."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def median_seconds(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Every way takes its turn in every round, so that a busy moment of the machine meets all; round one warms up."""
+    times = {name: [] for name in ways}
+    for _ in range(repeats + 1):
+        for name, work in ways.items():
+            times[name].append(seconds(work))
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def compared(question: str, values: dict[str, float], unit: str, smaller_is_better: bool = False) -> list[dict]:
+    """A row for each peer of `values["ours"]`."""
+    ours = values["ours"]
+    return [
+        {
+            "question": question,
+            "ours": ours,
+            "peer": theirs,
+            "peer_name": name,
+            "ratio": theirs / ours if smaller_is_better else ours / theirs,
+            "unit": unit,
+        }
+        for name, theirs in values.items()
+        if name != "ours"
+    ]
+
+
+def peak_megabytes(work: Callable[[], object]) -> float:
+    """Growth of the process's resident memory while `work` runs, looked at every half millisecond."""
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.0005):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    done.set()
+    watcher.join()
+    return max(0, peak - before) / 2**20

@@ -1,0 +1,123 @@
+"""Whole training steps (forward, backward, AdamW) against stock models taking the same step."""
+
+from collections.abc import Callable
+
+import timm
+import torch
+from benchmarks.measuring import compared, median_seconds
+from timm.loss import BinaryCrossEntropy
+from torch import nn
+from transformers import ViTConfig, ViTForImageClassification, ViTMAEForPreTraining
+
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf.optim import layer_decay_groups
+
+# Preset, images a step.
+SHAPES = {"micro at 32 px": ("micro", 128), "ViT-S/16 at 224 px": ("small", 16)}
+
+
+def run_pretrain(quick: bool = False) -> list[dict]:
+    rows = []
+    for shape, (size, images) in list(SHAPES.items())[: 1 if quick else None]:
+        config = pretraining_config(size)
+        pixels = torch.randn(images, 3, config.image_size, config.image_size)
+        stock = _step(ViTMAEForPreTraining(config), lambda model, x=pixels: model(x).loss, fused=False)
+        ways = {"stock ViTMAEForPreTraining (sdpa)": stock}
+        for ratio in (1.0, 0.5, 0.25):
+            model = LiViTForPreTraining(config, decode_ratio=ratio)
+            ways[f"decode_ratio {ratio:g}"] = _step(model, lambda model, x=pixels: model(x).loss)
+        if not quick:
+            model = LiViTForPreTraining(config)
+            model.compile()
+            ways["decode_ratio 1, compiled"] = _step(model, lambda model, x=pixels: model(x).loss)
+        speed = {name: images / time for name, time in median_seconds(ways, 3 if quick else 7).items()}
+        theirs = speed.pop("stock ViTMAEForPreTraining (sdpa)")
+        for name, ours in speed.items():
+            question = f"MGP step, {shape}, {name}"
+            rows += compared(question, {"ours": ours, "stock ViTMAEForPreTraining (sdpa)": theirs}, "images/s")
+        share = speed["decode_ratio 1"] * _flops(config) / _gemm_peak()
+        bound = {"ours": share, "the GEMM peak measured in this run": 1.0}
+        rows += compared(f"share of the machine's peak, {shape}", bound, "of 1")
+    return rows
+
+
+def run_finetune(quick: bool = False) -> list[dict]:
+    rows = []
+    for shape, (size, images) in list(SHAPES.items())[: 1 if quick else None]:
+        config = LiViTConfig.preset(size, class_counts=[100] * 100)
+        pixels, labels = torch.randn(images, 3, config.image_size, config.image_size), torch.arange(images) % 100
+        sizes = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+        sizes |= {name: getattr(config, name) for name in ("intermediate_size", "image_size", "patch_size")}
+        peer = timm.create_model(
+            "vit_small_patch16_224",
+            img_size=config.image_size,
+            patch_size=config.patch_size,
+            embed_dim=config.hidden_size,
+            depth=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_classes=100,
+            global_pool="avg",
+        )
+        bce = BinaryCrossEntropy(smoothing=0.0)
+        ways = {
+            "ours": _step(LiViTForImageClassification(config), lambda m, x=pixels, y=labels: m(x, labels=y).loss),
+            "timm's ViT, BCE": _step(peer, lambda m, x=pixels, y=labels, loss=bce: loss(m(x), y), fused=False),
+            "stock ViTForImageClassification, CE": _step(
+                ViTForImageClassification(ViTConfig(num_labels=100, **sizes)),
+                lambda m, x=pixels, y=labels: m(x, labels=y).loss,
+                fused=False,
+            ),
+        }
+        times = median_seconds(ways, 3 if quick else 7)
+        rows += compared(f"BFT step, {shape}", {name: images / t for name, t in times.items()}, "images/s")
+    for classes in (1000, 8142):
+        rows += _bias_cost(classes, quick)
+    return rows
+
+
+def _bias_cost(classes: int, quick: bool) -> list[dict]:
+    """The same step with and without the logit bias: the bias is all that differs."""
+    size, images = ("micro", 32) if quick else ("tiny", 16)
+    config = LiViTConfig.preset(size, class_counts=[10] * classes)
+    pixels = torch.randn(images, 3, config.image_size, config.image_size)
+    labels = torch.arange(images) % classes
+    ways = {}
+    for name, loss in (("ours", "bal_bce"), ("the same model with plain BCE", "bce")):
+        model = LiViTForImageClassification(LiViTConfig.preset(size, class_counts=[10] * classes, loss=loss))
+        ways[name] = _step(model, lambda m: m(pixels, labels=labels).loss)
+    times = median_seconds(ways, 5 if quick else 15)
+    return compared(f"a Bal-BCE step, {size}, {classes:,} classes", times, "s", smaller_is_better=True)
+
+
+def _step(model: nn.Module, loss_of: Callable, fused: bool = True) -> Callable[[], None]:
+    model.train()
+    groups = layer_decay_groups(model, 0.05) if fused else model.parameters()
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=fused or None)
+
+    def step() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _flops(config) -> float:
+    """Floating-point operations of a training step for one image: three times the forward's matrix products."""
+
+    def blocks(layers: int, width: int, tokens: int) -> float:
+        return layers * (24 * width**2 * tokens + 4 * width * tokens**2)
+
+    patches = (config.image_size // config.patch_size) ** 2
+    visible = int(patches * (1 - config.mask_ratio))
+    pixels = config.patch_size**2 * config.num_channels
+    encoder = blocks(config.num_hidden_layers, config.hidden_size, visible + 1)
+    decoder = blocks(config.decoder_num_hidden_layers, config.decoder_hidden_size, patches + 1)
+    ends = 2 * visible * pixels * config.hidden_size + 2 * (patches - visible) * pixels * config.decoder_hidden_size
+    return 3 * (encoder + decoder + ends)
+
+
+def _gemm_peak(side: int = 1024) -> float:
+    """Operations a second of a large float32 matrix product."""
+    a, b = torch.randn(side, side), torch.randn(side, side)
+    return 2 * side**3 / median_seconds({"product": lambda: a @ b}, 9)["product"]
