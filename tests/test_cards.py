@@ -98,6 +98,14 @@ def test_a_multi_label_card_reports_precision_and_no_accuracy():
     assert "accuracy, %" not in card.text and 'prior="uniform"' not in card.text
 
 
+def test_the_card_promises_probabilities_only_where_the_loss_gives_them():
+    ldam = model_card(RESULTS | {"loss": "ldam", "posterior": None}, {}, "org/name").text
+    assert "model.probabilities" not in ldam and "not probabilities under any prior" in ldam
+    assert "bias that depends on the class counts" not in ldam
+    plain = model_card(RESULTS | {"loss": "ce"}, {}, "org/name").text
+    assert "model.probabilities" in plain and "favour the classes that were frequent" in plain
+
+
 def test_eval_result_files_parse_back_to_the_same_numbers():
     files = eval_result_files(RESULTS)
     entries = parse_eval_result_entries(yaml.safe_load(files[".eval_results/cifar100.yaml"]))

@@ -144,7 +144,8 @@ def model_card(
     data.library_name = form
     if results["stage"] == "pretrain":
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
-    return render("classifier", data, form=form, **common, **_results_sections(results))
+    common |= dict(form=form, balanced=results["loss"].startswith("bal_"))
+    return render("classifier", data, **common, **_results_sections(results))
 
 
 def render(name: str, data: ModelCardData, /, **context) -> ModelCard:
@@ -204,7 +205,11 @@ def _results_sections(results: Mapping) -> dict:
     if "map" in metrics:
         rows = [["this model", *(percent(metrics[group]) for group in MULTI_LABEL_GROUPS)]]
         return dict(
-            evaluation=_evaluation(results), measure="mean average precision", accuracy_rows=rows, multi_label=True
+            evaluation=_evaluation(results),
+            measure="mean average precision",
+            accuracy_rows=rows,
+            multi_label=True,
+            posterior=True,
         )
     rows = [["this model, argmax z (the paper's rule)", *(percent(metrics.get(group)) for group in GROUPS)]]
     calibration = [["softmax(z), the authors' convention", percent(metrics.get("ece")), percent(metrics.get("mce"))]]
@@ -225,6 +230,7 @@ def _results_sections(results: Mapping) -> dict:
     return dict(
         evaluation=_evaluation(results),
         measure="top-1 accuracy",
+        posterior=bool(posterior),
         accuracy_rows=rows,
         paper_note=note,
         calibration_rows=calibration,
@@ -234,7 +240,7 @@ def _results_sections(results: Mapping) -> dict:
 def _evaluation(results: Mapping) -> str:
     return (
         f"Measured on the {results['split']} split, {number(results['num_images'])} images; epoch "
-        f"{results['epoch']:g} of {results['epochs']:g}, selection: {results['selection']}; "
+        f"{results['epoch']:.3g} of {results['epochs']:g}, selection: {results['selection']}; "
         f"{'exponential moving average of the weights' if results['weights'] == 'ema' else 'plain weights'}; "
         f"seed {results['seed']}."
     )
@@ -281,7 +287,7 @@ def _training(results: Mapping, arguments: Mapping) -> str:
     if results.get("pretrained") not in (None, "none"):
         lines.append(f"- started from: `{results['pretrained']}`")
     if results.get("seconds"):
-        lines.append(f"- duration: {results['seconds'] / 60:.0f} minutes")
+        lines.append(f"- duration: {results['seconds'] / 60:.1f} minutes")
     lines += [f"- {name} {version}" for name, version in (results.get("versions") or {}).items()]
     if results.get("git_revision"):
         lines.append(f"- livt_hf revision: `{results['git_revision']}`")

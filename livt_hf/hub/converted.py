@@ -93,6 +93,8 @@ def converted_card(name: str, organisation: str = "org") -> ModelCard:
             "with the converted weights."
         ),
         measure="top-1 accuracy",
+        balanced=True,
+        posterior=True,
         accuracy_rows=[["the paper", *(percent(results["metrics"][group]) for group in GROUPS)]],
         calibration_rows=_calibration(results["metrics"]),
         paper_note=paper.get("note"),
