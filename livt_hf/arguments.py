@@ -35,6 +35,12 @@ class DataArguments:
     num_workers: int = option(0, "data loading processes for each training process")
 
 
+_COUNTS = {
+    "epochs", "batch_size", "accumulation", "image_size", "patch_size", "max_steps", "save_steps", "save_total_limit",
+    "log_steps", "eval_epochs", "threads",
+}  # fmt: skip
+
+
 @dataclass
 class TrainingArguments(DataArguments):
     """What both stages share."""
@@ -74,6 +80,11 @@ class TrainingArguments(DataArguments):
     push_to_hub: bool = option(False, "publish the finished run")
     hub_model_id: str | None = option(None, "organisation/name on the Hub")
     hub_private: bool = option(False, "make the Hub repository private")
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if name in _COUNTS and value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
 
 
 @dataclass

@@ -1,0 +1,282 @@
+"""The configs: they parse, say how they are run and what the paper got, agree with it, and run (shrunk)."""
+
+import dataclasses
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from PIL import Image
+
+from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
+from livt_hf.configuration_livit import PRESETS, pretraining_config
+from livt_hf.losses import LOSSES
+from livt_hf.optim import scaled_lr
+from livt_hf.paper import paper_table
+from livt_hf.runs import Run
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "recipes" / "configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+OF_THE_PAPER = [name for name in NAMES if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt)", name)]
+STAGES = {"pretrain": PretrainArguments, "finetune": FinetuneArguments}
+TRAIN_IMAGES = {
+    "imagenet-lt": 115_846, "imagenet-bal": 160_000, "imagenet-1k": 1_281_167, "inat18": 437_513, "places-lt": 62_500,
+    "cifar10-lt": 12_406, "cifar100-lt": 10_847,
+}  # fmt: skip
+
+
+def stage_of(name: str) -> str:
+    return name.split("-")[0]
+
+
+def settings(name: str, *argv: str):
+    return parse(STAGES[stage_of(name)], ["--config", str(CONFIGS / f"{name}.yaml"), *argv])
+
+
+def header(name: str) -> list[str]:
+    lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
+    return [line.removeprefix("#").removeprefix(" ") for line in lines if line.startswith("#")]
+
+
+def commands(name: str) -> list[list[str]]:
+    """The words of every command in a header, lines that end in a backslash joined."""
+    text = "\n".join(header(name)).replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith("accelerate launch ")]
+
+
+def train_images(arguments) -> int:
+    return 1000 * (arguments.images_per_class or 0) or TRAIN_IMAGES[arguments.dataset]
+
+
+# What a config says of itself
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_parses_under_its_stage_and_is_named_after_its_dataset(name):
+    arguments = settings(name)
+    assert name == f"{stage_of(name)}-{arguments.dataset}" or name.startswith(f"{stage_of(name)}-{arguments.dataset}-")
+    assert getattr(arguments, "loss", "ce") in LOSSES
+    given = yaml.load((CONFIGS / f"{name}.yaml").read_text(), Loader=yaml.BaseLoader)
+    assert list(given)[0] == "dataset"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "glyphs" not in name])
+def test_a_header_has_commands_for_one_machine_and_several_that_accelerate_and_the_recipe_take(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = commands(name)
+    machines = set()
+    for words in found:
+        launch = launch_command_parser().parse_args([word.replace("RANK", "0") for word in words[2:]])
+        machines.add(launch.num_machines or 1)
+        assert launch.training_script == f"recipes/{stage_of(name)}.py"
+        options = launch.training_script_args
+        assert options[options.index("--config") + 1] == f"recipes/configs/{name}.yaml"
+        arguments = parse(STAGES[stage_of(name)], options)
+        parts = (launch.num_processes or 1) * arguments.accumulation
+        assert arguments.batch_size % (2 * parts) == 0  # mixup pairs the images of a micro-batch
+    assert machines == {1, 2}
+    assert any(line.startswith("Needs: ") for line in header(name))
+    assert any(line.startswith("Paper") for line in header(name))
+
+
+@pytest.mark.parametrize("name", OF_THE_PAPER)
+def test_the_paper_s_numbers_in_a_header_are_those_of_its_table(name):
+    found = [re.fullmatch(r"Paper \(tab:([\w-]+)(?:; (.*))?\): (.*)", line) for line in header(name)]
+    found = [match.groups() for match in found if match]
+    assert found or stage_of(name) == "pretrain"
+    for table, changed, numbers in found:
+        changed = dict(change.split(" ", 1) for change in changed.split(", ")) if changed else {}
+        options = {key: value for key, value in changed.items() if key not in ("method", "pretrain_dataset")}
+        arguments = settings(name, *[word for key, value in options.items() for word in (f"--{key}", value)])
+        wanted = dataclasses.asdict(arguments) | changed | options
+        rows = [row for row in paper_table(table) if all(same(row[key], wanted[key]) for key in row if key in wanted)]
+        assert len(rows) == 1, (table, changed, rows)
+        for part in numbers.split(", "):
+            key, value = part.split(" ")
+            assert rows[0]["accuracy" if key == "all" else key] == float(value)
+
+
+def same(one, other) -> bool:
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one == other
+
+
+def macs(arguments) -> float:
+    """Multiplications of a forward pass for one image: attention and MLP of every block, and the projections."""
+
+    def blocks(tokens: int, width: int, layers: int) -> float:
+        return layers * (12 * width**2 * tokens + 2 * tokens**2 * width)
+
+    preset = PRESETS[arguments.model_size]
+    width, layers, patch = preset["hidden_size"], preset["num_hidden_layers"], preset["patch_size"]
+    patches = (arguments.image_size // patch) ** 2
+    pixels = 3 * patch**2
+    if arguments.stage == "finetune":
+        return blocks(patches + 1, width, layers) + patches * width * pixels
+    decoder = pretraining_config(arguments.model_size)
+    visible = int(patches * (1 - arguments.mask_ratio)) + 1
+    inner = decoder.decoder_hidden_size
+    decoding = blocks(patches + 1, inner, decoder.decoder_num_hidden_layers) + patches * inner * pixels
+    return blocks(visible, width, layers) + patches * width * pixels + visible * width * inner + decoding
+
+
+@pytest.mark.parametrize("name", OF_THE_PAPER)
+def test_gpu_hours_are_the_authors_94_for_inat18_scaled_by_arithmetic(name):
+    def work(arguments) -> float:
+        return train_images(arguments) * arguments.epochs * macs(arguments)
+
+    (needs,) = [line for line in header(name) if line.startswith("Needs: ")]
+    said = float(re.search(r"([\d.]+) GPU-hours", needs)[1])
+    assert said == pytest.approx(94 * work(settings(name)) / work(settings("finetune-inat18")), rel=0.03)
+
+
+# What a config sets
+
+PAPER_SETTINGS = {  # tab:exp_settings, row by row: ImageNet-LT, iNaturalist 2018, Places-LT
+    "pretrain": {
+        "epochs": (800, 800, 800),
+        "warmup_epochs": (40, 40, 40),
+        "batch_size": (4096, 4096, 4096),
+        "adam_beta2": (0.95, 0.95, 0.95),
+        "base_lr": (1.5e-4, 1.5e-4, 1.5e-4),
+        "min_lr": (0, 0, 0),
+        "weight_decay": (0.05, 0.05, 0.05),
+        "mask_ratio": (0.75, 0.75, 0.75),
+        "image_size": (224, 128, 224),
+    },
+    "finetune": {
+        "epochs": (100, 100, 30),
+        "warmup_epochs": (10, 10, 5),
+        "batch_size": (1024, 1024, 1024),
+        "adam_beta2": (0.99, 0.99, 0.99),
+        "base_lr": (1e-3, 1e-3, 1e-3),
+        "min_lr": (1e-6, 1e-6, 1e-6),
+        "weight_decay": (0.05, 0.05, 0.05),
+        "layer_decay": (0.75, 0.75, 0.75),
+        "image_size": (224, 224, 224),
+        "drop_path": (0.1, 0.2, 0.1),
+        "tau": (1, 1, 1.05),
+        # tab:augmentations
+        "augmentation": ("rand_augment",) * 3,
+        "mixup": (0.8,) * 3,
+        "cutmix": (1.0,) * 3,
+        "erase": (0.25,) * 3,
+        "loss": ("bal_bce",) * 3,
+    },
+}
+# Places-LT is pretrained on ImageNet-1K.
+BENCHMARKS = {
+    "pretrain": ("imagenet-lt", "inat18", "imagenet-1k"),
+    "finetune": ("imagenet-lt", "inat18", "places-lt"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("column", range(3))
+def test_a_dataset_s_own_config_has_the_settings_of_the_appendix(stage, column):
+    arguments = parse(STAGES[stage], ["--dataset", BENCHMARKS[stage][column]], CONFIGS)
+    wanted = {key: values[column] for key, values in PAPER_SETTINGS[stage].items()}
+    assert {key: getattr(arguments, key) for key in wanted} == wanted
+    assert (arguments.model_size, arguments.flip, arguments.clip_grad) == ("base", True, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr"),
+    [
+        ("pretrain-imagenet-lt", 2.4e-3),
+        ("finetune-imagenet-lt", 4e-3),
+        ("finetune-imagenet-lt-vit", 1.6e-3),
+        ("finetune-imagenet-lt-deit3", 3e-3),  # as DeiT III states it, for its 2048 images
+        ("pretrain-cifar100-lt", 1e-3),
+    ],
+)
+def test_the_rate_an_update_uses_is_the_base_rate_for_256_images(name, lr):
+    arguments = settings(name)
+    assert scaled_lr(arguments.base_lr, arguments.batch_size) == pytest.approx(lr)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "glyphs" not in name])
+def test_a_config_leaves_updates_to_make_after_its_warm_up(name):
+    arguments = settings(name)
+    assert arguments.batch_size <= train_images(arguments)
+    assert arguments.warmup_epochs < arguments.epochs / 4
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("-384")])
+def test_a_384_config_differs_from_its_224_one_in_resolution_alone(name):
+    plain, larger = settings(name.removesuffix("-384")), settings(name)
+    assert dataclasses.replace(plain, image_size=384) == larger
+
+
+def test_the_readme_lists_every_config_with_the_numbers_of_its_header():
+    rows = re.findall(r"\| \[.*\]\(([\w-]+)\.yaml\) \| .* \| (.*) \| (.*) \|", (CONFIGS / "README.md").read_text())
+    assert sorted(name for name, _, _ in rows) == NAMES
+    for name, accuracy, hours in rows:
+        text = "\n".join(header(name))
+        assert re.findall(r"all ([\d.]+)", text)[:1] == re.findall(r"^[\d.]+$", accuracy)
+        assert re.findall(r"^Needs:.* ([\d.]+) GPU-hours", text, re.M) == re.findall(r"^[\d.]+$", hours)
+
+
+# Three updates of every config, its model and pictures shrunk
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """An image folder of three classes: 6 training and 3 test pictures each, of 40 x 36 pixels."""
+    folder, rng = tmp_path_factory.mktemp("configs") / "pictures", np.random.RandomState(0)
+    for split, count in (("train", 6), ("test", 3)):
+        for label in range(3):
+            place = folder / split / f"class{label}"
+            place.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(rng.randint(0, 256, (36, 40, 3), dtype=np.uint8)).save(place / f"{number}.jpg")
+    return folder
+
+
+@pytest.fixture
+def shrunk(pictures, monkeypatch):
+    """Runs a config once, for three updates, with a model of two layers and patches of 4; 224 pixels become 32."""
+    runs = pictures.with_name("runs")
+    small = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=4)
+    monkeypatch.setitem(PRESETS, "micro", small)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", pictures.with_name("cache"))
+
+    def run(name: str) -> Run:
+        arguments, result = settings(name), Run(runs / name)
+        if result.finished:
+            return result
+        size = {None: 32, 128: 16, 224: 32, 384: 56}[arguments.image_size]
+        options = f"--dataset {pictures} --imbalance_factor 2 --images_per_class 6 --output_dir {result.folder}"
+        options += f" --model_size micro --image_size {size} --batch_size 8 --threads 1 --max_steps 3"
+        argv = ["--config", str(CONFIGS / f"{name}.yaml"), *options.split()]
+        if arguments.stage == "finetune" and arguments.pretrained is None:
+            own = f"pretrain-{arguments.dataset}"
+            argv += ["--pretrained", str(run(own if own in NAMES else "pretrain-imagenet-1k").folder)]
+        recipe = ROOT / "recipes" / f"{stage_of(name)}.py"
+        monkeypatch.setattr(sys, "argv", [str(recipe), *argv])
+        runpy.run_path(str(recipe))["main"]()
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_updates_of_a_config_shrunk_end_with_results(name, shrunk):
+    run, wanted = shrunk(name), settings(name)
+    assert run.results["updates"] == 3
+    assert run.results["weights"] == ("model" if wanted.ema_decay is None else "ema")
+    for key in ("loss", "optimizer", "augmentation", "mixup", "epochs", "base_lr"):
+        assert run.arguments.get(key) == getattr(wanted, key, None)
+    if stage_of(name) == "finetune":
+        assert run.results["num_images"] == 9
+        assert 0 <= run.results["metrics"]["accuracy"] <= 1
