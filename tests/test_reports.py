@@ -105,7 +105,7 @@ def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
     metrics, pairs = measured(10, images_a_class=5)
     table = metrics.per_class()
     picture = np.random.default_rng(0).random((8, 8, 3))
-    samples = {i: [(picture, "a caption")] * 3 for i in range(10)}
+    samples = {i: [picture] * 3 for i in range(10)}
     paths = [
         reports.reliability_diagram(metrics.bins, tmp_path / "new" / "reliability.png"),
         reports.accuracy_by_frequency(table, tmp_path / "accuracy.png"),
@@ -114,7 +114,7 @@ def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
         reports.bias_curves(tmp_path / "curves.png"),
         reports.bias_by_gamma(tmp_path / "gamma.png"),
         reports.class_distribution([9, 4, 1], tmp_path / "distribution.png"),
-        reports.sweep_plot(["ce", "bce"], {"accuracy": [0.4, None]}, tmp_path / "sweep.png"),
+        reports.sweep_plot([{"variant": "ce", "many": 40}], tmp_path / "sweep.png", "loss"),
     ]
     for path in paths:
         assert min(size_of(path)) > 100
@@ -168,6 +168,12 @@ def test_the_best_and_the_worst_classes_are_those_of_highest_and_lowest_accuracy
     rows = [{"class": i, "accuracy": a, "confidence": 0.5} for i, a in enumerate([0.5, None, 1.0, 0.0, 0.7])]
     assert reports.best_and_worst_classes(rows, 1) == ([2], [3])
     assert reports.best_and_worst_classes(rows, 5) == ([2, 4], [3, 0])
+    assert reports.best_and_worst_classes(rows[:1], 5) == ([0], [])
+
+
+def test_a_faultless_model_has_a_picture_of_confusions_that_says_so(figures):
+    reports.confused_classes([], "x.png")
+    assert figures[0].texts[0].get_text() == "no test image is taken for another class"
 
 
 def write_log(path, rows, end=""):
@@ -200,15 +206,19 @@ def test_one_run_shows_its_groups_together_and_several_runs_a_panel_a_group(tmp_
 
 
 def test_a_sweep_keeps_the_distances_of_numbers_and_sets_words_side_by_side(figures):
-    reports.sweep_plot([0, 1, 4], {"accuracy": [0.1, 0.2, None]}, "x.png", deviations={"accuracy": [0.01, None, None]})
-    reports.sweep_plot(["a", "b"], {"few": [0.1, 0.2]}, "x.png", paper={"few": [None, 0.3]})
+    rows = [{"variant": v, "accuracy": a, "accuracy_deviation": 1.5} for v, a in (("0", 10), ("1", 20), ("4", None))]
+    reports.sweep_plot(rows, "x.png", "tau")
+    rows = [{"variant": "ce", "few": 10, "paper": None}, {"variant": "bal_bce", "few": 20, "paper": {"few": 30}}]
+    reports.sweep_plot(rows, "x.png", "loss", title="losses")
     numbers, words = (figure.axes[0] for figure in figures)
     assert numbers.lines[0].get_xdata().tolist() == [0, 1, 4]
-    assert np.nan_to_num(numbers.lines[0].get_ydata(), nan=-1) == pytest.approx([10, 20, -1])
-    assert [label.get_text() for label in words.get_xticklabels()] == ["a", "b"]
-    assert any(line.get_markerfacecolor() == "none" for line in words.lines)
-    with pytest.raises(ValueError, match="2 results for 3 values"):
-        reports.sweep_plot([0, 1, 4], {"few": [0.1, 0.2]}, "x.png")
+    assert np.nan_to_num(numbers.lines[0].get_ydata(), nan=-1).tolist() == [10, 20, -1]
+    assert [label.get_text() for label in words.get_xticklabels()] == ["ce", "bal_bce"]
+    hollow = [line for line in words.lines if line.get_markerfacecolor() == "none"]
+    assert np.nan_to_num(hollow[0].get_ydata(), nan=-1).tolist() == [-1, 30]
+    assert [text.get_text() for text in figures[1].legends[0].get_texts()] == ["few", "paper"]
+    with pytest.raises(ValueError, match="no row has an accuracy"):
+        reports.sweep_plot([{"variant": "ce", "few": None}], "x.png", "loss")
 
 
 def test_a_markdown_table_has_a_column_a_key_and_dashes_for_what_is_absent():
@@ -219,14 +229,6 @@ def test_a_markdown_table_has_a_column_a_key_and_dashes_for_what_is_absent():
         "| a\\|b | 0.1235 | – |",
         "| c&lt;d&gt; | – | 7 |",
     ]
-
-
-def test_a_report_folder_with_files_is_refused_unless_overwriting_is_asked(tmp_path):
-    assert reports.report_folder(tmp_path / "new").is_dir()
-    (tmp_path / "new" / "old.png").touch()
-    with pytest.raises(ValueError, match="has files in it"):
-        reports.report_folder(tmp_path / "new")
-    assert reports.report_folder(tmp_path / "new", overwrite=True) == tmp_path / "new"
 
 
 def magenta_report(folder):

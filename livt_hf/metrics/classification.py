@@ -17,8 +17,8 @@ from .groups import GROUPS, as_counts, check_labels, check_scores, shot_groups
 # Confidences are summed as multiples of 2^-32: integers add to the same sum in any order, on any number of processes,
 # and the rounding is far below that of a float32 confidence. 2^31 images fit.
 _ONE = 2**32
-# Logits are read in blocks of 1 MiB, which stay in the cache from one reduction to the next.
-_BLOCK = 2**18
+# Logits are read in blocks of 4 MiB, which the cache keeps from one reduction to the next.
+_BLOCK = 2**20
 
 
 class LongTailMetrics:

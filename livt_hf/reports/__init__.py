@@ -9,7 +9,7 @@ from .classes import (
     reliability_diagram,
 )
 from .curves import read_log, sweep_plot, training_curves
-from .page import html_report, markdown_table, report_folder
+from .page import html_report, markdown_table
 from .sheets import contact_sheet, reconstruction_sheet
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "read_log",
     "reconstruction_sheet",
     "reliability_diagram",
-    "report_folder",
     "sweep_plot",
     "training_curves",
 ]

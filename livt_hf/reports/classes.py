@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .sheets import draw_labelled_rows
+from .sheets import labelled_rows
 from .style import BLUE, GROUP_COLOURS, SKY, VERMILLION, label_classes, new_figure, plain, save, shade_groups, shorten
 
 _NAMED = 40  # so many classes have room for a marker and a name each
@@ -89,7 +89,9 @@ def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, title:
 def confused_classes(pairs: Sequence[Mapping], path: str | Path) -> Path:
     """The most frequent confusions, "label → prediction": share of the label's images and their number."""
     if not pairs:
-        raise ValueError("there is no confused pair to draw; a faultless model needs no such picture.")
+        figure = new_figure(8, 1)
+        figure.text(0.5, 0.5, "no test image is taken for another class", ha="center", va="center")
+        return save(figure, path)
     figure = new_figure(8, 1.2 + 0.3 * len(pairs))
     ax = plain(figure.add_subplot(), xlabel="share of the label's test images taken for the other (%)")
     ax.grid(axis="y", visible=False)
@@ -119,29 +121,24 @@ def best_and_worst_classes(per_class: Sequence[Mapping], number: int = 5) -> tup
         keys = {row["class"]: (sign * row["accuracy"], -(row["confidence"] or 0), row["class"]) for row in rows}
         return sorted(keys, key=keys.__getitem__)
 
-    number = min(number, len(rows) // 2)  # a class is not both
-    return ranking(-1)[:number], ranking(1)[:number]
+    half = (len(rows) + 1) // 2  # a class is not both
+    return ranking(-1)[: min(number, half)], ranking(1)[: min(number, len(rows) - half)]
 
 
-def best_and_worst(
-    per_class: Sequence[Mapping], samples: Mapping[int, Sequence[tuple[object, str]]], path: str | Path
-) -> Path:
-    """The best and the worst classes of those with samples, a row of pictures with captions each.
+def best_and_worst(per_class: Sequence[Mapping], samples: Mapping[int, Sequence], path: str | Path) -> Path:
+    """The five best and the five worst classes of those with samples, a row of pictures each.
 
-    `samples` maps class ids (say, those of `best_and_worst_classes`) to (image, caption) pairs; up to six are shown.
+    `samples` maps class ids (say, those of `best_and_worst_classes`) to images; up to six of a class are shown.
     """
-    known = [row for row in per_class if row["class"] in samples]
-    best, worst = best_and_worst_classes(known, number=5)
+    by_id = {row["class"]: row for row in per_class if len(samples.get(row["class"], ()))}
+    best, worst = best_and_worst_classes(list(by_id.values()))
     if not best:
-        raise ValueError(f"samples name {len(known)} classes with test images; give at least one best and one worst.")
-    by_id = {row["class"]: row for row in known}
+        raise ValueError("samples name no class with test images; give images of the classes to be shown.")
     rows = []
     for word, colour, ids in (("best", BLUE, best), ("worst", VERMILLION, worst)):
         for place, i in enumerate(ids, start=1):
             row = by_id[i]
-            words = (
-                f"{word} {place}\n{shorten(row['name'], 24)}\n{100 * row['accuracy']:.0f} % of {row['images']} images"
-            )
-            words += f"\n{row['count']:,} in training ({row['group']})"
-            rows.append((words, colour, list(samples[i])[:6]))
-    return draw_labelled_rows(rows, path)
+            words = [f"{word} {place}", shorten(row["name"], 24), f"{100 * row['accuracy']:.0f} % of {row['images']}"]
+            words.append(f"{row['count']:,} in training ({row['group']})")
+            rows.append(("\n".join(words), colour, list(samples[i])[:6]))
+    return labelled_rows(rows, path)

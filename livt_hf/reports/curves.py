@@ -1,12 +1,13 @@
 """Curves: of training runs over time, and of results over a swept setting."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from .style import GROUP_COLOURS, GROUP_MARKERS, GROUP_NAMES, PALETTE, new_figure, plain, save, shorten
 
@@ -104,64 +105,58 @@ def _draw_loss(ax: Axes, points: list[tuple], label: str, look: dict) -> None:
     ax.set_ylim(low if first else min(bottom, low), (1.02 * high) if first else max(top, 1.02 * high))
 
 
-def sweep_plot(
-    values: Sequence,
-    means: Mapping[str, Sequence[float | None]],
-    path: str | Path,
-    *,
-    deviations: Mapping[str, Sequence[float | None]] | None = None,
-    paper: Mapping[str, Sequence[float | None]] | None = None,
-    xlabel: str = "",
-    ylabel: str = "accuracy (%)",
-    title: str | None = None,
-) -> Path:
-    """Results over a swept setting: a line for all and for each group, bars of one standard deviation over seeds.
+def sweep_plot(rows: Sequence[Mapping], path: str | Path, xlabel: str, title: str | None = None) -> Path:
+    """Accuracies over a swept setting: all and each group, bars of one standard deviation, the paper's hollow.
 
-    `means`, `deviations` and `paper` map "accuracy", "many", "medium", "few" (others too) to a fraction a value, None
-    where there is none. Numbers on the x axis keep their distances, words stand side by side. Numbers of the paper
-    are hollow.
+    A row has its `variant`, `accuracy`, `many`, `medium`, `few`, each perhaps with `..._deviation` (percent, None if
+    there is none), and perhaps `paper`, a mapping of the same names. Variants that are all numbers keep their
+    distances and are joined by lines; words stand side by side.
     """
-    for name, series in [*means.items(), *(deviations or {}).items(), *(paper or {}).items()]:
-        if len(series) != len(values):
-            raise ValueError(
-                f"{name!r} has {len(series)} results for {len(values)} values; give None where one lacks."
-            )
-    numeric = all(isinstance(v, Real) and not isinstance(v, bool) for v in values) and len(set(values)) > 1
-    xs = np.array(values, dtype=float) if numeric else np.arange(len(values))
-    figure = new_figure(max(6, min(12, 0.9 * len(values) + 2.5)), 4.2)
-    ax = plain(figure.add_subplot(), xlabel, ylabel, title)
-    fallback = iter([c for c in PALETTE if c not in GROUP_COLOURS.values()] * 3)
-    drawn = list(means)
-    for place, name in enumerate(drawn):
-        colour, marker = GROUP_COLOURS.get(name) or next(fallback), GROUP_MARKERS.get(name, "v")
+    labels = [str(row["variant"]) for row in rows]
+    places = _numbers(labels)
+    numeric = places is not None
+    xs = np.array(places if numeric else range(len(rows)), dtype=float)
+    groups = [name for name in GROUP_NAMES if any(row.get(name) is not None for row in rows)]
+    if not groups:
+        raise ValueError("no row has an accuracy; run the sweep before drawing it.")
+    figure = new_figure(max(6, min(12, 0.9 * len(rows) + 2.5)), 4.2)
+    ax = plain(figure.add_subplot(), xlabel, "accuracy (%)", title)
+    for i, name in enumerate(groups):
+        colour, marker = GROUP_COLOURS[name], GROUP_MARKERS[name]
         # Words have room beside each other, so that bars of deviation do not lie over one another.
-        shift = 0 if numeric else 0.12 * (place - (len(drawn) - 1) / 2)
-        ours, spread = _percent(means[name]), _percent((deviations or {}).get(name, [None] * len(values)))
-        line = {"linestyle": "-"} if numeric else {"linestyle": "none"}
+        shifted = xs if numeric else xs + 0.12 * (i - (len(groups) - 1) / 2)
         ax.errorbar(
-            xs + shift, ours, yerr=np.nan_to_num(spread), color=colour, marker=marker, markersize=6, capsize=3,
-            label=GROUP_NAMES.get(name, name), **line,
+            shifted, _column(rows, name), yerr=np.nan_to_num(_column(rows, f"{name}_deviation")), color=colour,
+            marker=marker, markersize=6, capsize=3, linestyle="-" if numeric else "none", label=GROUP_NAMES[name],
         )  # fmt: skip
-        if paper and name in paper:
-            hollow = {"markerfacecolor": "none", "markeredgecolor": colour, "markersize": 9, "linestyle": "none"}
-            ax.plot(xs + shift, _percent(paper[name]), marker=marker, **hollow)
-    if paper:
-        ax.plot([], [], "o", markerfacecolor="none", markeredgecolor="0.3", markersize=9, label="paper")
+        theirs = _column([row.get("paper") or {} for row in rows], name)
+        ax.plot(shifted, theirs, marker, markerfacecolor="none", markeredgecolor=colour, markersize=10)
     if not numeric:
-        labels = [shorten(value, 24) for value in values]
-        crowded = len(labels) * max(map(len, labels)) > 70
-        ax.set_xticks(xs, labels, rotation=30 if crowded else 0, ha="right" if crowded else "center", parse_math=False)
-        ax.set_xlim(-0.5, len(values) - 0.5)
+        short = [shorten(label, 24) for label in labels]
+        crowded = len(short) * max(map(len, short)) > 70
+        ax.set_xticks(xs, short, rotation=30 if crowded else 0, ha="right" if crowded else "center", parse_math=False)
+        ax.set_xlim(-0.5, len(rows) - 0.5)
         ax.vlines(xs[1:] - 0.5, 0, 1, transform=ax.get_xaxis_transform(), color="0.93", linewidth=1, zorder=0)
     elif xs.min() > 0 and xs.max() / xs.min() >= 50:
         ax.set_xscale("log")
     elif np.diff(np.unique(xs)).min() >= 0.06 * np.ptp(xs):  # labels at the values themselves, where they fit
         ax.set_xticks(xs, [f"{x:g}" for x in xs])
-    handles, labels = ax.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: labels[i] == "paper")
-    figure.legend([handles[i] for i in order], [labels[i] for i in order], loc="outside right center", frameon=False)
+    handles, names = ax.get_legend_handles_labels()
+    if any(row.get("paper") for row in rows):
+        handles.append(
+            Line2D([], [], marker="o", markerfacecolor="none", markersize=10, color="0.3", linestyle="none")
+        )
+        names.append("paper")
+    figure.legend(handles, names, loc="outside right center", frameon=False)
     return save(figure, path)
 
 
-def _percent(series: Sequence[float | None]) -> np.ndarray:
-    return np.array([np.nan if value is None else 100 * value for value in series])
+def _numbers(labels: list[str]) -> list[float] | None:
+    """The labels as numbers, if they are at least two different ones."""
+    if len(set(labels)) < 2 or not all(re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", label) for label in labels):
+        return None
+    return [float(label) for label in labels]
+
+
+def _column(rows: Sequence[Mapping], name: str) -> np.ndarray:
+    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], dtype=float)

@@ -21,17 +21,6 @@ img { max-width: 100%; height: auto; border: 1px solid #eee; }
 _LONG = 50  # a table of more rows starts folded
 
 
-def report_folder(path: str | Path, overwrite: bool = False) -> Path:
-    """Make the folder of a report; one with files in it is refused, lest two reports mix."""
-    path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; name a folder for the report.")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"the report folder {path} has files in it; name another or ask to overwrite it.")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def _cell(value: object) -> str:
     """A value as text: absent ones as a dash, floats to four figures."""
     if value is None:

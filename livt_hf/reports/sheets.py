@@ -59,37 +59,28 @@ def _sheet(
     return figure, corners
 
 
-def _caption(figure: Figure, corner: tuple[int, int], cell: int, caption: object) -> None:
-    """Two lines below a square; what does not fit is cut in the middle of the second."""
-    letters = cell // 7
-    lines = textwrap.wrap(str(caption), letters)
-    words = "\n".join(lines[:1] + [shorten(" ".join(lines[1:]), letters)])
-    figure.axes[0].text(
-        corner[0] + cell / 2, corner[1] + cell + 4, words, ha="center", va="top", fontsize=7.5, parse_math=False
-    )
-
-
 def contact_sheet(images: Sequence, captions: Sequence[str], path: str | Path, columns: int = 8) -> Path:
     """Pictures in rows of `columns`, each over its caption (two lines; longer ones are cut in the middle)."""
     if len(images) == 0 or len(images) != len(captions):
         raise ValueError(f"{len(images)} images and {len(captions)} captions; give at least one and as many of each.")
-    cell = 128
+    cell, letters = 128, 18
     rows = [list(images[i : i + columns]) for i in range(0, len(images), columns)]
     figure, corners = _sheet(rows, cell, below=36)
     for corner, caption in zip([corner for row in corners for corner in row], captions, strict=True):
-        _caption(figure, corner, cell, caption)
+        lines = textwrap.wrap(str(caption), letters)
+        words = "\n".join(lines[:1] + [shorten(" ".join(lines[1:]), letters)])
+        x, y = corner[0] + cell / 2, corner[1] + cell + 4
+        figure.axes[0].text(x, y, words, ha="center", va="top", fontsize=7.5, parse_math=False)
     return save(figure, path)
 
 
-def draw_labelled_rows(rows: Sequence[tuple[str, str, Sequence[tuple]]], path: str | Path) -> Path:
-    """Rows of (image, caption) pairs, each row with words of a colour to its left."""
-    cell, margin = 112, 230
-    figure, corners = _sheet([[image for image, _ in row] for *_, row in rows], cell, below=36, left=margin)
-    for r, ((words, colour, row), line) in enumerate(zip(rows, corners, strict=True)):
-        y = _GAP + r * (cell + 36 + _GAP) + cell / 2
+def labelled_rows(rows: Sequence[tuple[str, str, Sequence]], path: str | Path) -> Path:
+    """Rows of images, each with words of a colour to its left."""
+    cell = 112
+    figure, corners = _sheet([list(images) for *_, images in rows], cell, left=230)
+    for (words, colour, _), line in zip(rows, corners, strict=True):
+        y = line[0][1] + cell / 2
         figure.axes[0].text(_GAP + 4, y, words, va="center", fontsize=9, color=colour, parse_math=False)
-        for corner, (_, caption) in zip(line, row, strict=True):
-            _caption(figure, corner, cell, caption)
     return save(figure, path)
 
 
