@@ -36,8 +36,8 @@ def run_command(main: Callable[[], None]) -> None:
     except Interrupted:
         sys.exit(EXIT_UNFINISHED)
     except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if Path(__file__).parent not in raised_in.parents:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if Path(__file__).parent not in Path(last.filename).parents or not last.line.startswith("raise"):
             raise
         sys.exit(f"error: {error}")
 

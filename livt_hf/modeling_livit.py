@@ -1,6 +1,8 @@
 """LiViT: transformers' ViT with stochastic depth, mean pooling and a head that carries its long-tail loss."""
 
+import contextlib
 import copy
+import logging
 from dataclasses import fields
 
 import torch
@@ -62,7 +64,8 @@ class LiViTPreTrainedModel(ViTPreTrainedModel):
             kwargs["key_mapping"] = _BEIT_KEYS
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below in our words
         try:
-            model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
+            with _without_load_report():
+                model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
         if info["mismatched_keys"]:
@@ -333,6 +336,21 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
 
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+
+
+@contextlib.contextmanager
+def _without_load_report():
+    """Hold back transformers' table of missing and unexpected keys: here every such key is expected or refused."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def not_a_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(not_a_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(not_a_report)
 
 
 def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConfig:

@@ -1,6 +1,8 @@
 """The report of one evaluation: pictures, tables and a page, in a folder of their own."""
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from .metrics import ConfusionPairs, LongTailMetrics
 from .reports import (
     accuracy_by_frequency,
     best_and_worst,
+    best_and_worst_classes,
     confused_classes,
     html_report,
     markdown_table,
@@ -25,15 +28,15 @@ from .runs import LOG
 SAMPLES = 6
 
 
-def report_folder(arguments: EvalArguments) -> Path:
-    """Where the report goes; a folder that exists is never overwritten."""
+def choose_folder(arguments: EvalArguments) -> Path:
+    """Where the report goes: the folder asked for, if there is none yet, or report, report-2, ... beside the model."""
     if arguments.report is not None:
         if Path(arguments.report).exists():
             raise ValueError(f"the report folder {arguments.report} exists; pass another --report.")
         return Path(arguments.report)
     folder = Path(arguments.model, "report") if Path(arguments.model).is_dir() else Path("report")
-    numbered = (folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000))
-    return next(path for path in (folder, *numbered) if not path.exists())
+    numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
+    return next(path for path in itertools.chain([folder], numbered) if not path.exists())
 
 
 def write_report(
@@ -43,16 +46,22 @@ def write_report(
     measured: dict[str, LongTailMetrics],
     pairs: ConfusionPairs,
     dataset: Dataset,
+    predict: Callable[[Dataset], list[int]],
 ) -> None:
+    """All of it; `predict` gives the class ids of a few images, for the captions of the samples."""
     folder.mkdir(parents=True)
     names = class_feature(dataset).names
     first = next(iter(measured.values()))
     per_class = first.per_class(names)
     pictures = {
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
-        "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
-        "Most confused classes": confused_classes(pairs.top(20, names), folder / "confused.png"),
+        "Best and worst classes": best_and_worst(
+            per_class, _samples(dataset, per_class, predict), folder / "classes.png"
+        ),
     }
+    confused = pairs.top(20, names)
+    if confused:
+        pictures["Most confused classes"] = confused_classes(confused, folder / "confused.png")
     for number, (rule, metric) in enumerate(measured.items()):
         title = f"Reliability: {rule}"
         pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
@@ -77,13 +86,14 @@ def _rule_rows(rules: dict[str, dict], measured: dict[str, LongTailMetrics]) -> 
     return rows
 
 
-def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:
-    """A few test pictures of the classes the report shows: the most and the least accurate."""
-    ranked = sorted((row for row in per_class if row["accuracy"] is not None), key=lambda row: row["accuracy"])
-    labels, stored = np.asarray(labels_of(dataset)), StoredImages(dataset)
-    shown = [row["class"] for row in ranked[:SAMPLES] + ranked[-SAMPLES:]]
-    chosen = {label: np.flatnonzero(labels == label)[:SAMPLES].tolist() for label in shown}
-    return {
-        label: [image.permute(1, 2, 0).numpy() for image in stored.images(indices)]
-        for label, indices in chosen.items()
+def _samples(dataset: Dataset, per_class: list[dict], predict: Callable[[Dataset], list[int]]) -> dict[int, list]:
+    """A few test pictures of the classes the report shows, captioned with what the model takes them for."""
+    labels, names = np.asarray(labels_of(dataset)), class_feature(dataset).names
+    shown = {
+        label: np.flatnonzero(labels == label)[:SAMPLES] for ids in best_and_worst_classes(per_class) for label in ids
     }
+    chosen = dataset.select(np.concatenate(list(shown.values())))
+    captions = [names[prediction] for prediction in predict(chosen)]
+    images = [image.permute(1, 2, 0).numpy() for image in StoredImages(chosen).images(range(len(chosen)))]
+    pictures = iter(zip(images, captions, strict=True))
+    return {label: list(itertools.islice(pictures, len(indices))) for label, indices in shown.items()}

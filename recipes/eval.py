@@ -33,9 +33,10 @@ from livt_hf.evaluation import (
     knn_scores,
     linear_probe_scores,
     load_checkpoint_and_processor,
+    logits_of,
 )
 from livt_hf.metrics import long_tail_metrics
-from livt_hf.reporting import report_folder, write_report
+from livt_hf.reporting import choose_folder, write_report
 from livt_hf.runs import provenance
 
 
@@ -43,7 +44,7 @@ def main():
     arguments = parse(EvalArguments, inherited_eval_options(sys.argv[1:]) + sys.argv[1:])
     accelerator = Accelerator()
     use_all_cores(accelerator.device, arguments.threads)
-    folder = report_folder(arguments)
+    folder = choose_folder(arguments)
     model, processor = load_checkpoint_and_processor(arguments.model)
     model.to(accelerator.device)
     with accelerator.main_process_first():
@@ -117,7 +118,12 @@ def main():
     bad = summary["rules"]["paper (argmax z)"]["num_nan"]
     if bad:
         print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / data[arguments.split].num_rows)} %)")
-    write_report(folder, arguments, summary, measured, pairs, data[arguments.split])
+
+    def predict(few):
+        batches = logits_of(model, eval_loader(few, processor, batch_size=arguments.batch_size), accelerator.device)
+        return [label for logits, _ in batches for label in logits.argmax(-1).tolist()]
+
+    write_report(folder, arguments, summary, measured, pairs, data[arguments.split], predict)
     print(f"Report: {folder / 'report.html'}")
 
 
