@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,18 +45,14 @@ def write_report(
     measured: dict[str, LongTailMetrics],
     pairs: ConfusionPairs,
     dataset: Dataset,
-    predict: Callable[[Dataset], list[int]],
 ) -> None:
-    """All of it; `predict` gives the class ids of a few images, for the captions of the samples."""
     folder.mkdir(parents=True)
     names = class_feature(dataset).names
     first = next(iter(measured.values()))
     per_class = first.per_class(names)
     pictures = {
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
-        "Best and worst classes": best_and_worst(
-            per_class, _samples(dataset, per_class, predict), folder / "classes.png"
-        ),
+        "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
     }
     confused = pairs.top(20, names)
     if confused:
@@ -86,14 +81,12 @@ def _rule_rows(rules: dict[str, dict], measured: dict[str, LongTailMetrics]) -> 
     return rows
 
 
-def _samples(dataset: Dataset, per_class: list[dict], predict: Callable[[Dataset], list[int]]) -> dict[int, list]:
-    """A few test pictures of the classes the report shows, captioned with what the model takes them for."""
-    labels, names = np.asarray(labels_of(dataset)), class_feature(dataset).names
-    shown = {
-        label: np.flatnonzero(labels == label)[:SAMPLES] for ids in best_and_worst_classes(per_class) for label in ids
+def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:
+    """A few test pictures of each class the report shows."""
+    labels, stored = np.asarray(labels_of(dataset)), StoredImages(dataset)
+    chosen = {
+        label: np.flatnonzero(labels == label)[:SAMPLES].tolist()
+        for ids in best_and_worst_classes(per_class)
+        for label in ids
     }
-    chosen = dataset.select(np.concatenate(list(shown.values())))
-    captions = [names[prediction] for prediction in predict(chosen)]
-    images = [image.permute(1, 2, 0).numpy() for image in StoredImages(chosen).images(range(len(chosen)))]
-    pictures = iter(zip(images, captions, strict=True))
-    return {label: list(itertools.islice(pictures, len(indices))) for label, indices in shown.items()}
+    return {label: [image.permute(1, 2, 0).numpy() for image in stored.images(rows)] for label, rows in chosen.items()}

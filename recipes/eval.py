@@ -33,7 +33,6 @@ from livt_hf.evaluation import (
     knn_scores,
     linear_probe_scores,
     load_checkpoint_and_processor,
-    logits_of,
 )
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.reporting import choose_folder, write_report
@@ -118,12 +117,7 @@ def main():
     bad = summary["rules"]["paper (argmax z)"]["num_nan"]
     if bad:
         print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / data[arguments.split].num_rows)} %)")
-
-    def predict(few):
-        batches = logits_of(model, eval_loader(few, processor, batch_size=arguments.batch_size), accelerator.device)
-        return [label for logits, _ in batches for label in logits.argmax(-1).tolist()]
-
-    write_report(folder, arguments, summary, measured, pairs, data[arguments.split], predict)
+    write_report(folder, arguments, summary, measured, pairs, data[arguments.split])
     print(f"Report: {folder / 'report.html'}")
 
 
