@@ -71,10 +71,40 @@ def main():
     report = folder / arguments.sweep
     report.mkdir(parents=True, exist_ok=True)
     table = markdown_table(table_rows(rows))
-    (report / "sweep.json").write_text(json.dumps({"title": sweep.title, "rows": rows}, indent=2) + "\n")
+    said = {"title": sweep.title, "budget": budget(results, pretrainings), "command": command(), "rows": rows}
+    (report / "sweep.json").write_text(json.dumps(said, indent=2) + "\n")
     (report / "table.md").write_text(table + "\n")
     sweep_plot(rows, report / "plot.png", sweep.axis, title=f"{sweep.title} ({arguments.dataset})")
     print(f"{sweep.title} on {arguments.dataset}, percent\n\n{table}\n\nPlot: {report / 'plot.png'}")
+
+
+def budget(results: dict[str, list[dict]], pretrainings: dict) -> str:
+    """What each run was given, in a few words."""
+    runs = [run for variant in results.values() for run in variant]
+    parts = [f"{runs[0]['model_size']}, {runs[0]['num_train_images']:,} training images"]
+    mgp = load_results(list(pretrainings))
+    if mgp:
+        parts.append(f"MGP {spread(run['epochs'] for run in mgp)} epochs ({spread_minutes(mgp)})")
+    parts.append(f"BFT {spread(run['epochs'] for run in runs)} epochs ({spread_minutes(runs)})")
+    return "; ".join([*parts, f"seeds {spread(run['seed'] for run in runs)}"])
+
+
+def spread(values) -> str:
+    return ", ".join(str(value) for value in sorted(set(values)))
+
+
+def spread_minutes(runs: list[dict]) -> str:
+    minutes = [run["seconds"] / 60 for run in runs]
+    return f"{min(minutes):.0f} to {max(minutes):.0f} minutes a run"
+
+
+def command() -> str:
+    """This command, without the paths of this machine."""
+    said = sys.argv[1:]
+    for option, stand_in in (("--source", "FOLDER"), ("--output_dir", "FOLDER")):
+        if option in said:
+            said[said.index(option) + 1] = stand_in
+    return shlex.join(["python", "recipes/sweep.py", *said])
 
 
 def words(options: dict) -> list[str]:
