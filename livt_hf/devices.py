@@ -29,7 +29,7 @@ def choose_precision(asked: str) -> str:
     if cpu and asked == "fp16":
         raise ValueError("mixed_precision fp16 needs a GPU; use no.")
     if cpu and asked == "bf16" and not cpu_computes_bf16():
-        raise ValueError("this CPU only emulates bf16, far slower than float32; use mixed_precision no.")
+        raise ValueError("this CPU has no bf16 or only emulates it, far slower than float32; use mixed_precision no.")
     return asked
 
 

@@ -41,6 +41,8 @@ def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: 
 
 
 def _recipe(name: str, argv: list[str], output: str, environment: dict, sabotage: Callable | None, arguments: tuple):
+    os.setpgrp()
+    multiprocessing.set_start_method("fork", force=True)  # for data loading workers, as in any other process
     os.environ.update(environment)
     datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
     torch.set_num_threads(1)  # as under `accelerate launch`
@@ -107,8 +109,9 @@ class RecipeRun:
             time.sleep(0.005)
 
     def signal(self, number: signal.Signals) -> None:
+        """To every process and its data loading workers, as a terminal would."""
         for process in self.processes:
-            os.kill(process.pid, number)
+            os.killpg(process.pid, number)
 
     @property
     def printed(self) -> str:

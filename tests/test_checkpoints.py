@@ -1,0 +1,157 @@
+"""Checkpoints are whole or absent, and say what is wrong with them."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from livt_hf.checkpoints import (
+    CheckpointError,
+    checkpoints,
+    independent_of_processes,
+    load_checkpoint,
+    save_checkpoint,
+)
+from livt_hf.runs import Run
+
+
+class Trained:
+    """A model and its optimizer under Accelerate, with nothing of ours but the checkpoints."""
+
+    def __init__(self, folder: Path):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.accelerator = Accelerator(cpu=True)
+        independent_of_processes(self.accelerator)
+        model = nn.Linear(300, 300)
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        self.run = Run(folder)
+
+    def step(self) -> None:
+        self.model(torch.ones(4, 300)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, update: int, keep: int = 2, **state) -> None:
+        save_checkpoint(self.accelerator, self.run, {"update": update, **state}, keep)
+
+    def names(self) -> list[str]:
+        return [path.name for path in checkpoints(self.run)]
+
+
+@pytest.fixture
+def trained(tmp_path) -> Trained:
+    return Trained(tmp_path)
+
+
+def test_a_checkpoint_brings_back_model_optimizer_and_state(trained, tmp_path):
+    trained.step()
+    trained.save(1, pending=[0.1, 2.5], best_epoch=None)
+    trained.step()
+    expected = trained.model.weight.clone()
+
+    other = Trained(tmp_path)
+    assert load_checkpoint(other.accelerator, other.run) == {"update": 1, "pending": [0.1, 2.5], "best_epoch": None}
+    other.step()
+    assert torch.equal(other.model.weight, expected)
+
+
+def test_only_the_newest_checkpoints_are_kept(trained):
+    for update in (2, 9, 10, 11):  # by number: as text, 9 would come after 11
+        trained.save(update, keep=2)
+    assert trained.names() == ["step-10", "step-11"]
+    assert sorted(path.name for path in trained.run.checkpoints.iterdir()) == ["step-10", "step-11"]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(trained):
+    assert load_checkpoint(trained.accelerator, trained.run) is None
+
+
+def test_leftovers_of_a_kill_are_cleared_away_and_never_loaded(trained):
+    trained.save(1)
+    whole = trained.run.checkpoints / "step-1"
+    for leftover in (".writing-step-2", ".removing-step-0"):
+        shutil.copytree(whole, whole.with_name(leftover))
+    assert load_checkpoint(trained.accelerator, trained.run)["update"] == 1
+    assert [path.name for path in trained.run.checkpoints.iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_checkpoint_that_ends_in_the_middle_is_named(trained, name):
+    trained.save(1)
+    path = trained.run.checkpoints / "step-1" / name
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size // 2])
+    with pytest.raises(CheckpointError) as raised:
+        load_checkpoint(trained.accelerator, trained.run)
+    assert f"{path} has {size // 2} bytes instead of {size}" in str(raised.value)
+    assert f"delete {path.parent} to go on from the one before" in str(raised.value)
+
+
+def test_a_missing_file_is_named(trained):
+    trained.save(1)
+    (trained.run.checkpoints / "step-1" / "optimizer.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"step-1/optimizer.bin has 0 bytes instead of"):
+        load_checkpoint(trained.accelerator, trained.run)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_checkpoint_overwritten_with_noise_is_named(trained, name):
+    trained.save(1)
+    path = trained.run.checkpoints / "step-1" / name
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(CheckpointError, match="could not read .*step-1"):
+        load_checkpoint(trained.accelerator, trained.run)
+
+
+def test_an_unreadable_state_is_named(trained):
+    trained.save(1)
+    (trained.run.checkpoints / "step-1" / "state.json").write_text('{"update": 1, "fi')
+    with pytest.raises(CheckpointError, match="step-1 has no readable state.json"):
+        load_checkpoint(trained.accelerator, trained.run)
+
+
+@pytest.mark.parametrize("room", [20_000, 500_000])
+def test_the_previous_checkpoint_survives_a_disk_that_fills_up(trained, tmp_path, room):
+    """A limit on the size of a file stands for the disk: the weights have 360 kB, the moments twice that."""
+    trained.step()
+    trained.save(1)
+    before = trained.model.weight.clone()
+    trained.step()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            trained.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "could not save the checkpoint of update 2" in str(raised.value)
+    assert f"the previous one, {trained.run.checkpoints / 'step-1'}, is intact" in str(raised.value)
+    assert [path.name for path in trained.run.checkpoints.iterdir()] == ["step-1"]
+
+    other = Trained(tmp_path)
+    assert load_checkpoint(other.accelerator, other.run)["update"] == 1
+    assert torch.equal(other.model.weight, before)
+
+
+def test_a_disk_that_is_full_from_the_start_is_said_to_hold_no_checkpoint(trained, monkeypatch):
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trained.accelerator, "save_state", full)
+    with pytest.raises(CheckpointError, match="No space left on device; there is no earlier one"):
+        trained.save(1)
+    assert trained.names() == []
+
+
+def test_every_file_of_a_checkpoint_is_accounted_for(trained):
+    trained.save(3)
+    folder = trained.run.checkpoints / "step-3"
+    listed = json.loads((folder / "state.json").read_text())["files"]
+    assert listed.keys() == {path.name for path in folder.iterdir()} - {"state.json"}
+    assert {"model.safetensors", "optimizer.bin"} <= listed.keys()

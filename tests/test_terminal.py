@@ -1,0 +1,55 @@
+"""What a run shows: a progress bar on a terminal, plain lines in a file."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+from recipe_runs import TINY, RecipeRun, make_pictures
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("terminal")
+    make_pictures(place / "pictures")
+    return place
+
+
+def test_a_terminal_shows_a_progress_bar(workplace):
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    shown = []
+
+    def read():
+        while b"Next, fine-tune it:" not in b"".join(shown):
+            shown.append(os.read(master, 4096))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    options = ["--dataset", workplace / "pictures", *TINY, "--log_steps", 2]
+    run = RecipeRun("pretrain.py", workplace / "terminal", *options, output=Path(os.ttyname(slave)))
+    assert run.wait() == 0
+    reader.join(10)
+    text = b"".join(shown).decode()
+    last = re.findall(r"\r([^\r\n]*?12/12 [^\r\n]*)", text)[-1]
+    assert re.match(r"100%\|█+\| 12/12 \[\d\d:\d\d<\d\d:\d\d, .*(update/s|s/update)", last)
+    assert re.search(r"loss=\d\.\d{4}, lr=\d\.\de-\d\d, images/s=\d+", last)
+    assert "update 2  epoch" not in text  # the bar takes the place of the lines
+
+
+def test_a_file_gets_plain_lines(workplace):
+    run = RecipeRun("pretrain.py", workplace / "file", "--dataset", workplace / "pictures", *TINY, "--log_steps", 4)
+    assert run.wait() == 0
+    lines = run.printed.splitlines()
+    assert "\r" not in run.printed and "%|" not in run.printed
+    told = [line for line in lines if line.startswith("update ")]
+    assert [re.match(r"update (\d+)  epoch \d\.\d\d  loss \d\.\d{4}  lr \S+$", line)[1] for line in told] == [
+        "4",
+        "8",
+        "12",
+    ]

@@ -1,0 +1,377 @@
+"""The loop: rates, averages, what it writes, when it stops."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import accelerate.tracking
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedType, LoggerType
+from torch import nn
+
+from livt_hf.arguments import PretrainArguments
+from livt_hf.checkpoints import checkpoints
+from livt_hf.devices import choose_precision, cpu_computes_bf16
+from livt_hf.stopping import StopOnSignal
+from livt_hf.training import Interrupted, Loop, make_accelerator, open_run
+
+PER_EPOCH = 4
+
+
+class Line(nn.Module):
+    """A linear model that knows what the optimizer asks of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        nn.init.ones_(self.linear.weight)
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def no_weight_decay(self):
+        return {"linear.bias"}
+
+
+class Batches:
+    """Four updates an epoch; batch n of a run is full of n + 1."""
+
+    updates_per_epoch = PER_EPOCH
+
+    def __init__(self, accumulation: int = 1):
+        self.accumulation = accumulation
+
+    def epoch(self, epoch: int, start_update: int = 0):
+        for update in range(start_update, PER_EPOCH):
+            rows = torch.arange(24.0).view(8, 3).sin() * (epoch * PER_EPOCH + update + 1)
+            for part in rows.split(8 // self.accumulation):
+                yield {"pixel_values": part}
+
+
+def squared_error(model, batch, epoch):
+    return (model(batch["pixel_values"]) - 1).square().mean()
+
+
+def unchanged(batch, **key):
+    return batch
+
+
+def settings(folder: Path, **options) -> PretrainArguments:
+    """Three epochs with one of warm-up; the rate is base_lr itself."""
+    defaults = dict(epochs=3, warmup_epochs=1, batch_size=256, base_lr=0.1, min_lr=0.01, log_steps=1, threads=1)
+    return PretrainArguments(output_dir=str(folder), **(defaults | options))
+
+
+def make_loop(arguments: PretrainArguments, loss_of=squared_error) -> Loop:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = make_accelerator(arguments)
+    torch.manual_seed(0)
+    run = open_run(accelerator, arguments)
+    return Loop(accelerator, arguments, run, Line(), Batches(arguments.accumulation), loss_of, unchanged)
+
+
+def resumed(arguments: PretrainArguments, **options) -> Loop:
+    arguments = PretrainArguments(**(vars(arguments) | {"resume": arguments.output_dir} | options))
+    loop = make_loop(arguments, options.get("loss_of", squared_error))
+    loop.resume()
+    return loop
+
+
+def log_of(loop: Loop) -> list[dict]:
+    return [json.loads(line) for line in (loop.run.folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_every_update_has_the_rate_of_the_schedule(tmp_path):
+    loop = make_loop(settings(tmp_path / "run"))
+    used = []
+    loop.optimizer.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    loop.fit()
+    warm_up = [0.1 * step / 4 for step in range(4)]
+    cosine = [0.01 + 0.09 * 0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
+    assert used == pytest.approx(warm_up + cosine)
+    assert [line["lr"] for line in log_of(loop)] == pytest.approx(warm_up + cosine)
+
+
+def test_the_average_follows_every_step_and_is_the_final_model(tmp_path):
+    loop = make_loop(settings(tmp_path / "run", ema_decay=0.75))
+    weights, weight = [], loop.bare_model.linear.weight
+    loop.optimizer.optimizer.register_step_post_hook(lambda *_: weights.append(weight.detach().clone()))
+    loop.fit()
+    expected = weights[0]
+    for weight in weights[1:]:
+        expected = 0.75 * expected + 0.25 * weight
+    assert len(weights) == 12
+    torch.testing.assert_close(loop.final_model.linear.weight, expected)
+    assert not torch.equal(loop.final_model.linear.weight, loop.bare_model.linear.weight)
+
+
+def test_two_micro_batches_of_four_make_the_step_of_eight(tmp_path):
+    losses = []
+    for accumulation in (1, 2, 4):
+        loop = make_loop(settings(tmp_path / str(accumulation), accumulation=accumulation, clip_grad=0.1))
+        loop.fit()
+        losses.append([line["loss"] for line in log_of(loop)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_log_line_holds_the_mean_loss_since_the_one_before(tmp_path):
+    every = make_loop(settings(tmp_path / "every"))
+    every.fit()
+    fifth = make_loop(settings(tmp_path / "fifth", log_steps=5))
+    fifth.fit()
+    losses = [line["loss"] for line in log_of(every)]
+    means = [sum(part) / len(part) for part in (losses[:5], losses[5:10], losses[10:])]
+    assert [line["update"] for line in log_of(fifth)] == [5, 10, 12]
+    assert [line["loss"] for line in log_of(fifth)] == pytest.approx(means)
+
+
+def test_max_steps_shortens_the_schedule(tmp_path):
+    loop = make_loop(settings(tmp_path / "run", max_steps=6))
+    loop.fit()
+    assert loop.progress.update == 6
+    rates = [line["lr"] for line in log_of(loop)]
+    assert rates[:3] == pytest.approx([0, 0.1 / 3, 0.2 / 3])  # half of what is left to warm up
+    assert rates[3] == pytest.approx(0.1) and rates[5] < 0.04
+
+
+def test_evaluations_follow_whole_epochs_and_the_end(tmp_path):
+    loop = make_loop(settings(tmp_path / "run", max_steps=10))
+    loop.fit(after_epoch=lambda epoch: {"accuracy": epoch / 10})
+    measured = [(line["update"], line["epoch"], line["eval"]["accuracy"]) for line in log_of(loop) if "eval" in line]
+    assert measured == [(4, 1, 0.0), (8, 2, 0.1), (10, 3, 0.2)]
+
+
+def test_the_model_trains_on_after_an_evaluation(tmp_path):
+    loop = make_loop(settings(tmp_path / "run"))
+    modes = []
+    loop.optimizer.optimizer.register_step_pre_hook(lambda *_: modes.append(loop.model.training))
+    loop.fit(after_epoch=lambda epoch: loop.bare_model.eval() and None)
+    assert modes == [True] * 12
+
+
+class Failing(Exception):
+    """Stands for a kill: nothing is saved, nothing tidied up."""
+
+
+@pytest.mark.parametrize("last", range(12))
+def test_a_run_that_dies_in_any_update_goes_on_from_the_last_checkpoint(tmp_path, last):
+    whole = make_loop(settings(tmp_path / "whole", ema_decay=0.5, log_steps=5, save_steps=3))
+    whole.fit()
+
+    arguments = settings(tmp_path / "broken", ema_decay=0.5, log_steps=5, save_steps=3)
+    calls = []
+
+    def dying(model, batch, epoch):
+        if len(calls) == last:
+            raise Failing
+        calls.append(epoch)
+        return squared_error(model, batch, epoch)
+
+    with pytest.raises(Failing):
+        make_loop(arguments, dying).fit()
+    loop = resumed(arguments)
+    assert loop.progress.update == last // 3 * 3
+    loop.fit()
+    assert torch.equal(loop.final_model.linear.weight, whole.final_model.linear.weight)
+    assert torch.equal(loop.bare_model.linear.weight, whole.bare_model.linear.weight)
+    assert [(line["update"], line["loss"]) for line in log_of(loop)] == [
+        (line["update"], line["loss"]) for line in log_of(whole)
+    ]
+
+
+def test_a_loss_that_becomes_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    calls = []
+
+    def nan_from_the_eighth(model, batch, epoch):
+        calls.append(epoch)
+        return squared_error(model, batch, epoch) * (math.nan if len(calls) >= 8 else 1)
+
+    loop = make_loop(settings(tmp_path / "run", save_steps=3, log_steps=10), nan_from_the_eighth)
+    with pytest.raises(FloatingPointError) as raised:
+        loop.fit()
+    good = tmp_path / "run" / "checkpoints" / "step-6"
+    assert str(raised.value).startswith(f"the loss became nan at update 8; the last good checkpoint is {good}.")
+    assert [path.name for path in checkpoints(loop.run)] == ["step-3", "step-6"]
+
+
+def test_weights_that_became_infinite_are_not_saved(tmp_path):
+    loop = make_loop(settings(tmp_path / "run", save_steps=2))
+
+    def overflow(*_):
+        if loop.progress.update == 3:  # the fourth update: its loss was still finite
+            loop.bare_model.linear.weight.data.fill_(math.inf)
+
+    loop.optimizer.optimizer.register_step_post_hook(overflow)
+    with pytest.raises(FloatingPointError, match="the weights became infinite or NaN at update 4; .*step-2"):
+        loop.fit()
+    assert [path.name for path in checkpoints(loop.run)] == ["step-2"]
+
+
+def test_a_limit_of_hours_counts_from_each_start(tmp_path):
+    arguments = settings(tmp_path / "run", max_hours=0.0)
+    with pytest.raises(Interrupted):
+        make_loop(arguments).fit()
+    loop = resumed(arguments, max_hours=1.0)
+    assert loop.progress.update == 1
+    loop.progress.seconds = 7200.0  # what earlier starts took
+    loop.fit()
+    assert loop.progress.update == 12
+    assert loop.progress.seconds > 7200
+
+
+def test_a_second_signal_acts_at_once_but_a_repeated_one_does_not():
+    with pytest.raises(KeyboardInterrupt):
+        with StopOnSignal() as stopping:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert stopping.requested
+            stopping.patience = 0.0
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_output_folder_that_holds_another_run_is_refused(tmp_path):
+    arguments = settings(tmp_path / "run")
+    make_loop(arguments).fit()
+    with pytest.raises(ValueError, match=r"run holds another run; pass --resume .*run to go on, or a new"):
+        make_loop(arguments)
+
+
+def test_settings_that_touch_the_mathematics_cannot_change_on_resuming(tmp_path):
+    arguments = settings(tmp_path / "run")
+    make_loop(arguments)
+    with pytest.raises(ValueError, match="epochs was 3 and is now 4; base_lr was 0.1 and is now 0.2"):
+        resumed(arguments, epochs=4, base_lr=0.2, save_steps=5)
+    resumed(arguments, save_steps=5, save_minutes=1.0, save_total_limit=9).fit()
+
+
+def test_a_finished_run_is_not_resumed(tmp_path):
+    arguments = settings(tmp_path / "run")
+    make_loop(arguments).run.write_results({})
+    with pytest.raises(ValueError, match="run is finished; there is nothing to resume"):
+        resumed(arguments)
+
+
+def test_ema_under_fsdp_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ValueError, match="ema_decay does not work with FSDP"):
+        make_loop(settings(tmp_path / "run", ema_decay=0.9))
+
+
+class Notebook(GeneralTracker):
+    """A tracker that remembers what it is told."""
+
+    name, requires_logging_directory = "tensorboard", True
+    opened: list["Notebook"] = []
+
+    def __init__(self, run_name: str, logging_dir: str):
+        super().__init__()
+        self.folder, self.lines, self.configuration = Path(logging_dir), [], None
+        self.finished = False
+        Notebook.opened.append(self)
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values: dict):
+        self.configuration = values
+
+    def log(self, values: dict, step: int | None = None):
+        self.lines.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_trackers_are_told_what_the_log_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Notebook)
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TENSORBOARD])
+    loop = make_loop(settings(tmp_path / "run", trackers="tensorboard", log_steps=6))
+    loop.fit(after_epoch=lambda epoch: {"accuracy": 0.5, "few": None} if epoch == 2 else None)
+    notebook = Notebook.opened.pop()
+    assert notebook.folder == tmp_path / "run"
+    assert notebook.configuration["base_lr"] == 0.1
+    assert None not in notebook.configuration.values()  # tensorboard takes no None
+    assert [step for step, _ in notebook.lines] == [6, 12, 12]
+    assert notebook.lines[1][1]["loss"] == log_of(loop)[1]["loss"]
+    assert notebook.lines[2][1] == {"eval/accuracy": 0.5}
+
+
+def test_tensorboard_writes_into_the_run_folder(tmp_path):
+    pytest.importorskip("tensorboard")
+    loop = make_loop(settings(tmp_path / "run", trackers="tensorboard"))
+    loop.fit()
+    loop.accelerator.end_training()
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("livt_hf.training.get_available_trackers", lambda: [])
+    with pytest.raises(ValueError, match="the tracker 'wandb' is not installed"):
+        make_accelerator(settings(tmp_path / "run", trackers="wandb"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_a_cpu_never_gets_half_precision_by_itself_nor_fp16_at_all():
+    assert choose_precision("auto") == "no"
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        choose_precision("fp16")
+
+
+@pytest.mark.parametrize(("trial", "able"), [("exit 0", True), ("exit 1", False), ("kill -ILL $$", False)])
+def test_bf16_on_a_cpu_is_believed_only_after_a_trial(tmp_path, monkeypatch, trial, able):
+    """Some CPUs announce bf16 and die of an illegal instruction, so the trial has a process of its own."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{trial}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert cpu_computes_bf16() is able
+    if able:
+        assert choose_precision("bf16") == "bf16"
+    else:
+        with pytest.raises(ValueError, match="use mixed_precision no"):
+            choose_precision("bf16")
+
+
+@pytest.mark.slow
+def test_the_trial_of_bf16_agrees_with_the_cpu():
+    code = "import torch; a = torch.ones(512, 512, dtype=torch.bfloat16); a @ a"
+    dies = subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode != 0
+    assert not (dies and cpu_computes_bf16())
+
+
+def test_a_process_pinned_to_one_thread_takes_all_cores(tmp_path):
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    make_accelerator(settings(tmp_path / "run", threads=None))
+    assert torch.get_num_threads() == len(os.sched_getaffinity(0))
+    make_accelerator(settings(tmp_path / "run", threads=1))
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.slow
+def test_a_launched_process_takes_all_cores(tmp_path):
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import torch\n"
+        "from livt_hf.arguments import PretrainArguments\n"
+        "from livt_hf.training import make_accelerator\n"
+        "before = torch.get_num_threads()\n"
+        "make_accelerator(PretrainArguments())\n"
+        "print('threads', before, torch.get_num_threads())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", str(script)]
+    printed = subprocess.run(launch, env=environment, capture_output=True, text=True, check=True).stdout
+    assert f"threads 1 {len(os.sched_getaffinity(0))}" in printed
