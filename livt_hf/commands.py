@@ -16,6 +16,7 @@ from .arguments import DataArguments, TrainingArguments
 from .configuration_livit import PRESETS
 from .data import load_long_tailed
 from .data.loading import StoredImages
+from .hub import publish
 from .runs import Run
 from .training import Interrupted
 
@@ -44,6 +45,13 @@ def run_command(main: Callable[[], None]) -> None:
 
 def resume_message(run: Run, script: str) -> str:
     return f"Stopped and saved. To go on:\n  accelerate launch recipes/{script} --resume {run.folder}"
+
+
+def publish_if_asked(arguments: TrainingArguments, run: Run) -> None:
+    """Of `--push_to_hub`. A Hub that cannot be reached leaves the run complete and a command to publish it later."""
+    if arguments.push_to_hub:
+        commit = publish(run.folder, arguments.hub_model_id, private=arguments.hub_private)
+        logging.getLogger(__name__).info("published: %s", commit.repo_url)
 
 
 def load_data(arguments: DataArguments, seed: int, streaming: bool = False) -> DatasetDict:

@@ -79,8 +79,6 @@ def check_options(arguments: FinetuneArguments, data: DatasetDict) -> None:
             f"--select best needs a validation split, which {arguments.dataset} does not have; the test split is "
             "never used to select. Use --select last."
         )
-    if arguments.push_to_hub and not arguments.hub_model_id:
-        raise ValueError("--push_to_hub needs --hub_model_id organisation/name.")
 
 
 def build_classifier(arguments: FinetuneArguments, train: Dataset) -> LiViTForImageClassification:

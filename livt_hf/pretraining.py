@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor
 from transformers import BaseImageProcessor
 
@@ -18,6 +18,14 @@ def mask_noise(seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tens
     """The numbers that order an image's patches, the first quarter of which stays visible. (B, patches)"""
     noise = keyed_uniform(purpose_seed(seed, "mask"), epoch, indices.cpu().numpy(), num_patches)
     return torch.from_numpy(noise.astype(np.float32)).to(indices.device)
+
+
+def held_out_images(data: DatasetDict | IterableDatasetDict, count: int) -> Dataset:
+    """Images to judge by, spread over the test split; of a stream the first ones, of data without a test any."""
+    split = data["test"] if "test" in data else data["train"]
+    if isinstance(split, IterableDataset):
+        return Dataset.from_list(list(split.take(count)), features=split.features)
+    return split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from livt_hf.arguments import FinetuneArguments
-from livt_hf.commands import accuracy_line, load_data, resume_message, run_command
+from livt_hf.commands import accuracy_line, load_data, publish_if_asked, resume_message, run_command
 from livt_hf.data import class_counts
 from livt_hf.data.labels import number_of_classes
 from livt_hf.data.loading import train_loader
@@ -111,10 +111,8 @@ def main():
         f"  checkpoint           {run.folder}\n"
         f"Next, look closer:\n  accelerate launch recipes/eval.py --model {run.folder}"
     )
-    if arguments.push_to_hub and accelerator.is_main_process:
-        from livt_hf.hub import publish
-
-        print(publish(run.folder, arguments.hub_model_id, private=arguments.hub_private))
+    if accelerator.is_main_process:
+        publish_if_asked(arguments, run)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,19 @@ import torch
 
 from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.arguments import PretrainArguments
-from livt_hf.commands import counts_summary, image_size, is_native, load_data, resume_message, run_command
+from livt_hf.commands import (
+    counts_summary,
+    image_size,
+    is_native,
+    load_data,
+    publish_if_asked,
+    resume_message,
+    run_command,
+)
 from livt_hf.data import class_counts, normalization
 from livt_hf.data.loading import eval_loader, train_loader
 from livt_hf.data.transforms import DeviceTransform, PretrainAugmentation, eval_processor
-from livt_hf.pretraining import mask_noise, reconstruction_loss, reconstruction_rows
+from livt_hf.pretraining import held_out_images, mask_noise, reconstruction_loss, reconstruction_rows
 from livt_hf.reports import reconstruction_sheet
 from livt_hf.runs import parse_training, provenance
 from livt_hf.training import Interrupted, Loop, finish_run, make_accelerator, open_run
@@ -64,9 +72,8 @@ def main():
         accelerator.print(resume_message(run, "pretrain.py"))
         raise
 
-    held_out = data["test"] if "test" in data else data["train"]
+    held_out = held_out_images(data, 2000)
     processor = eval_processor(size, mean, std, native=is_native(held_out, size))
-    held_out = held_out.select(range(min(len(held_out), 2000)))
     test_loader = eval_loader(
         held_out, processor, batch_size=200, rank=accelerator.process_index, world_size=accelerator.num_processes
     )
@@ -103,6 +110,8 @@ def main():
         f"Next, fine-tune it:\n  accelerate launch recipes/finetune.py --dataset {arguments.dataset} "
         f"--pretrained {run.folder}"
     )
+    if accelerator.is_main_process:
+        publish_if_asked(arguments, run)
 
 
 if __name__ == "__main__":

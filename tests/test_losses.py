@@ -23,7 +23,7 @@ from livt_hf.losses import (
     negative_tolerant_bce,
     register_loss,
 )
-from livt_hf.modeling_livit import LongTailHead
+from livt_hf.head import LongTailHead
 
 COUNTS = [60, 30, 10]
 SOFT = sorted(name for name, spec in LOSSES.items() if spec.soft_labels)
