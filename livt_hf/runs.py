@@ -122,7 +122,11 @@ def parse_training(cls, argv: list[str] | None = None, configs: Path | None = No
     """`parse`, with the settings of the run itself underneath where one is resumed."""
     arguments = parse(cls, argv, configs)
     run = unfinished_run(arguments) if arguments.resume else None
-    return arguments if run is None else parse(cls, argv, underneath=run.folder / ARGUMENTS)
+    if run is not None:
+        arguments = parse(cls, argv, underneath=run.folder / ARGUMENTS)
+    if arguments.push_to_hub and not arguments.hub_model_id:
+        raise ValueError("--push_to_hub needs --hub_model_id organisation/name.")
+    return arguments
 
 
 def check_same_settings(run: Run, arguments) -> None:

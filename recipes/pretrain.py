@@ -24,6 +24,7 @@ from livt_hf.commands import (
     run_command,
 )
 from livt_hf.data import class_counts, normalization
+from livt_hf.data.labels import number_of_classes
 from livt_hf.data.loading import eval_loader, train_loader
 from livt_hf.data.transforms import DeviceTransform, PretrainAugmentation, eval_processor
 from livt_hf.pretraining import held_out_images, mask_noise, reconstruction_loss, reconstruction_rows
@@ -86,7 +87,7 @@ def main():
         "dataset": arguments.dataset,
         "imbalance_factor": arguments.imbalance_factor,
         "num_train_images": loader.num_images,
-        "num_classes": data["train"].features["label"].num_classes,
+        "num_classes": number_of_classes(data["train"]),
         "class_counts": None if arguments.streaming else counts_summary(class_counts(data["train"])),
         "mask_ratio": arguments.mask_ratio,
         "decode_ratio": arguments.decode_ratio,
