@@ -30,6 +30,7 @@ class DataArguments:
     image_column: str | None = option(None, "column of the pictures, where it cannot be told")
     label_column: str | None = option(None, "column of the labels, where it cannot be told")
     drop_empty: bool = option(False, "leave out classes without a training image instead of refusing them")
+    split_seed: int = option(0, "of the images picked for the tail and the test; 0 picks the community's CIFAR-LT")
     test_fraction: float = option(0.2, "share of each class set aside when a dataset has no test split")
     on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be decoded")
     num_workers: int = option(0, "data loading processes for each training process")
@@ -58,7 +59,7 @@ class TrainingArguments(DataArguments):
     adam_beta2: float = option(0.95, "AdamW's second beta")
     clip_grad: float | None = option(None, "largest gradient norm; default: no clipping, as in the paper")
     flip: bool = option(True, "mirror training pictures at random; not for pictures with a handedness, such as text")
-    seed: int = option(0, "of everything random: split, order, crops, masks, initial weights")
+    seed: int = option(0, "of everything random but the split: order, crops, masks, initial weights")
     output_dir: str | None = option(None, "run folder; default runs/<stage>-<dataset>-<model>/<n>")
     resume: str | None = option(
         None, "go on with an interrupted run: its folder, or auto (the newest unfinished one)", nargs="?", const="auto"
@@ -146,7 +147,7 @@ class EvalArguments(DataArguments):
     prior: str | None = option(None, "JSON file with the class probabilities the model will meet")
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
     report: str | None = option(None, "folder for the report; default: report/ in a run folder")
-    seed: int = option(0, "of the split, the probe and the bootstrap")
+    seed: int = option(0, "of the linear probe")
     threads: int | None = option(None, "CPU threads a process; default: the machine's cores shared out")
 
 

@@ -54,11 +54,11 @@ def publish_if_asked(arguments: TrainingArguments, run: Run) -> None:
         logging.getLogger(__name__).info("published: %s", commit.repo_url)
 
 
-def load_data(arguments: DataArguments, seed: int, streaming: bool = False) -> DatasetDict:
+def load_data(arguments: DataArguments, streaming: bool = False) -> DatasetDict:
     """The dataset the arguments name."""
-    names = {field.name for field in dataclasses.fields(DataArguments)} - {"dataset", "num_workers"}
+    names = {field.name for field in dataclasses.fields(DataArguments)} - {"dataset", "num_workers", "split_seed"}
     options = {name: getattr(arguments, name) for name in names}
-    return load_long_tailed(arguments.dataset, seed=seed, streaming=streaming, **options)
+    return load_long_tailed(arguments.dataset, seed=arguments.split_seed, streaming=streaming, **options)
 
 
 def is_native(dataset: Dataset, image_size: int) -> bool:

@@ -27,7 +27,7 @@ from .priors import estimate_prior
 from .runs import Run, newest_finished, runs_folder
 
 # The options of a run that say which data it was trained on.
-_DATA_OPTIONS = [option.name for option in fields(DataArguments)] + ["seed"]
+_DATA_OPTIONS = [option.name for option in fields(DataArguments)]
 # A rule turns logits into class probabilities; None is the paper's: rank by the logits, softmax for confidence.
 Rule = Callable[[Tensor], Tensor] | None
 

@@ -47,7 +47,7 @@ def main():
     model, processor = load_checkpoint_and_processor(arguments.model)
     model.to(accelerator.device)
     with accelerator.main_process_first():
-        data = load_data(arguments, arguments.seed)
+        data = load_data(arguments)
     if arguments.split not in data:
         raise ValueError(f"{arguments.dataset} has no split {arguments.split!r}; it has {', '.join(data)}.")
 

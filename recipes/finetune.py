@@ -42,7 +42,7 @@ def main():
     resolve_pretrained(arguments)
     accelerator = make_accelerator(arguments)
     with accelerator.main_process_first():
-        data = load_data(arguments, arguments.seed)
+        data = load_data(arguments)
     check_options(arguments, data)
     torch.manual_seed(arguments.seed)
 

@@ -42,7 +42,7 @@ def main():
 
     size = image_size(arguments)
     with accelerator.main_process_first():
-        data = load_data(arguments, arguments.seed, streaming=arguments.streaming)
+        data = load_data(arguments, streaming=arguments.streaming)
     mean, std = normalization(arguments.dataset)
     loader = train_loader(
         data["train"],
