@@ -185,13 +185,13 @@ def encoder_features(
 
 
 def knn_scores(train: Features, test: Features, num_classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:
-    """Class scores by the vote of the k most similar training images, weighted by similarity. (N, C)"""
+    """Class logits by the vote of the k most similar training images: log shares of the similarities. (N, C)"""
     bank = nn.functional.normalize(train.features, dim=-1)
     scores = torch.zeros(len(test.features), num_classes, device=bank.device)
     for rows in torch.arange(len(test.features)).split(1024):
         similarity, index = (nn.functional.normalize(test.features[rows], dim=-1) @ bank.T).topk(min(k, len(bank)))
         scores[rows] = scores[rows].scatter_add(1, train.labels[index], (similarity / temperature).exp())
-    return scores
+    return (scores / scores.sum(-1, keepdim=True)).log()
 
 
 def linear_probe_scores(

@@ -14,7 +14,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 
 from livt_hf import LiViTForPreTraining
@@ -122,5 +121,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        run_command(main)
+    run_command(main)

@@ -1,0 +1,197 @@
+"""Serving rules on data whose Bayes rule is known, and evaluation that streams."""
+
+import math
+import threading
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from livt_hf import LiViTConfig
+from livt_hf.data import exponential_counts
+from livt_hf.evaluation import Features, evaluate_classifier, knn_scores, linear_probe_scores
+from livt_hf.modeling_livit import LongTailHead
+from livt_hf.priors import estimate_prior
+
+CLASSES = 10
+COUNTS = exponential_counts(CLASSES, 14_000, 100).tolist()  # 34,741 points
+# Round Gaussians on a circle; steps of three places put frequent classes beside rare ones.
+_ANGLES = torch.arange(CLASSES) * 3 * 2 * math.pi / CLASSES
+MEANS = 3 * torch.stack([_ANGLES.cos(), _ANGLES.sin()], dim=1)
+SOURCE = torch.tensor(COUNTS, dtype=torch.float64) / sum(COUNTS)
+PRIORS = {
+    "uniform": torch.full_like(SOURCE, 1 / CLASSES),
+    "training": SOURCE,
+    "reversed": SOURCE.flip(0),
+    "three classes": torch.tensor([0.02, 0.3, 0.02, 0.02, 0.02, 0.02, 0.3, 0.02, 0.02, 0.26], dtype=torch.float64),
+}
+
+
+def points_of(labels: Tensor, generator: torch.Generator) -> Tensor:
+    return MEANS[labels] + torch.randn(len(labels), 2, generator=generator)
+
+
+def log_density(points: Tensor) -> Tensor:
+    """log p(x|j), up to a constant. (N, C)"""
+    return -0.5 * torch.cdist(points.double(), MEANS.double()) ** 2
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[LongTailHead, nn.Module]:
+    """A head under Bal-BCE at tau 1 and a small network that learned from the long-tailed points: 400 updates."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.repeat_interleave(torch.arange(CLASSES), torch.tensor(COUNTS))
+    points = points_of(labels, generator)
+    head = LongTailHead(LiViTConfig(class_counts=COUNTS, loss="bal_bce", tau=1.0))
+    body = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    classifier = nn.Linear(64, CLASSES)
+    with torch.no_grad():
+        classifier.weight.zero_()
+        classifier.bias.copy_(head.classifier_start())
+    model = nn.Sequential(body, classifier)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    for _ in range(400):
+        rows = torch.randint(len(points), (1024,), generator=generator)
+        features = body(points[rows])
+        head(classifier(features), labels[rows], features).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return head, model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=PRIORS)
+def served(request, trained):
+    """20,000 points drawn with one of the priors, what the model says of them, and the accuracy of any scores."""
+    prior = PRIORS[request.param]
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.multinomial(prior, 20_000, replacement=True, generator=generator)
+    points = points_of(labels, generator)
+    head, model = trained
+    return SimpleNamespace(
+        name=request.param,
+        prior=prior,
+        head=head,
+        logits=model(points),
+        density=log_density(points),
+        accuracy=lambda scores: (scores.argmax(-1) == labels).double().mean().item(),
+    )
+
+
+def test_the_posterior_rule_comes_within_a_point_of_bayes_accuracy_under_any_prior(served):
+    bayes = served.accuracy(served.density + served.prior.log())
+    assert abs(served.accuracy(served.head.posterior(served.logits, served.prior)) - bayes) < 0.01
+
+
+def test_argmax_z_comes_within_three_points_of_its_closed_form(served):
+    posterior = (served.density + SOURCE.log()).softmax(-1)
+    closed = torch.logit(posterior) - torch.logit(SOURCE)
+    assert abs(served.accuracy(served.logits) - served.accuracy(closed)) < 0.03
+    assert (served.logits.argmax(-1) == closed.argmax(-1)).double().mean() > 0.95
+
+
+def test_the_training_posterior_and_a_wrong_sign_stay_far_from_bayes(served):
+    bayes = served.accuracy(served.density + served.prior.log())
+    posterior = served.head.training_posterior(served.logits)
+    times_pi_over_q = posterior + SOURCE.log() - served.prior.log()
+    times_pi_times_q = posterior + SOURCE.log() + served.prior.log()
+    assert served.accuracy(times_pi_times_q) < bayes - 0.04
+    if served.name == "training":  # nothing to correct
+        assert abs(served.accuracy(posterior) - bayes) < 0.01
+    else:
+        assert served.accuracy(posterior) < bayes - 0.15
+        assert served.accuracy(times_pi_over_q) < bayes - 0.25
+    if served.name == "uniform":
+        # The paper's rule lies between the two: better than no correction, short of the exact one.
+        assert served.accuracy(posterior) + 0.1 < served.accuracy(served.logits) < bayes - 0.03
+
+
+def test_the_estimated_prior_is_within_a_sixth_of_the_true_one(served):
+    posterior = served.head.training_posterior(served.logits).exp()
+    assert (estimate_prior(posterior, SOURCE) - served.prior).abs().sum() < 0.16
+    if served.name != "training":
+        # EM on softmax(z) as if z came from balanced training does not find it.
+        assert (estimate_prior(served.logits.softmax(-1), PRIORS["uniform"]) - served.prior).abs().sum() > 0.4
+
+
+class Drawn(nn.Module):
+    """A model whose logits are its input."""
+
+    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=pixel_values)
+
+
+def evaluated(batches, counts, rules=None):
+    return evaluate_classifier(Drawn(), batches, Accelerator(cpu=True), counts, rules or {"z": None})
+
+
+def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes():
+    images, classes, batch = 24_426, 8_142, 128
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(batch, classes, generator=generator)  # the model's own memory
+    counts = [200] * 842 + [50] * 4076 + [10] * 3224
+
+    def batches():
+        for start in range(0, images, batch):
+            labels = torch.arange(start, min(start + batch, images)) % classes
+            logits = noise[: len(labels)].roll(start, dims=1)
+            logits[torch.arange(len(labels)), labels] += 3
+            yield {"pixel_values": logits, "labels": labels}
+
+    head = LongTailHead(LiViTConfig(class_counts=counts, hidden_size=32, num_attention_heads=4))
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
+    done = threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    measured, pairs = evaluated(batches(), counts, {"z": None, "posterior": head.posterior})
+    done.set()
+    watcher.join()
+    assert all(metric.num_images == images for metric in measured.values())
+    assert len(pairs.top(20)) == 20
+    assert (peak - before) / 2**20 < 200
+
+
+def test_nan_logits_count_as_wrong_and_are_counted():
+    logits = 20 * torch.eye(3)[torch.tensor([0, 1, 2, 0])]
+    logits[3] = torch.nan
+    head = LongTailHead(LiViTConfig(class_counts=[9, 3, 1]))
+    batch = {"pixel_values": logits, "labels": torch.tensor([0, 1, 2, 0])}
+    measured, _ = evaluated([batch], [9, 3, 1], {"z": None, "posterior": head.posterior})
+    for metric in measured.values():
+        metrics = metric.compute()
+        assert (metrics["accuracy"], metrics["num_nan"], metrics["num_images"]) == (0.75, 1, 4)
+        assert math.isfinite(metrics["ece"])
+
+
+def test_neighbours_vote_in_proportion_to_their_similarity():
+    # At k = 2 the first image sees itself (cosine 1, class 0) and an orthogonal one (cosine 0, class 1).
+    train = Features(torch.tensor([[2.0, 0.0], [0.0, 5.0]]), torch.tensor([0, 1]))
+    test = Features(torch.tensor([[3.0, 0.0], [1.0, 1.0]]), torch.tensor([0, 1]))
+    shares = knn_scores(train, test, 3, k=20, temperature=0.5).softmax(-1)
+    first = math.exp(2) / (math.exp(2) + 1)
+    torch.testing.assert_close(shares, torch.tensor([[first, 1 - first, 0.0], [0.5, 0.5, 0.0]]))
+
+
+def test_a_linear_probe_on_long_tailed_features_does_not_forget_the_rare_class():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0] * 500 + [1] * 10)
+    features = torch.randn(510, 4, generator=generator) + 2 * labels[:, None]
+    even = torch.tensor([0, 1] * 200)
+    test = Features(torch.randn(400, 4, generator=generator) + 2 * even[:, None], even)
+    scores = linear_probe_scores(Features(features, labels), test, 2)
+    right = scores.argmax(-1) == even
+    assert right[even == 1].double().mean() > 0.9
+    assert right[even == 0].double().mean() > 0.9
+    assert torch.equal(scores, linear_probe_scores(Features(features, labels), test, 2))
