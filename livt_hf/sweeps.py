@@ -45,6 +45,12 @@ def _values(option: str, values: list[float], stage: str = "finetune", **fixed) 
 _TAUS = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
 _LAMBDAS = [1.0, 2.0, 3.0, 4.0, 5.0]
 _DEIT = {"loss": "bce", "augmentation": "three_augment", "optimizer": "lamb", "layer_decay": 1.0, "pooling": "cls"}
+_DEIT |= {
+    "erase": 0,
+    "clip_grad": 1.0,
+    "adam_beta2": 0.999,
+    "weight_decay": 0.02,
+}  # as finetune-imagenet-lt-deit3.yaml
 _SCRATCH = {"layer_decay": 1.0}
 
 SWEEPS: dict[str, Sweep] = {

@@ -108,8 +108,7 @@ def main():
         f"  loss on held-out images  {loss:.3f}  (predicting zero: {zero_loss:.3f})\n"
         f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"
         f"  look at                  {run.folder / 'reconstructions.png'}\n"
-        f"Next, fine-tune it:\n  accelerate launch recipes/finetune.py --dataset {arguments.dataset} "
-        f"--pretrained {run.folder}"
+        f"Next, fine-tune it:\n  accelerate launch recipes/finetune.py --pretrained {run.folder}"
     )
     if accelerator.is_main_process:
         publish_if_asked(arguments, run)
