@@ -68,8 +68,8 @@ class RecipeRun:
         output: Path | None = None,
     ):
         self.folder, self.output = folder, output or folder.with_suffix(".txt")
-        resuming = ["--resume", str(folder)] if "--resume" in options else ["--output_dir", str(folder)]
-        argv = [str(option) for option in options if option != "--resume"] + resuming
+        place = "--resume" if "--resume" in options else "--report" if name == "eval.py" else "--output_dir"
+        argv = [str(option) for option in options if option != "--resume"] + [place, str(folder)]
         common = {"ACCELERATE_USE_CPU": "1", "HF_DATASETS_CACHE": str(folder.parent / "cache")}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

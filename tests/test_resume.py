@@ -1,15 +1,19 @@
 """A run can be killed at any moment and goes on as if nothing had happened."""
 
+import contextlib
 import json
+import os
 import random
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from recipe_runs import TINY, RecipeRun, assert_same_weights, kill_at, make_pictures, slow_saving
+from recipe_runs import RECIPES, TINY, RecipeRun, assert_same_weights, kill_at, make_pictures, slow_saving
 
 # Twelve updates; checkpoints and lines of the log fall on different ones. Everything that keeps a state is on.
 OPTIONS = {
@@ -70,14 +74,19 @@ def test_the_log_has_every_line_once(uninterrupted):
 
 
 def killed_at_random_moments(start, stage: str, name: str, seed: int, kills: int, **settings) -> Path:
+    """The first time while it trains, then at any time since its start."""
     rng = random.Random(seed)
-    for kill in range(kills):
-        run = start(stage, name, *(["--resume"] if kill else []), **settings)
-        lines, delay = rng.randrange(1, 4), rng.uniform(0, 0.3)
-        run.wait_for(lambda run=run, lines=lines: run.logged() >= lines)
-        time.sleep(delay)
-        run.signal(signal.SIGKILL)
-        assert run.wait() in (-signal.SIGKILL, 0)
+    run = start(stage, name, **settings)
+    run.wait_for(lambda: run.logged() >= 1)
+    time.sleep(rng.uniform(0, 0.15))
+    run.signal(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    for _ in range(kills - 1):
+        run = start(stage, name, "--resume", **settings)
+        time.sleep(rng.uniform(0.2, 1.0))
+        with contextlib.suppress(ProcessLookupError):  # too late
+            run.signal(signal.SIGKILL)
+        run.wait()
         if (run.folder / "results.json").exists():
             return run.folder
     return start(stage, name, "--resume").finish().folder
@@ -155,3 +164,34 @@ def test_a_finished_run_and_another_setting_are_not_resumed(start, uninterrupted
     assert "seed was 0 and is now 3; tau was 1.0 and is now 0.5." in other.printed
     assert "num_workers" not in other.printed
     assert "Traceback" not in other.printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_launched_runs_killed_and_interrupted_end_like_one_that_was_not(workplace, uninterrupted, stage):
+    """As a user would: a kill of everything, then Ctrl-C, then to the end, each time `accelerate launch`."""
+    folder = workplace / f"launched-{stage}"
+    options = ["--dataset", str(workplace / "pictures"), *TINY, *OPTIONS[stage].split()]
+
+    def launch(*more: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "accelerate.commands.launch", str(RECIPES / stage), *options, *more]
+        environment = os.environ | {"HF_DATASETS_CACHE": str(workplace / "cache")}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    def logged() -> int:
+        path = folder / "log.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    for number, lines, how in ((signal.SIGKILL, 1, "--output_dir"), (signal.SIGINT, 2, "--resume")):
+        with launch(how, str(folder)) as launched:
+            while logged() < lines:
+                assert launched.poll() is None
+                time.sleep(0.005)
+            os.killpg(launched.pid, number)
+            printed, _ = launched.communicate(timeout=120)
+            assert launched.returncode != 0
+    assert f"--resume {folder}" in printed
+    with launch("--resume", str(folder)) as launched:
+        launched.communicate(timeout=120)
+        assert launched.returncode == 0
+    assert_same_run(folder, uninterrupted[stage])
