@@ -8,14 +8,13 @@ the split are wall time.
 import io
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
+from benchmarks.measuring import compared, peak_megabytes
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as PILImage
 from timm.data import create_transform
@@ -183,23 +182,6 @@ def latencies(makers: dict[str, Callable], repeats: int) -> dict[str, float]:
     return {name: statistics.median(rounds[1:]) for name, rounds in values.items()}
 
 
-def compared(question: str, values: dict[str, float], unit: str, smaller_is_better: bool = False) -> list[dict]:
-    """A row for each peer; a ratio above 1 is in our favour."""
-    ours = values["ours"]
-    return [
-        {
-            "question": question,
-            "ours": ours,
-            "peer": theirs,
-            "peer_name": name,
-            "ratio": theirs / ours if smaller_is_better else ours / theirs,
-            "unit": unit,
-        }
-        for name, theirs in values.items()
-        if name != "ours"
-    ]
-
-
 def splits(quick: bool) -> list[dict]:
     """A derived split of a table as long as ImageNet with as many classes as iNaturalist 2018."""
     rows, classes = 1_281_167, 8_142
@@ -217,7 +199,10 @@ def splits(quick: bool) -> list[dict]:
         for i in range(few):
             by_class.setdefault(dataset[i]["label"], []).append(i)
 
-    memory = {"ours": peak_memory(ours), "the bound this project set itself": 300.0}  # before memory lies ready
+    memory = {
+        "ours": max(1.0, peak_megabytes(ours)),
+        "the bound this project set itself": 300.0,
+    }  # before memory lies ready
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -233,22 +218,3 @@ def splits(quick: bool) -> list[dict]:
         *compared(f"derived split of {size}", times, "s", smaller_is_better=True),
         *compared(f"its peak memory on top of the table, {size}", memory, "MB", smaller_is_better=True),
     ]
-
-
-def peak_memory(work: Callable) -> float:
-    """Growth of the process's resident memory in MB while `work` runs, sampled every millisecond."""
-    process = psutil.Process()
-    before = peak = process.memory_info().rss
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.001):
-            peak = max(peak, process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    work()
-    done.set()
-    watcher.join()
-    return max(peak - before, 2**20) / 2**20  # memory that was already there and free counts as a megabyte

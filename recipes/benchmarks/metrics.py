@@ -5,13 +5,9 @@ little. "Beyond the softmax" takes off what `logits.softmax(-1)` takes in the sa
 calibration.
 """
 
-import threading
-import time
-from collections.abc import Callable
-
 import numpy as np
-import psutil
 import torch
+from benchmarks.measuring import seconds
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, recall_score, top_k_accuracy_score
 
@@ -93,30 +89,3 @@ def agree(ours: dict, theirs: dict) -> None:
     for name, value in theirs.items():
         if abs(ours[name] - value) > 1e-4:
             raise AssertionError(f"{name} is {ours[name]} here and {value} with scikit-learn: not the same work.")
-
-
-def seconds(call: Callable[[], object]) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
-def measure(call: Callable[[], dict]) -> tuple[dict, float, float]:
-    """Result, seconds of the processor, and the most MB the process held beyond what it held before (a look a ms)."""
-    process = psutil.Process()
-    before = peak = process.memory_info().rss
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.001):
-            peak = max(peak, process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    start = time.process_time()
-    result = call()
-    taken = time.process_time() - start
-    done.set()
-    watcher.join()
-    return result, taken, max(0, peak - before) / 2**20
