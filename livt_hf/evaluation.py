@@ -5,9 +5,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import (
@@ -18,12 +19,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .arguments import DataArguments
-from .data.labels import class_feature
+from .arguments import DataArguments, EvalArguments
+from .data.labels import class_feature, is_multi_label
 from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
 from .modeling_livit import LiViTForImageClassification
 from .modeling_pretraining import LiViTForPreTraining
-from .priors import estimate_prior
+from .predict import read_prior
+from .priors import as_prior, estimate_prior
 from .runs import Run, newest_finished, runs_folder
 
 # The options of a run that say which data it was trained on.
@@ -57,16 +59,77 @@ def inherited_eval_options(argv: list[str]) -> list[str]:
 
 def load_checkpoint_and_processor(path: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """A LiViT in either of its forms, a ViTMAE, or any other image classifier, with the processor saved beside it."""
-    config, _ = PreTrainedConfig.get_config_dict(path)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError as error:
+        raise ValueError(f"{path} is neither a checkpoint folder nor a model the Hub has: {error}") from error
     kind = config.get("model_type")
     if kind is None:
         raise ValueError(f"{path} holds no model: it has no config.json with a model_type.")
-    processor = AutoImageProcessor.from_pretrained(path)
+    try:
+        processor = AutoImageProcessor.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(
+            f"{path} has no image processor (preprocessor_config.json), so it is unknown how its pictures are "
+            "prepared; save the one it was trained with beside it."
+        ) from error
     if kind == "vit_mae":
         return LiViTForPreTraining.from_pretrained(path).eval(), processor
     if kind == "livit" or "livit" in config:
         return LiViTForImageClassification.from_pretrained(path).eval(), processor
     return AutoModelForImageClassification.from_pretrained(path, use_safetensors=True).eval(), processor
+
+
+def no_posterior(model: PreTrainedModel) -> str | None:
+    """Why a checkpoint gives no class probabilities under a prior, or None where it does."""
+    if isinstance(model, LiViTForPreTraining):
+        return "it is no classifier"
+    if not isinstance(model, LiViTForImageClassification) or model.config.class_counts is None:
+        return "it does not know its training prior"
+    if model.config.multi_label:
+        return "its images may have several labels"
+    return model.config.no_posterior
+
+
+def check_options(model: PreTrainedModel, arguments: EvalArguments, num_processes: int) -> None:
+    """What cannot be measured is refused before the data are read."""
+    if arguments.prior is not None or arguments.adapt_prior:
+        why = no_posterior(model)
+        if why is not None:
+            raise ValueError(
+                f"{arguments.model} gives no probabilities under a prior ({why}); leave --prior and --adapt_prior out."
+            )
+    if arguments.adapt_prior and model.config.label_smoothing:
+        raise ValueError(
+            f"{arguments.model} was trained with label_smoothing {model.config.label_smoothing}, which flattens its "
+            "posteriors, so no prior can be estimated from them; leave --adapt_prior out."
+        )
+    if num_processes > 1 and (arguments.adapt_prior or isinstance(model, LiViTForPreTraining)):
+        what = "--adapt_prior looks" if arguments.adapt_prior else "kNN and the linear probe look"
+        raise ValueError(f"{what} at all images at once; run it on one process.")
+
+
+def serving_prior(path: str, model: PreTrainedModel) -> Tensor:
+    """The prior in a file, for the classes of a model. A class with a zero will never be predicted."""
+    names = [model.config.id2label[label] for label in range(model.config.num_labels)]
+    try:
+        prior = read_prior(path, names)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is no readable JSON or YAML file with a number for each class: {error}") from error
+    return as_prior(prior, len(names), what=f"the prior in {path}")
+
+
+def check_data(model: PreTrainedModel, data: DatasetDict, arguments: EvalArguments) -> None:
+    """Refuse data a checkpoint cannot be measured on."""
+    if arguments.split not in data:
+        raise ValueError(f"{arguments.dataset} has no split {arguments.split!r}; it has {', '.join(data)}.")
+    if not isinstance(model, LiViTForPreTraining):
+        check_labels_match(model, data["train"])
+    elif is_multi_label(data["train"]):
+        raise ValueError(
+            f"images of {arguments.dataset} have several labels, and kNN and the linear probe answer with one; "
+            "fine-tune the checkpoint and evaluate that."
+        )
 
 
 def check_labels_match(model: PreTrainedModel, dataset: Dataset) -> None:
@@ -144,13 +207,6 @@ def estimated_prior(
     model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, progress: bool = False
 ) -> Tensor:
     """The class prior of the loader's images by EM on the model's training posteriors, labels unseen. (C,)"""
-    if model.config.label_smoothing:
-        raise ValueError(
-            f"the model was trained with label_smoothing {model.config.label_smoothing}, which flattens its "
-            "posteriors; a prior cannot be estimated from them."
-        )
-    if accelerator.num_processes > 1:
-        raise ValueError("estimating a prior looks at all images at once; run it on one process.")
     posteriors = [
         model.head.training_posterior(logits).exp().cpu()
         for logits, _ in logits_of(model, loader, accelerator.device, progress)

@@ -59,7 +59,8 @@ def write_report(
         pictures["Most confused classes"] = confused_classes(confused, folder / "confused.png")
     for number, (rule, metric) in enumerate(measured.items()):
         title = f"Reliability: {rule}"
-        pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
+        if any(row["images"] for row in metric.bins):  # none where all logits are NaN
+            pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
     log = Path(arguments.model) / LOG
     if log.exists():
         pictures["Training"] = training_curves({Path(arguments.model).name: log}, folder / "training.png")

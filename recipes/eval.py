@@ -18,12 +18,13 @@ from accelerate import Accelerator
 
 from livt_hf import LiViTForPreTraining
 from livt_hf.arguments import EvalArguments, parse
-from livt_hf.commands import accuracy_line, load_data, percent, read_prior, run_command
+from livt_hf.commands import accuracy_line, load_data, percent, run_command
 from livt_hf.data import class_counts
 from livt_hf.data.loading import eval_loader
 from livt_hf.devices import use_all_cores
 from livt_hf.evaluation import (
-    check_labels_match,
+    check_data,
+    check_options,
     encoder_features,
     estimated_prior,
     evaluate_classifier,
@@ -32,6 +33,8 @@ from livt_hf.evaluation import (
     knn_scores,
     linear_probe_scores,
     load_checkpoint_and_processor,
+    no_posterior,
+    serving_prior,
 )
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.reporting import choose_folder, write_report
@@ -44,11 +47,12 @@ def main():
     use_all_cores(accelerator.device, arguments.threads)
     folder = choose_folder(arguments)
     model, processor = load_checkpoint_and_processor(arguments.model)
+    check_options(model, arguments, accelerator.num_processes)
+    prior = None if arguments.prior is None else serving_prior(arguments.prior, model)
     model.to(accelerator.device)
     with accelerator.main_process_first():
         data = load_data(arguments)
-    if arguments.split not in data:
-        raise ValueError(f"{arguments.dataset} has no split {arguments.split!r}; it has {', '.join(data)}.")
+    check_data(model, data, arguments)
 
     def loader(split):
         return eval_loader(
@@ -64,8 +68,6 @@ def main():
     counts = class_counts(data["train"])
     summary = {"model": arguments.model, "dataset": arguments.dataset, "split": arguments.split} | provenance()
     if isinstance(model, LiViTForPreTraining):
-        if accelerator.num_processes > 1:
-            raise ValueError("kNN and the linear probe compare all images with each other; run them on one process.")
         train, test = (
             encoder_features(model, loader(split), accelerator, progress) for split in ("train", arguments.split)
         )
@@ -78,9 +80,9 @@ def main():
             print(f"{name:14s} {accuracy_line(summary[name])}")
         folder.mkdir(parents=True)
         (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print(f"Numbers: {folder / 'evaluation.json'}")
         return
 
-    check_labels_match(model, data["train"])
     if model.config.problem_type == "multi_label_classification":
         summary["macro and group mAP"] = evaluate_multi_label(
             model, loader(arguments.split), accelerator, counts, progress
@@ -92,20 +94,14 @@ def main():
         return
 
     rules = {"paper (argmax z)": None}
-    if getattr(model, "head", None) is not None and model.config.no_posterior is None:
+    if no_posterior(model) is None:
         rules["posterior, uniform prior"] = lambda logits: model.head.posterior(logits, "uniform")
-        if arguments.prior is not None:
-            given = read_prior(arguments.prior)
-            rules[f"posterior, prior of {Path(arguments.prior).name}"] = lambda logits: model.head.posterior(
-                logits, given
-            )
-        if arguments.adapt_prior:
-            adapted = estimated_prior(model, loader(arguments.split), accelerator, progress)
-            summary["estimated_prior"] = adapted.tolist()
-            rules["posterior, estimated prior"] = lambda logits: model.head.posterior(logits, adapted)
-    elif arguments.prior is not None or arguments.adapt_prior:
-        why = getattr(model.config, "no_posterior", None) or "it does not know its training prior"
-        raise ValueError(f"{arguments.model} gives no probabilities ({why}); leave --prior and --adapt_prior out.")
+    if prior is not None:
+        rules[f"posterior, prior of {Path(arguments.prior).name}"] = lambda logits: model.head.posterior(logits, prior)
+    if arguments.adapt_prior:
+        adapted = estimated_prior(model, loader(arguments.split), accelerator, progress)
+        summary["estimated_prior"] = adapted.tolist()
+        rules["posterior, estimated prior"] = lambda logits: model.head.posterior(logits, adapted)
     measured, pairs = evaluate_classifier(model, loader(arguments.split), accelerator, counts, rules, progress)
     if not accelerator.is_main_process:
         return
