@@ -199,10 +199,8 @@ def splits(quick: bool) -> list[dict]:
         for i in range(few):
             by_class.setdefault(dataset[i]["label"], []).append(i)
 
-    memory = {
-        "ours": max(1.0, peak_megabytes(ours)),
-        "the bound this project set itself": 300.0,
-    }  # before memory lies ready
+    # First of all, before freed memory lies ready to be used again.
+    memory = {"ours": max(1.0, peak_megabytes(ours)), "the bound this project set itself": 300.0}
     times = []
     for _ in range(3):
         started = time.perf_counter()

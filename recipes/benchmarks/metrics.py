@@ -7,7 +7,7 @@ calibration.
 
 import numpy as np
 import torch
-from benchmarks.measuring import seconds
+from benchmarks.measuring import peak_megabytes, processor_seconds
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, recall_score, top_k_accuracy_score
 
@@ -39,10 +39,11 @@ def compare(name: str, images: int, classes: int, repeats: int) -> list[dict]:
     def peer() -> dict:
         return with_scikit_learn(logits.softmax(-1).numpy(), labels.numpy(), counts)
 
-    (our_results, _, our_memory), (results, theirs, memory) = measure(ours), measure(peer)
-    agree(our_results, results)
+    agree(ours(), peer())
+    our_memory, memory = peak_megabytes(ours), peak_megabytes(peer)
+    theirs = processor_seconds(peer)
     # In turn, so that a busy moment of the machine meets both; the least is what the work takes.
-    pairs = [(seconds(lambda: logits.softmax(-1)), seconds(ours)) for _ in range(repeats)]
+    pairs = [(processor_seconds(lambda: logits.softmax(-1)), processor_seconds(ours)) for _ in range(repeats)]
     softmax, mine = (min(column) for column in zip(*pairs, strict=True))
     size = f"{name}, {images:,} x {classes:,}"
     return [
