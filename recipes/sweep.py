@@ -19,11 +19,15 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from livt_hf.arguments import FinetuneArguments, parse
+from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
+from livt_hf.commands import run_command
 from livt_hf.reports import markdown_table, sweep_plot
+from livt_hf.runs import Run, check_same_settings, runs_folder
 from livt_hf.sweeps import SWEEPS, load_results, paper_row, summarise, table_rows
 
 HERE = Path(__file__).parent
+CONFIGS = HERE / "configs"
+STAGES = {"pretrain.py": PretrainArguments, "finetune.py": FinetuneArguments}
 
 
 def main():
@@ -45,7 +49,7 @@ def main():
             print(f"{name:14s} {sweep.title}: {', '.join(variant.label for variant in sweep.variants)}")
         return
     sweep = SWEEPS[arguments.sweep]
-    folder = Path(arguments.output_dir or Path(os.environ.get("LIVT_RUNS", "runs"), "sweeps", arguments.dataset))
+    folder = Path(arguments.output_dir or runs_folder() / "sweeps" / Path(arguments.dataset).name)
     data = words({name: getattr(arguments, name) for name in ("dataset", "source", "imbalance_factor")})
 
     pretrainings, finetunings, runs_of = {}, {}, {variant.label: [] for variant in sweep.variants}
@@ -65,7 +69,7 @@ def main():
     run_all("finetune.py", finetunings, arguments, threads)
 
     results = {label: load_results(runs) for label, runs in runs_of.items()}
-    base = parse(FinetuneArguments, data, configs=HERE / "configs")
+    base = parse(FinetuneArguments, data, configs=CONFIGS)
     variants = {variant.label: variant for variant in sweep.variants}
     rows = summarise(results, lambda label: paper_row(sweep, variants[label], base.dataset, base.imbalance_factor))
     report = folder / arguments.sweep
@@ -101,10 +105,21 @@ def spread_minutes(runs: list[dict]) -> str:
 def command() -> str:
     """This command, without the paths of this machine."""
     said = sys.argv[1:]
-    for option, stand_in in (("--source", "FOLDER"), ("--output_dir", "FOLDER")):
+    for option in ("--source", "--output_dir"):
         if option in said:
-            said[said.index(option) + 1] = stand_in
-    return shlex.join(["python", "recipes/sweep.py", *said])
+            said[said.index(option) + 1] = "FOLDER"
+    return shlex.join(["python", "recipes/sweep.py", *map(without_paths, said)])
+
+
+def without_paths(text: str) -> str:
+    """FOLDER for each path in an option's value, which may itself hold several options."""
+
+    def hidden(word: str) -> str:
+        option, equals, value = word.rpartition("=")
+        local = "/" in value and (Path(value).is_absolute() or Path(value).exists())
+        return f"{option}{equals}FOLDER" if local else word
+
+    return " ".join(map(hidden, text.split(" ")))
 
 
 def words(options: dict) -> list[str]:
@@ -123,18 +138,23 @@ def run_all(script: str, runs: dict[Path, list[str]], arguments, threads: int) -
     """Run what is not finished, `jobs` at a time; each can be killed and goes on the next time."""
 
     def run(folder: Path) -> None:
-        command = ["accelerate", "launch", *shlex.split(arguments.launch), str(HERE / script), *runs[folder]]
+        launch = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(arguments.launch)]
+        command = [*launch, str(HERE / script), *runs[folder]]
         command += ["--output_dir", str(folder), "--resume", "auto", "--threads", str(threads)]
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".out").open("a") as output:
+        log = folder.with_name(f"{folder.name}.out")
+        with log.open("a") as output:
             status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
         if status:
-            raise SystemExit(f"{shlex.join(command)}\nfailed; see {folder.with_suffix('.out')}")
+            raise SystemExit(f"{shlex.join(command)}\nfailed; see {log}")
 
-    waiting = [folder for folder in runs if not (folder / "results.json").exists()]
+    finished = [folder for folder in runs if Run(folder).finished]
+    for folder in finished:  # under the same name, but perhaps with other --pretrain or --finetune options
+        check_same_settings(Run(folder), parse(STAGES[script], runs[folder], configs=CONFIGS))
+    waiting = [folder for folder in runs if folder not in finished]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(tqdm(pool.map(run, waiting), total=len(waiting), desc=script, unit="run", file=sys.stderr))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

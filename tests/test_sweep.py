@@ -1,0 +1,240 @@
+"""The ablations: what they vary, what they run, and the table they end in."""
+
+import json
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from recipe_runs import RECIPES, TINY, make_pictures
+
+from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse, save_yaml
+from livt_hf.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
+
+CONFIGS = RECIPES / "configs"
+
+
+def result(accuracy: float, few: float | None = 0.1, posterior: float | None = None, seconds: float = 60) -> dict:
+    metrics = {"accuracy": accuracy, "many": 0.5, "medium": None, "few": few, "ece": 0.02}
+    return {"metrics": metrics, "posterior": posterior and {"accuracy": posterior}, "seconds": seconds}
+
+
+def test_a_row_is_mean_and_sample_deviation_in_percent():
+    runs = [result(0.50, 0.1, 0.6, 60), result(0.54, 0.3, 0.7, 180)]
+    row, single = summarise(
+        {"two": runs, "one": runs[:1]}, lambda label: {"accuracy": 60.9} if label == "two" else None
+    )
+    assert (row["accuracy"], row["accuracy_deviation"]) == pytest.approx((52, 2 * 2**0.5))
+    assert (row["few"], row["few_deviation"]) == pytest.approx((20, 200**0.5))
+    assert (row["posterior_accuracy"], row["minutes"], row["seeds"]) == pytest.approx((65, 2, 2))
+    assert row["medium"] is None and row["medium_deviation"] is None
+    assert single["accuracy"] == pytest.approx(50) and single["accuracy_deviation"] is None
+    assert [row["variant"], single["variant"]] == ["two", "one"]
+    table = table_rows([row, single])
+    assert table[0] == {
+        "variant": "two", "accuracy": "52.0 ± 2.8", "many": "50.0 ± 0.0", "medium": "-", "few": "20.0 ± 14.1",
+        "ece": "2.0 ± 0.0", "posterior rule": "65.0", "seeds": 2, "paper (ViT-B)": 60.9,
+    }  # fmt: skip
+    assert (table[1]["accuracy"], table[1]["paper (ViT-B)"]) == ("50.0", "-")
+
+
+def test_without_a_number_of_the_paper_there_is_no_column_for_it():
+    (line,) = table_rows(summarise({"a": [result(0.5)]}))
+    assert "paper (ViT-B)" not in line
+    assert line["posterior rule"] == "-"
+
+
+@pytest.mark.parametrize(
+    ("sweep", "label", "dataset", "gamma", "accuracy"),
+    [
+        ("losses", "bal_bce", "imagenet-lt", None, 60.9),
+        ("losses", "ce", "imagenet-lt", None, 54.5),
+        ("losses", "ce", "glyphs", None, None),
+        ("rebalancing", "ldam", "cifar100-lt", 100, 52.56),
+        ("rebalancing", "bal_bce", "cifar10-lt", 10, 91.3),
+        ("rebalancing", "bal_bce", "cifar10-lt", 50, None),
+        ("rebalancing", "cb_bce", "cifar10-lt", 10, None),
+        ("recipes", "DeiT III", "imagenet-lt", None, 48.4),
+        ("transfer", "LT, bal_bce", "inat18", None, 60.7),
+        ("tau", "1", "imagenet-lt", None, None),
+    ],
+)
+def test_the_paper_s_number_is_put_beside_where_there_is_one(sweep, label, dataset, gamma, accuracy):
+    (variant,) = [variant for variant in SWEEPS[sweep].variants if variant.label == label]
+    row = paper_row(SWEEPS[sweep], variant, dataset, gamma)
+    assert (row and row["accuracy"]) == accuracy
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_option_of_a_sweep_is_one_its_stage_takes(name):
+    labels = [variant.label for variant in SWEEPS[name].variants]
+    assert len(set(labels)) == len(labels) > 1
+    for variant in SWEEPS[name].variants:
+        for options, stage in ((variant.finetune, FinetuneArguments), (variant.pretrain or {}, PretrainArguments)):
+            words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+            parsed = parse(stage, words)
+            assert {option: getattr(parsed, option) for option in options} == options
+
+
+class Runs:
+    """Stands in for subprocess.run: writes what a finished run leaves, or fails."""
+
+    def __init__(self):
+        self.commands, self.failing = [], ()
+
+    def __call__(self, command, stdout, stderr):
+        options = dict(zip(command, command[1:], strict=False))
+        folder = Path(options["--output_dir"])
+        self.commands.append(command)
+        script = next(word for word in command if word.endswith(".py"))
+        stdout.write(f"training {folder.name}\n")
+        if any(word in folder.name for word in self.failing):
+            return SimpleNamespace(returncode=1)
+        finetune = script.endswith("finetune.py")
+        words = command[command.index(script) + 1 :]
+        arguments = parse(FinetuneArguments if finetune else PretrainArguments, words, configs=CONFIGS)
+        folder.mkdir()
+        save_yaml(arguments, folder / "arguments.yaml")
+        said = {"model_size": "micro", "num_train_images": 1234, "epochs": arguments.epochs, "seed": arguments.seed}
+        accuracy = {"bal_bce": 0.6}.get(arguments.loss, 0.4) + arguments.seed / 10 if finetune else 0
+        (folder / "results.json").write_text(json.dumps(result(accuracy) | said))
+        return SimpleNamespace(returncode=0)
+
+    def of(self, script: str) -> list[list[str]]:
+        return [command for command in self.commands if any(word.endswith(script) for word in command)]
+
+
+@pytest.fixture
+def runs(monkeypatch) -> Runs:
+    faked = Runs()
+    monkeypatch.setattr(subprocess, "run", faked)
+    return faked
+
+
+@pytest.fixture
+def sweep(monkeypatch, tmp_path, capsys):
+    """recipes/sweep.py in this process, its runs under tmp_path; returns what it printed."""
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
+
+    def run(*options) -> str:
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, options)])
+        runpy.run_path(str(RECIPES / "sweep.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_variants_share_one_pretraining_a_seed_and_end_in_a_table(runs, sweep, tmp_path):
+    printed = sweep("losses", "--seeds", 0, 1, "--pretrain", "--epochs 5", "--finetune", "--epochs 7")
+    assert len(runs.of("pretrain.py")) == 2 and len(runs.of("finetune.py")) == 8
+    for command in runs.of("finetune.py"):
+        options = dict(zip(command, command[1:], strict=False))
+        assert options["--pretrained"] == str(tmp_path / "sweeps" / "glyphs" / "mgp" / f"seed={options['--seed']}")
+        assert (options["--epochs"], options["--resume"], options["--dataset"]) == ("7", "auto", "glyphs")
+    assert runs.commands[0][:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    report = tmp_path / "sweeps" / "glyphs" / "losses"
+    written = json.loads((report / "sweep.json").read_text())
+    assert [row["variant"] for row in written["rows"]] == ["ce", "bal_ce", "bce", "bal_bce"]
+    assert written["rows"][3]["accuracy"] == pytest.approx(65)
+    assert written["budget"].startswith("micro, 1,234 training images; MGP 5 epochs (1 to 1 minutes a run); BFT 7 epo")
+    assert written["budget"].endswith("seeds 0, 1")
+    assert (
+        written["command"]
+        == "python recipes/sweep.py losses --seeds 0 1 --pretrain '--epochs 5' --finetune '--epochs 7'"
+    )
+    assert "| bal_bce | 65.0 ± 7.1 |" in printed and "| bal_bce | 65.0 ± 7.1 |" in (report / "table.md").read_text()
+    assert (report / "plot.png").stat().st_size > 1000
+
+
+def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
+    sweep("losses")
+    done = len(runs.commands)
+    sweep("losses")
+    assert len(runs.commands) == done
+    sweep("rebalancing")  # ce, bal_ce and bal_bce are there; the pretraining too
+    assert len(runs.of("pretrain.py")) == 1
+    assert len(runs.commands) - done == 5
+    sweep("scratch")
+    assert [dict(zip(c, c[1:], strict=False))["--pretrained"] for c in runs.commands[-1:]] == ["none"]
+
+
+def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(runs, sweep):
+    sweep("losses", "--finetune", "--epochs 7")
+    with pytest.raises(SystemExit, match="epochs was 7 and is now 8"):
+        sweep("losses", "--finetune", "--epochs 8")
+    with pytest.raises(SystemExit, match="mask_ratio was 0.75 and is now 0.5"):
+        sweep("losses", "--pretrain", "--mask_ratio 0.5", "--finetune", "--epochs 7")
+
+
+def test_a_failed_run_is_reported_with_its_command_and_log_and_tried_again(runs, sweep, tmp_path):
+    runs.failing = ("loss=bce",)
+    with pytest.raises(SystemExit) as stopped:
+        sweep("losses")
+    said = str(stopped.value)
+    log = tmp_path / "sweeps" / "glyphs" / "bft" / "loss=bce_seed=0.out"
+    assert f"failed; see {log}" in said and "finetune.py" in said and "--loss bce" in said
+    assert log.read_text() == "training loss=bce_seed=0\n"
+    assert not (tmp_path / "sweeps" / "glyphs" / "losses").exists()
+    runs.failing = ()
+    done = len(runs.commands)
+    sweep("losses")
+    again = {dict(zip(c, c[1:], strict=False))["--loss"] for c in runs.commands[done:]}
+    assert "bce" in again and again <= {"bce", "bal_bce"}
+
+
+def test_every_run_has_a_log_of_its_own(runs, sweep, tmp_path):
+    sweep("tau", "--seeds", 0, 1)
+    logs = list((tmp_path / "sweeps" / "glyphs" / "bft").glob("*.out"))
+    assert len(logs) == 7 * 2
+    assert all(log.read_text() == f"training {log.name.removesuffix('.out')}\n" for log in logs)
+
+
+def test_a_sweep_over_a_folder_keeps_its_runs_out_of_that_folder(runs, sweep, tmp_path):
+    pictures = tmp_path / "data" / "pictures"
+    pictures.mkdir(parents=True)
+    options = "--model_size micro --batch_size 16"
+    sweep("scratch", "--dataset", pictures, "--pretrain", options, "--finetune", options)
+    assert list(pictures.iterdir()) == []
+    assert (tmp_path / "sweeps" / "pictures" / "scratch" / "table.md").exists()
+
+
+def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_path):
+    module = runpy.run_path(str(RECIPES / "sweep.py"), run_name="sweep")
+    (tmp_path / "data" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    said = ["tau", "--dataset", "data/here", "--source", "somewhere", f"--output_dir={tmp_path}"]
+    said += ["--finetune", f"--epochs 3 --lists {tmp_path} --base_lr=1e-3", "--imbalance_factor", "100"]
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *said])
+    expected = "tau --dataset FOLDER --source FOLDER --output_dir=FOLDER"
+    expected += " --finetune '--epochs 3 --lists FOLDER --base_lr=1e-3' --imbalance_factor 100"
+    assert module["command"]() == f"python recipes/sweep.py {expected}"
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "losses", "--dataset", "org/name"])
+    assert module["command"]() == "python recipes/sweep.py losses --dataset org/name"
+
+
+def test_the_list_names_every_ablation_and_its_variants(sweep):
+    printed = sweep("--list")
+    for name, entry in SWEEPS.items():
+        assert f"{name:14s} {entry.title}: {', '.join(variant.label for variant in entry.variants)}" in printed
+
+
+@pytest.mark.slow
+def test_a_real_sweep_trains_and_compares_its_variants(sweep, tmp_path, monkeypatch):
+    two = Sweep("Two losses", [Variant(name, {"loss": name}) for name in ("ce", "bal_bce")], "loss")
+    monkeypatch.setitem(SWEEPS, "losses", two)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    pictures = make_pictures(tmp_path / "pictures")
+    stage = shlex.join(TINY[: TINY.index("--threads")])
+    sweep("losses", "--dataset", pictures, "--pretrain", stage, "--finetune", stage, "--jobs", 2)
+    folder = tmp_path / "sweeps" / "pictures"
+    rows = json.loads((folder / "losses" / "sweep.json").read_text())["rows"]
+    results = [json.loads((folder / "bft" / f"loss={row['variant']}_seed=0/results.json").read_text()) for row in rows]
+    assert [row["accuracy"] for row in rows] == [100 * result["metrics"]["accuracy"] for result in results]
+    assert {result["pretrained"] for result in results} == {str(folder / "mgp" / "seed=0")}
+    modified = [path.stat().st_mtime_ns for path in sorted(folder.glob("*/*/results.json"))]
+    sweep("losses", "--dataset", pictures, "--pretrain", stage, "--finetune", stage)
+    assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/*/results.json"))] == modified
