@@ -104,5 +104,8 @@ def percent(value: float | None) -> str:
 
 
 def accuracy_line(metrics: dict) -> str:
-    parts = [f"{name} {percent(metrics[name])}" for name in ("accuracy", "many", "medium", "few")]
-    return "  ".join(parts) + f"  (percent; ECE {percent(metrics['ece'])})"
+    """Overall (accuracy, or mAP where an image has several labels) and by group."""
+    overall = "accuracy" if "accuracy" in metrics else "map"
+    parts = [f"{name} {percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
+    calibration = f"; ECE {percent(metrics['ece'])}" if "ece" in metrics else ""
+    return "  ".join(parts) + f"  (percent{calibration})"

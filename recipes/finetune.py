@@ -90,7 +90,7 @@ def main():
             return None
         metrics = measure(loop.final_model, watched, processor, accelerator, arguments)["metrics"]
         if best is not None:
-            best.consider(epoch + 1, metrics["accuracy"])
+            best.consider(epoch + 1, metrics.get("accuracy", metrics.get("map")))
         return metrics
 
     try:
