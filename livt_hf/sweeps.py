@@ -90,10 +90,14 @@ SWEEPS: dict[str, Sweep] = {
         "recipe",
         "performance-imagenet-lt",
     ),
-    "scratch": Sweep(
-        "Pretraining against none",
-        [Variant("MGP"), Variant("from scratch", _SCRATCH, None)],
-        "start",
+    "stages": Sweep(
+        "What each stage adds",
+        [
+            Variant("MGP, then Bal-BCE"),
+            Variant("MGP, then BCE", {"loss": "bce"}),
+            Variant("from scratch, Bal-BCE", _SCRATCH, None),
+        ],
+        "training",
     ),
     "transfer": Sweep(
         "Pretraining data: long-tailed against balanced",
