@@ -157,7 +157,7 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
     sweep("rebalancing")  # ce, bal_ce and bal_bce are there; the pretraining too
     assert len(runs.of("pretrain.py")) == 1
     assert len(runs.commands) - done == 5
-    sweep("scratch")
+    sweep("stages")
     assert [dict(zip(c, c[1:], strict=False))["--pretrained"] for c in runs.commands[-1:]] == ["none"]
 
 
@@ -196,9 +196,9 @@ def test_a_sweep_over_a_folder_keeps_its_runs_out_of_that_folder(runs, sweep, tm
     pictures = tmp_path / "data" / "pictures"
     pictures.mkdir(parents=True)
     options = "--model_size micro --batch_size 16"
-    sweep("scratch", "--dataset", pictures, "--pretrain", options, "--finetune", options)
+    sweep("stages", "--dataset", pictures, "--pretrain", options, "--finetune", options)
     assert list(pictures.iterdir()) == []
-    assert (tmp_path / "sweeps" / "pictures" / "scratch" / "table.md").exists()
+    assert (tmp_path / "sweeps" / "pictures" / "stages" / "table.md").exists()
 
 
 def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_path):
