@@ -8,6 +8,7 @@ without imports.
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -38,5 +39,5 @@ def run(quick: bool = False) -> list[dict]:
 
 def _launch(script: Path, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = ["accelerate", "launch", str(script), *arguments]
+    command = [sys.executable, "-m", "accelerate.commands.launch", str(script), *arguments]
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,88 @@
+"""recipes/benchmark.py runs and says what it measured. Nothing here is a test of speed."""
+
+import importlib
+import json
+import math
+import os
+import runpy
+import sys
+
+import pytest
+from recipe_runs import RECIPES
+
+ROW = {"question", "ours", "peer", "peer_name", "ratio", "unit"}
+
+
+@pytest.fixture
+def benchmark(monkeypatch, tmp_path, capsys):
+    """recipes/benchmark.py --quick in this process on one core; returns its rows and what it printed."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+
+    def run(question: str) -> tuple[list[dict], str]:
+        output = tmp_path / "rows.json"
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", question, "--quick", "--output", str(output)])
+        runpy.run_path(str(RECIPES / "benchmark.py"), run_name="__main__")
+        return json.loads(output.read_text()), capsys.readouterr().out
+
+    return run
+
+
+def assert_readable(rows: list[dict], printed: str) -> None:
+    assert rows
+    for row in rows:
+        assert row.keys() >= ROW
+        assert all(math.isfinite(row[name]) for name in ("ours", "peer"))
+        assert row["ratio"] is None or 0 < row["ratio"] < math.inf
+        (line,) = {
+            line
+            for line in printed.splitlines()
+            if line.startswith(f"| {row['question']} |") and row["peer_name"] in line
+        }
+        assert row["unit"] in line
+    assert printed.splitlines()[0] == "| question | ours | peer | ratio |"
+
+
+def test_every_question_names_a_function_that_answers_it(monkeypatch):
+    pytest.importorskip("sklearn")  # the peer of the metrics
+    monkeypatch.syspath_prepend(str(RECIPES))
+    questions = runpy.run_path(str(RECIPES / "benchmark.py"))["BENCHMARKS"]
+    for module, function in questions.values():
+        assert callable(getattr(importlib.import_module(f"benchmarks.{module}"), function))
+
+
+def test_a_ratio_above_one_is_in_our_favour(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    compared = importlib.import_module("benchmarks.measuring").compared
+    speed, slower = compared("speed", {"ours": 30.0, "stock": 10.0, "other": 60.0}, "images/s")
+    assert (speed["ratio"], speed["peer_name"], slower["ratio"], slower["peer_name"]) == (3, "stock", 0.5, "other")
+    (time,) = compared("time", {"ours": 30.0, "stock": 10.0}, "s", smaller_is_better=True)
+    assert time["ratio"] == pytest.approx(1 / 3)
+
+
+def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
+    steps = importlib.import_module("benchmarks.steps")
+    monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
+    rows, printed = benchmark("pretrain")
+    assert_readable(rows, printed)
+    assert [row["question"] for row in rows[:3]] == [
+        f"MGP step, micro, two images, decode_ratio {ratio}" for ratio in ("1", "0.5", "0.25")
+    ]
+    assert 0 < rows[3]["ours"] < 1  # of the machine's peak
+
+
+def test_metrics_are_compared_with_scikit_learn_on_the_same_logits(benchmark, monkeypatch):
+    pytest.importorskip("sklearn")
+    metrics = importlib.import_module("benchmarks.metrics")
+    monkeypatch.setattr(metrics, "SIZES", {"small": (4_000, 50)})
+    rows, printed = benchmark("metrics")
+    assert_readable(rows, printed)
+    assert {row["unit"] for row in rows} == {"ms", "MB"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", ["data", "pretrain", "finetune", "launch", "predict", "metrics", "growth"])
+def test_each_question_is_answered(benchmark, question):
+    if question == "metrics":
+        pytest.importorskip("sklearn")
+    assert_readable(*benchmark(question))
