@@ -1,0 +1,218 @@
+"""What README.md says is so: commands parse, code runs, and tree, links and tables are those of the project."""
+
+import argparse
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+from PIL import Image
+from recipe_runs import RECIPES
+
+import livt_hf.data.__main__ as data_command
+import livt_hf.predict as predict_command
+from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.arguments import EvalArguments, FinetuneArguments, PretrainArguments, parse
+from livt_hf.data import eval_processor
+from livt_hf.losses import LOSSES
+
+ROOT = RECIPES.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+INLINE = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", PROSE)]
+DATACLASSES = {"pretrain.py": PretrainArguments, "finetune.py": FinetuneArguments, "eval.py": EvalArguments}
+MODULES = {"livt_hf.predict": predict_command.main, "livt_hf.data": data_command.main}
+# What commands in the text stand for something with.
+STAND_INS = {"IMAGE...": "picture.png", "QUESTION": "data"}
+
+
+def shell_commands() -> list[str]:
+    """Every command of the shell blocks and of the inline code, one a string."""
+    lines = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+    commands = [part.strip() for line in lines for part in re.sub(r"(^|\s)#.*", "", line).split("&&") if part.strip()]
+    commands = [command.replace(".venv/bin/", "") for command in commands]
+    return commands + [code for code in INLINE if re.match(r"(python|accelerate|recipes/\w+\.py) ", code)]
+
+
+class Parsed(Exception):
+    """A command has read its options; carries its parser."""
+
+
+@pytest.fixture
+def parses(monkeypatch):
+    """Run a command with these words until it has read them; returns its parser."""
+    original = argparse.ArgumentParser.parse_args
+
+    def reading(parser, arguments=None, namespace=None):
+        original(parser, arguments, namespace)
+        raise Parsed(parser)
+
+    def run(command, words: list[str]) -> argparse.ArgumentParser:
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", reading)
+        monkeypatch.setattr(sys, "argv", ["command", *words])
+        with pytest.raises(Parsed) as stopped:
+            command()
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", original)
+        return stopped.value.args[0]
+
+    return run
+
+
+def recipe(name: str):
+    return lambda: runpy.run_path(str(RECIPES / name), run_name="__main__")
+
+
+def check_script(script: str, words: list[str], parses) -> None:
+    assert (ROOT / script).is_file(), script
+    name = Path(script).name
+    if name in DATACLASSES:
+        parse(DATACLASSES[name], words)
+    elif name != "tables.py":  # which takes --check at most
+        parses(recipe(name), words)
+
+
+@pytest.mark.parametrize("command", shell_commands())
+def test_a_command_of_the_readme_names_an_existing_script_and_its_options(command, parses):
+    words = [STAND_INS.get(word, word) for word in shlex.split(command)]
+    if words[:3] == ["python3", "-m", "venv"] or words[:2] == ["pip", "install"] or "pytest" in words:
+        return
+    if words[:2] == ["accelerate", "launch"]:
+        scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+        options = words[2 : scripts[0]] if scripts else words[2:]
+        launch_command_parser().parse_args([*options, "script.py"])
+        if scripts:
+            check_script(words[scripts[0]], words[scripts[0] + 1 :], parses)
+    elif words[0].startswith("recipes/"):
+        check_script(words[0], words[1:], parses)
+    elif words[:2] == ["python", "-m"]:
+        parses(MODULES[words[2]], words[3:])
+    elif words[:2] == ["python", "-c"]:
+        (script,) = re.findall(r"recipes/\w+\.py", words[2])
+        check_script(script, words[3:], parses)
+    else:
+        assert words[0] == "python", command
+        check_script(words[1], words[2:], parses)
+
+
+def test_the_readme_has_commands_of_every_kind():
+    found = {word for command in shell_commands() for word in shlex.split(command)}
+    assert found >= {"recipes/pretrain.py", "recipes/finetune.py", "recipes/eval.py", "recipes/publish.py"}
+    assert found >= {"recipes/sweep.py", "recipes/benchmark.py", *MODULES}
+
+
+def test_every_option_the_readme_mentions_exists(parses):
+    parsers = [parses(recipe("sweep.py"), []), parses(recipe("benchmark.py"), ["data"])]
+    parsers += [parses(MODULES["livt_hf.predict"], ["MODEL", "IMAGE"]), parses(MODULES["livt_hf.data"], ["NAME"])]
+    known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    known |= {f"--{name}" for cls in DATACLASSES.values() for name in cls.__dataclass_fields__} | {"--config"}
+    mentioned = {word for code in INLINE for word in code.split() if word.startswith("--")}
+    assert mentioned - known - {"--multi_gpu", "--num_processes"} == set()
+
+
+def python_block(heading: str) -> str:
+    section = README[README.index(f"## {heading}") :]
+    return re.search(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[1]
+
+
+def test_a_model_is_used_as_the_readme_says(tmp_path, monkeypatch, tiny, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/finetune-glyphs-micro/1")
+    LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[50, 20, 5])).save_pretrained(folder)
+    eval_processor(16, [0.5] * 3, [0.25] * 3).save_pretrained(folder)
+    Image.new("RGB", (40, 30), (200, 30, 30)).save("picture.png")
+    names = {"my_frequencies": [0.7, 0.3, 0.0]}
+    exec(python_block("Use a model"), names)
+    model, pixels = names["model"], names["pixels"]
+    uniform, mine = model.probabilities(pixels), model.probabilities(pixels, prior=[0.7, 0.3, 0.0])
+    torch.testing.assert_close(uniform, torch.full((1, 3), 1 / 3), atol=0.01, rtol=0)  # it has learned nothing
+    torch.testing.assert_close(mine, torch.tensor([[0.7, 0.3, 0.0]]), atol=0.01, rtol=0)
+    assert capsys.readouterr().out == f"{uniform}\n{mine}\n"
+
+
+@pytest.fixture
+def losses_restored():
+    known = dict(LOSSES)
+    yield
+    for name in LOSSES.keys() - known.keys():
+        del LOSSES[name]
+
+
+def test_a_loss_is_added_as_the_readme_says(losses_restored, tiny):
+    exec(python_block("Add a loss"), {})
+    model = LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[50, 20, 5], loss="focal_bce")).train()
+    pixels, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 0, 1, 2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # By hand, at the start: z is logit(1/3) for every class, and a focal term is (1 - p)^2 * -log p.
+    first = model(pixels, labels=labels).loss
+    right, wrong = torch.tensor(1 / 3), torch.tensor(2 / 3)
+    by_hand = (1 - right) ** 2 * -right.log() + 2 * (1 - wrong) ** 2 * -wrong.log()
+    torch.testing.assert_close(first, by_hand, atol=1e-3, rtol=0)
+    first.backward()
+    optimizer.step()
+    assert model(pixels, labels=labels).loss < first
+    with pytest.raises(ValueError, match="focusing changes what the outputs estimate"):
+        model.probabilities(pixels)
+
+
+def test_the_tree_names_only_what_exists():
+    section = README[README.index("## The tree") :]
+    folder, checked = None, []
+    for line in re.search(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[1].splitlines():
+        start = re.match(r"\w+/", line)
+        if start:
+            folder = ROOT / start[0]
+            line = line[start.end() :]
+            checked.append(folder)
+        together = re.search(r"((?:\w+ )+)\.py", line)  # "pretrain finetune .py"
+        checked += [folder / f"{name}.py" for name in together[1].split()] if together else []
+        for name in re.findall(r"(?<!\S)[\w*/]+(?:/|\.py|\.yaml)(?=[\s,]|$)", line):
+            if "*" in name:
+                assert list(folder.glob(name)), name
+            else:
+                checked.append(ROOT / name if (ROOT / name).exists() else folder / name)
+    assert [str(path.relative_to(ROOT)) for path in checked if not path.exists()] == []
+    assert ROOT / "livt_hf" / "losses.py" in checked and RECIPES / "sweep.py" in checked and len(checked) > 30
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/configs/README.md"])
+def test_every_relative_link_resolves(page):
+    text = (ROOT / page).read_text()
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith(("http", "#"))]
+    assert [target for target in targets if not ((ROOT / page).parent / target.split("#")[0]).exists()] == []
+    headings = {
+        re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)", text, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)\s]+)\)", text)) <= headings
+
+
+def test_the_tables_are_those_of_the_result_files(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(RECIPES / "tables.py"), run_name="__main__")
+    assert stopped.value.code == 0
+
+
+def test_result_files_become_tables_between_the_markers(tmp_path):
+    render = runpy.run_path(str(RECIPES / "tables.py"))["render"]
+    render.__globals__["HERE"] = tmp_path
+    empty = "a\n<!-- results -->\n<!-- /results -->\nb\n<!-- benchmark -->\n<!-- /benchmark -->\nc\n"
+    assert render(empty) == empty
+    (tmp_path / "results" / "glyphs").mkdir(parents=True)
+    row = {"variant": "ce", "seeds": 1, "posterior_accuracy": None, "paper": None}
+    row |= {name: 50.0 for name in ("accuracy", "many", "medium", "few", "ece")}
+    row |= {f"{name}_deviation": None for name in ("accuracy", "many", "medium", "few", "ece")}
+    sweep = {"title": "Losses", "budget": "micro", "command": "python recipes/sweep.py losses", "rows": [row]}
+    (tmp_path / "results" / "glyphs" / "losses.json").write_text(json.dumps(sweep))
+    peers = [{"question": "steps", "peer_name": "stock", "ratio": 1.234}, {"question": "growth", "ratio": None}]
+    (tmp_path / "results" / "benchmark.json").write_text(json.dumps(peers))
+    full = render(empty)
+    assert "**Losses**, glyphs: micro\n\n`python recipes/sweep.py losses`\n\n| variant | accuracy |" in full
+    assert "| ce | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | - | 1 |" in full
+    assert "| steps | stock | 1.23 |" in full and "growth" not in full
+    assert render(full) == full
