@@ -124,7 +124,7 @@ class FinetuneArguments(TrainingArguments):
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
     label_smoothing: float = option(0.0, "mass moved to all classes, in the loss")
     nt_lambda: float = option(2.0, "lambda of the NT-BCE losses")
-    ib_warmup_epochs: float = option(50.0, "epochs of cross-entropy before the IB loss starts")
+    ib_warmup: float = option(0.5, "share of the epochs on cross-entropy before the IB loss starts")
     augmentation: Literal["rand_augment", "three_augment", "crop", "pad_crop"] = option(
         "rand_augment", "the paper's, DeiT III's, random resized crops alone, or pad-and-crop for small pictures"
     )

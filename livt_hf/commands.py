@@ -1,7 +1,6 @@
 """What the commands share: their data, their messages, how they end."""
 
 import dataclasses
-import json
 import logging
 import sys
 import traceback
@@ -38,7 +37,8 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(EXIT_UNFINISHED)
     except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        if Path(__file__).parent not in Path(last.filename).parents or not last.line.startswith("raise"):
+        ours = {Path(__file__).parent, Path(sys.argv[0]).resolve().parent}
+        if not ours & set(Path(last.filename).parents) or not last.line.startswith("raise"):
             raise
         sys.exit(f"error: {error}")
 
@@ -86,17 +86,6 @@ def counts_summary(counts: np.ndarray) -> dict:
     return {"max": int(counts.max()), "min": int(counts.min()), "imbalance": float(counts.max() / counts.min())} | {
         name: int(members.sum()) for name, members in groups.items()
     }
-
-
-def read_prior(path: str | None) -> list[float] | None:
-    """Class probabilities from a JSON file: a list in the order of the classes."""
-    if path is None:
-        return None
-    try:
-        prior = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable JSON list of class probabilities: {error}") from error
-    return prior
 
 
 def percent(value: float | None) -> str:

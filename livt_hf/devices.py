@@ -18,6 +18,16 @@ def use_all_cores(device: torch.device, threads: int | None = None) -> None:
         torch.set_float32_matmul_precision("high")
 
 
+def check_processes(num_processes: int) -> None:
+    """Refuse processes that were launched together and do not see each other."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != num_processes:
+        raise ValueError(
+            f"{launched} processes were launched and none sees the others: Accelerate wants ACCELERATE_USE_CPU=1 in "
+            "the environment for several processes without a GPU."
+        )
+
+
 def choose_precision(asked: str) -> str:
     """Accelerate's `mixed_precision`; "auto" is half precision on a CUDA GPU and none elsewhere."""
     cuda = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")

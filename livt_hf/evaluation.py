@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset, DatasetDict
@@ -24,8 +23,7 @@ from .data.labels import class_feature, is_multi_label
 from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
 from .modeling_livit import LiViTForImageClassification
 from .modeling_pretraining import LiViTForPreTraining
-from .predict import read_prior
-from .priors import as_prior, estimate_prior
+from .priors import as_prior, estimate_prior, read_prior
 from .runs import Run, newest_finished, runs_folder
 
 # The options of a run that say which data it was trained on.
@@ -112,11 +110,7 @@ def check_options(model: PreTrainedModel, arguments: EvalArguments, num_processe
 def serving_prior(path: str, model: PreTrainedModel) -> Tensor:
     """The prior in a file, for the classes of a model. A class with a zero will never be predicted."""
     names = [model.config.id2label[label] for label in range(model.config.num_labels)]
-    try:
-        prior = read_prior(path, names)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is no readable JSON or YAML file with a number for each class: {error}") from error
-    return as_prior(prior, len(names), what=f"the prior in {path}")
+    return as_prior(read_prior(path, names), len(names), what=f"the prior in {path}")
 
 
 def check_data(model: PreTrainedModel, data: DatasetDict, arguments: EvalArguments) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_model, save_model
 from transformers import BaseImageProcessor
 
 from .arguments import DataArguments, FinetuneArguments
-from .commands import counts_summary, image_size, is_native, read_prior, size_name
+from .commands import counts_summary, image_size, is_native, size_name
 from .configuration_livit import LiViTConfig
 from .data import label_statistics, normalization
 from .data.labels import class_feature, is_multi_label
@@ -20,6 +20,7 @@ from .data.transforms import FinetuneAugmentation, eval_processor
 from .evaluation import evaluate_classifier, evaluate_multi_label
 from .losses import LOSSES
 from .modeling_livit import LiViTForImageClassification
+from .priors import read_prior
 from .runs import Run, newest_finished, provenance, runs_folder
 from .training import Loop
 
@@ -101,7 +102,7 @@ def build_classifier(arguments: FinetuneArguments, train: Dataset) -> LiViTForIm
         "label2id": {name: label for label, name in enumerate(class_feature(train).names)},
     }
     if head["test_prior"] not in (None, "uniform"):
-        head["test_prior"] = read_prior(head["test_prior"])
+        head["test_prior"] = read_prior(head["test_prior"], class_feature(train).names)
     if is_multi_label(train):
         head |= {"problem_type": "multi_label_classification", "num_train_images": num_images}
     encoder = {

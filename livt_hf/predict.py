@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import yaml
 from PIL import Image
 from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
@@ -23,7 +22,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 
 from .data.decoding import DAMAGED, decode_rgb
 from .modeling_livit import LiViTForImageClassification
-from .priors import Prior
+from .priors import Prior, read_prior
 
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
 
@@ -127,28 +126,6 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
             )
             found.update(dict.fromkeys(below))
     return list(found)
-
-
-def read_prior(path: str, labels: Sequence[str]) -> list[float]:
-    """A JSON or YAML file with a number for each class (a list in class order, or by class name) as a distribution."""
-    content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if isinstance(content, dict):
-        names = {str(name): value for name, value in content.items()}
-        wrong = sorted(set(labels) ^ set(names))
-        if wrong:
-            raise ValueError(
-                f"the prior in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
-            )
-        content = [names[label] for label in labels]
-    if (
-        not isinstance(content, list)
-        or len(content) != len(labels)
-        or not all(isinstance(v, int | float) for v in content)
-    ):
-        raise ValueError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
-    if min(content) < 0 or sum(content) <= 0:
-        raise ValueError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
-    return [value / sum(content) for value in content]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,9 +7,11 @@ for a softmax head the two agree under the uniform prior, for a sigmoid head the
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
+import yaml
 from torch import Tensor
 
 Prior = Literal["uniform"] | Sequence[float] | Tensor | None
@@ -46,6 +48,31 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
     if not multi_label and abs(prior.sum().item() - 1) > 1e-4:
         raise ValueError(f"{what} sums to {prior.sum().item():g}; divide it by its sum so that it is a distribution.")
     return prior
+
+
+def read_prior(path: str, labels: Sequence[str]) -> list[float]:
+    """A JSON or YAML file with a number for each class (a list in class order, or by class name) as a distribution."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is no readable JSON or YAML file with a number for each class: {error}") from error
+    if isinstance(content, dict):
+        names = {str(name): value for name, value in content.items()}
+        wrong = sorted(set(labels) ^ set(names))
+        if wrong:
+            raise ValueError(
+                f"the prior in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
+            )
+        content = [names[label] for label in labels]
+    if (
+        not isinstance(content, list)
+        or len(content) != len(labels)
+        or not all(isinstance(v, int | float) for v in content)
+    ):
+        raise ValueError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
+    if min(content) < 0 or sum(content) <= 0:
+        raise ValueError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
+    return [value / sum(content) for value in content]
 
 
 def log_training_posterior(logits: Tensor, bias: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:

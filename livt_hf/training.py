@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ from tqdm.auto import tqdm
 
 from .arguments import TrainingArguments
 from .checkpoints import checkpoints, independent_of_processes, load_checkpoint, save_checkpoint
-from .devices import choose_precision, use_all_cores
+from .devices import check_processes, choose_precision, use_all_cores
 from .optim import WarmupCosine, layer_decay_groups, scaled_lr
 from .randomness import keyed_seed
 from .runs import Run, check_same_settings, new_run, unfinished_run
@@ -40,12 +39,7 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
             )
     precision = choose_precision(arguments.mixed_precision)
     accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_dir=".")
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched != accelerator.num_processes:
-        raise ValueError(
-            f"{launched} processes were launched and none sees the others: Accelerate wants ACCELERATE_USE_CPU=1 in "
-            "the environment for several processes without a GPU."
-        )
+    check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, arguments.threads)
     independent_of_processes(accelerator)
     return accelerator

@@ -21,7 +21,7 @@ from livt_hf.arguments import EvalArguments, parse
 from livt_hf.commands import accuracy_line, load_data, percent, run_command
 from livt_hf.data import class_counts
 from livt_hf.data.loading import eval_loader
-from livt_hf.devices import use_all_cores
+from livt_hf.devices import check_processes, use_all_cores
 from livt_hf.evaluation import (
     check_data,
     check_options,
@@ -44,6 +44,7 @@ from livt_hf.runs import provenance
 def main():
     arguments = parse(EvalArguments, inherited_eval_options(sys.argv[1:]) + sys.argv[1:])
     accelerator = Accelerator()
+    check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, arguments.threads)
     folder = choose_folder(arguments)
     model, processor = load_checkpoint_and_processor(arguments.model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig
+from livt_hf.head import LongTailHead
 from livt_hf.losses import (
     LOSSES,
     balanced_bce_bias,
@@ -23,7 +24,6 @@ from livt_hf.losses import (
     negative_tolerant_bce,
     register_loss,
 )
-from livt_hf.head import LongTailHead
 
 COUNTS = [60, 30, 10]
 SOFT = sorted(name for name, spec in LOSSES.items() if spec.soft_labels)

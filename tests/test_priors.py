@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig
-from livt_hf.losses import LOSSES
 from livt_hf.head import LongTailHead
+from livt_hf.losses import LOSSES
 from livt_hf.priors import as_prior, class_prior, estimate_prior, log_odds, shift_prior
 
 CLASSES = 10
