@@ -379,7 +379,12 @@ def test_the_evaluate_module_loads_offline_by_path_and_agrees(tmp_path):
         "module.add_batch(predictions=case['logits'][50:], references=case['labels'][50:])\n"
         "print(json.dumps([at_once, module.compute(**kwargs)]))\n"
     )
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    offline = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+    }
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | offline, capture_output=True, text=True, check=True
     )

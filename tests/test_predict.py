@@ -159,7 +159,9 @@ def test_a_thousand_files_with_broken_ones_from_the_command_line(livit, pictures
     for i in range(1000):
         (tmp_path / f"{i:04}.jpg").write_bytes(good[:700] if i in broken else good)
     command = [sys.executable, "-m", "livt_hf.predict", livit, tmp_path, "--format", "jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 1 and len(answers) == 1000
     assert {int(a["file"][-8:-4]) for a in answers if "error" in a} == broken

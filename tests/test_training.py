@@ -229,6 +229,7 @@ def test_a_limit_of_hours_counts_from_each_start(tmp_path):
 
 
 def test_a_second_signal_acts_at_once_but_a_repeated_one_does_not():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     with pytest.raises(KeyboardInterrupt):
         with StopOnSignal() as stopping:
             signal.raise_signal(signal.SIGINT)

@@ -29,7 +29,7 @@ FONTS = (
 SIZE = 32
 CANVAS = 40  # a mask, with the glyph's longer side scaled to GLYPH and a margin around it
 GLYPH = 28
-MEAN, STD = (0.349, 0.348, 0.350), (0.199, 0.174, 0.212)  # of the default training set
+MEAN, STD = (0.328, 0.327, 0.327), (0.183, 0.174, 0.189)  # of the default training set
 NUMBERS_PER_IMAGE = 64
 LUMA = (0.299, 0.587, 0.114)
 
@@ -93,9 +93,9 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
     font = (next(draws) * len(FONTS)).astype(np.int64)
     glyph = _place(
         masks, labels * len(FONTS) + font, x, y,
-        half_angle_tangent=uniform(-0.13, 0.13),  # 15 degrees to both sides
-        size=uniform(19, 27), stretch=uniform(0.85, 1.2), shear=uniform(-0.1, 0.1),
-        left=uniform(-2, 2), top=uniform(-2, 2),
+        half_angle_tangent=uniform(-0.09, 0.09),  # 10 degrees to both sides
+        size=uniform(22, 27), stretch=uniform(0.9, 1.15), shear=uniform(-0.1, 0.1),
+        left=uniform(-1.5, 1.5), top=uniform(-1.5, 1.5),
     )  # fmt: skip
     # Another glyph, pushed to the border so that the one that counts is the central one.
     horizontal, sign = (
@@ -109,16 +109,16 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
         left=np.where(horizontal, across, along), top=np.where(horizontal, along, across),
     )  # fmt: skip
 
-    background, foreground = _colours(colour(), colour(), uniform(0.3, 0.6))
-    shade = ((uniform(-1, 1) * x + uniform(-1, 1) * y) / SIZE * uniform(0, 0.4))[:, None]
+    background, foreground = _colours(colour(), colour(), uniform(0.45, 0.6))
+    shade = ((uniform(-1, 1) * x + uniform(-1, 1) * y) / SIZE * uniform(0, 0.1))[:, None]
     picture = background + shade  # (B, 3, SIZE, SIZE)
-    picture += neighbour[:, None] * (colour() - picture) * 0.6
-    stroke = _stroke(x, y, uniform, thickness=uniform(0.3, 1.5))
+    picture += neighbour[:, None] * (colour() - picture) * 0.3
+    stroke = _stroke(x, y, uniform, thickness=uniform(0.0, 1.0))
     picture += stroke[:, None] * (colour() - picture)
     picture += (glyph * uniform(0.8, 1.0))[:, None] * (foreground + shade - picture)
-    occluder = _stroke(x, y, uniform, thickness=uniform(0.0, 0.8))
+    occluder = _stroke(x, y, uniform, thickness=uniform(0.0, 0.5))
     picture += occluder[:, None] * (colour() - picture)
-    picture += (_pixel_noise(next(draws)) * uniform(0, 0.2))[:, None]
+    picture += (_pixel_noise(next(draws)) * uniform(0, 0.1))[:, None]
     return np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
@@ -145,7 +145,7 @@ def _colours(first: np.ndarray, second: np.ndarray, contrast: np.ndarray) -> tup
     contrast = contrast[:, None]
     low = 0.2 + (0.6 - contrast) * 0.5
     luma = [(c[:, 0] * LUMA[0] + c[:, 1] * LUMA[1] + c[:, 2] * LUMA[2])[:, None] for c in (first, second)]
-    return (first - luma[0]) * 0.5 + low, (second - luma[1]) * 0.5 + low + contrast
+    return (first - luma[0]) * 0.3 + low, (second - luma[1]) * 0.3 + low + contrast
 
 
 def _stroke(x, y, uniform, thickness) -> np.ndarray:

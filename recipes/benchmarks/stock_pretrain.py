@@ -10,21 +10,21 @@ from torchvision import transforms
 from transformers import ViTMAEForPreTraining
 
 from livt_hf import pretraining_config
-from livt_hf.data import load_long_tailed
+from livt_hf.data import glyphs, load_long_tailed
 
 steps = int(sys.argv[1])
 augment = transforms.Compose(
     [
         transforms.RandomResizedCrop(32, scale=(0.6, 1.0), interpolation=transforms.InterpolationMode.BICUBIC),
         transforms.ToTensor(),
-        transforms.Normalize([0.5] * 3, [0.25] * 3),
+        transforms.Normalize(glyphs.MEAN, glyphs.STD),
     ]
 )
 dataset = load_long_tailed("glyphs")["train"].with_transform(
     lambda rows: {"pixel_values": [augment(image.convert("RGB")) for image in rows["image"]]}
 )
 accelerator = Accelerator()
-model = ViTMAEForPreTraining(pretraining_config("micro"))
+model = ViTMAEForPreTraining(pretraining_config("micro", patch_size=8))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, betas=(0.9, 0.95))
 loader = DataLoader(dataset, batch_size=128, shuffle=True, drop_last=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
