@@ -35,6 +35,10 @@ class DataArguments:
     on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be decoded")
     num_workers: int = option(0, "data loading processes for each training process")
 
+    def __post_init__(self):
+        if self.dataset is not None:
+            self.dataset = self.dataset.rstrip("/") or "/"  # as shells complete folders; runs are found by this name
+
 
 _COUNTS = {
     "epochs", "batch_size", "accumulation", "image_size", "patch_size", "max_steps", "save_steps", "save_total_limit",
@@ -83,6 +87,7 @@ class TrainingArguments(DataArguments):
     hub_private: bool = option(False, "make the Hub repository private")
 
     def __post_init__(self):
+        super().__post_init__()
         for name, value in vars(self).items():
             if name in _COUNTS and value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
@@ -108,6 +113,7 @@ class FinetuneArguments(TrainingArguments):
     """Balanced fine-tuning (BFT)."""
 
     stage = "finetune"
+    image_size: int | None = option(None, "pixels; default: the checkpoint's, or the preset's")
     pretrained: str | None = option(
         None, "MGP run, ViT or ViTMAE checkpoint or Hub id; 'none' trains from scratch; default: the newest MGP run"
     )

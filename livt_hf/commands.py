@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -44,7 +45,12 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def resume_message(run: Run, script: str) -> str:
-    return f"Stopped and saved. To go on:\n  accelerate launch recipes/{script} --resume {run.folder}"
+    return f"Stopped and saved. To go on:\n  {launch_line(script, '--resume', run)}"
+
+
+def launch_line(script: str, option: str, run: Run) -> str:
+    """A command to copy: the folder is quoted where it has spaces."""
+    return f"accelerate launch recipes/{script} {option} {shlex.quote(str(run.folder))}"
 
 
 def publish_if_asked(arguments: TrainingArguments, run: Run) -> None:

@@ -140,7 +140,10 @@ class LiViTConfig(PreTrainedConfig):
 
     def _check_head(self):
         if self.loss not in LOSSES:
-            raise ValueError(f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}.")
+            raise ValueError(
+                f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
+                "or import the module that registers it."
+            )
         for name in ("pooling", "bias", "head_start"):
             choices = get_args(LiViTConfig.__annotations__[name])
             if getattr(self, name) not in choices:

@@ -72,7 +72,10 @@ def resolve_pretrained(arguments: FinetuneArguments) -> None:
 def check_options(arguments: FinetuneArguments, data: DatasetDict) -> None:
     """What cannot work is refused before anything is written."""
     if arguments.loss not in LOSSES:
-        raise ValueError(f"loss {arguments.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}.")
+        raise ValueError(
+            f"loss {arguments.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
+            "or import the module that registers it."
+        )
     if not LOSSES[arguments.loss].soft_labels and (arguments.mixup or arguments.cutmix):
         raise ValueError(f"loss {arguments.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
     if arguments.select == "best" and "validation" not in data:
@@ -105,11 +108,9 @@ def build_classifier(arguments: FinetuneArguments, train: Dataset) -> LiViTForIm
         head["test_prior"] = read_prior(head["test_prior"], class_feature(train).names)
     if is_multi_label(train):
         head |= {"problem_type": "multi_label_classification", "num_train_images": num_images}
-    encoder = {
-        "pooling": arguments.pooling,
-        "drop_path_rate": arguments.drop_path,
-        "image_size": image_size(arguments),
-    }
+    encoder = {"pooling": arguments.pooling, "drop_path_rate": arguments.drop_path}
+    if arguments.pretrained == "none" or arguments.image_size is not None:  # else that of the checkpoint
+        encoder["image_size"] = image_size(arguments)
     if arguments.pretrained == "none":
         if arguments.patch_size is not None:
             encoder["patch_size"] = arguments.patch_size

@@ -19,6 +19,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 from transformers.image_processing_backends import TorchvisionBackend
+from transformers.utils.logging import disable_progress_bar
 
 from .data.decoding import DAMAGED, decode_rgb
 from .modeling_livit import LiViTForImageClassification
@@ -32,6 +33,8 @@ class Predictor:
 
     def __init__(self, model: str, prior: Prior = None, device: str | None = None):
         config = AutoConfig.from_pretrained(model)
+        if config.model_type == "vit_mae":
+            raise ValueError(f"{model} is a pretraining, which knows no classes; fine-tune it first.")
         self.ours = config.model_type == "livit" or "livit" in config.to_dict()
         kind = LiViTForImageClassification if self.ours else AutoModelForImageClassification
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -139,6 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=("table", "jsonl"), default="table")
     parser.add_argument("--batch_size", type=int, default=32)
     options = parser.parse_args(arguments)
+    if not sys.stderr.isatty():  # a log file gets plain lines
+        disable_progress_bar()
     paths = find_images(options.images)
     if not paths:
         parser.error(f"no picture in {' '.join(options.images)}")

@@ -44,7 +44,10 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
             f"{what} has shape {tuple(prior.shape)}; it needs one number for each of {num_classes} classes."
         )
     if not torch.isfinite(prior).all() or (prior < 0).any() or (prior > 1).any():
-        raise ValueError(f"{what} spans {prior.min():g} to {prior.max():g}; probabilities lie between 0 and 1.")
+        raise ValueError(
+            f"{what} spans {prior.min():g} to {prior.max():g}; probabilities lie between 0 and 1: divide counts by "
+            "their sum."
+        )
     if not multi_label and abs(prior.sum().item() - 1) > 1e-4:
         raise ValueError(f"{what} sums to {prior.sum().item():g}; divide it by its sum so that it is a distribution.")
     return prior

@@ -64,7 +64,12 @@ def write_report(
     log = Path(arguments.model) / LOG
     if log.exists():
         pictures["Training"] = training_curves({Path(arguments.model).name: log}, folder / "training.png")
-    tables = {"Metrics (percent)": _rule_rows(summary["rules"], measured), "Classes": per_class}
+    tables = {
+        "Metrics (percent)": _rule_rows(summary["rules"], measured),
+        "Classes (accuracy and confidence in percent)": [
+            row | {name: percent(row[name]) for name in ("accuracy", "confidence")} for row in per_class
+        ],
+    }
     (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"{arguments.model} on {arguments.dataset} ({arguments.split})"
     text = [f"# {title}", *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def new_run(arguments) -> Run:
     run = Run(Path(arguments.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
         raise ValueError(
-            f"{run.folder} holds another run; pass --resume {run.folder} to go on, or a new --output_dir."
+            f"{run.folder} holds another run; pass --resume {shlex.quote(str(run.folder))} to go on, or a new "
+            "--output_dir."
         )
     return run
 

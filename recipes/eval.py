@@ -20,6 +20,7 @@ from livt_hf import LiViTForPreTraining
 from livt_hf.arguments import EvalArguments, parse
 from livt_hf.commands import accuracy_line, load_data, percent, run_command
 from livt_hf.data import class_counts
+from livt_hf.data.labels import class_feature
 from livt_hf.data.loading import eval_loader
 from livt_hf.devices import check_processes, use_all_cores
 from livt_hf.evaluation import (
@@ -115,6 +116,10 @@ def main():
         print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / data[arguments.split].num_rows)} %)")
     write_report(folder, arguments, summary, measured, pairs, data[arguments.split])
     print(f"Report: {folder / 'report.html'}")
+    if arguments.adapt_prior:
+        by_name = dict(zip(class_feature(data["train"]).names, summary["estimated_prior"], strict=True))
+        (folder / "prior.json").write_text(json.dumps(by_name, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(f"Estimated prior: {folder / 'prior.json'}  (serve under it: python -m livt_hf.predict --prior)")
 
 
 if __name__ == "__main__":

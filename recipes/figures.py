@@ -16,7 +16,7 @@ from livt_hf.arguments import PretrainArguments
 from livt_hf.commands import load_data, run_command
 from livt_hf.pretraining import held_out_images, reconstruction_rows
 from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
-from livt_hf.runs import LOG, Run
+from livt_hf.runs import LOG, RESULTS, Run
 
 
 def biases(folder: Path) -> list[Path]:
@@ -53,6 +53,10 @@ def main():
     else:
         if not runs:
             raise SystemExit(f"{arguments.figure} needs the folder of at least one run.")
+        needed = LOG if arguments.figure == "curves" else RESULTS
+        for run in runs:
+            if not (run.folder / needed).exists():
+                raise ValueError(f"{run.folder} has no {needed}: name the folder of a run, runs/GROUP/NUMBER.")
         written = {"curves": curves, "reconstructions": reconstructions}[arguments.figure](arguments.output, runs)
     print("\n".join(str(path) for path in written))
 

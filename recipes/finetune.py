@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from livt_hf.arguments import FinetuneArguments
-from livt_hf.commands import accuracy_line, load_data, publish_if_asked, resume_message, run_command
+from livt_hf.commands import accuracy_line, launch_line, load_data, publish_if_asked, resume_message, run_command
 from livt_hf.data import class_counts
 from livt_hf.data.labels import number_of_classes
 from livt_hf.data.loading import train_loader
@@ -104,12 +104,13 @@ def main():
     measured = measure(loop.final_model, data["test"], processor, accelerator, arguments)
     results = results_of(arguments, loop, counts, measured)
     finish_run(loop, run, processor, results)
+    start = "scratch" if arguments.pretrained == "none" else arguments.pretrained
     accelerator.print(
         f"\nFine-tuned {arguments.model_size} with {arguments.loss} on {loader.num_images:,} images of "
-        f"{arguments.dataset} in {loop.progress.seconds / 60:.1f} minutes.\n"
-        f"  test ({results['selection']})  {accuracy_line(results['metrics'])}\n"
-        f"  checkpoint           {run.folder}\n"
-        f"Next, look closer:\n  accelerate launch recipes/eval.py --model {run.folder}"
+        f"{arguments.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes.\n"
+        f"  test        {accuracy_line(results['metrics'])}, {results['selection']}\n"
+        f"  checkpoint  {run.folder}\n"
+        f"Next, look closer:\n  {launch_line('eval.py', '--model', run)}"
     )
     if accelerator.is_main_process:
         publish_if_asked(arguments, run)

@@ -18,6 +18,7 @@ from livt_hf.commands import (
     counts_summary,
     image_size,
     is_native,
+    launch_line,
     load_data,
     publish_if_asked,
     resume_message,
@@ -108,7 +109,7 @@ def main():
         f"  loss on held-out images  {loss:.3f}  (predicting zero: {zero_loss:.3f})\n"
         f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"
         f"  look at                  {run.folder / 'reconstructions.png'}\n"
-        f"Next, fine-tune it:\n  accelerate launch recipes/finetune.py --pretrained {run.folder}"
+        f"Next, fine-tune it:\n  {launch_line('finetune.py', '--pretrained', run)}"
     )
     if accelerator.is_main_process:
         publish_if_asked(arguments, run)

@@ -46,7 +46,7 @@ def main():
     arguments = parser.parse_args()
     if arguments.list or arguments.sweep is None:
         for name, sweep in SWEEPS.items():
-            print(f"{name:14s} {sweep.title}: {', '.join(variant.label for variant in sweep.variants)}")
+            print(f"{name:14s} {sweep.title}: {'; '.join(variant.label for variant in sweep.variants)}")
         return
     sweep = SWEEPS[arguments.sweep]
     folder = Path(arguments.output_dir or runs_folder() / "sweeps" / Path(arguments.dataset).name)

@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from datasets import ClassLabel, Dataset, Features
 
+from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.arguments import EvalArguments, FinetuneArguments, PretrainArguments, parse, save_yaml
-from livt_hf.finetuning import inherited_options, resolve_pretrained
+from livt_hf.commands import resume_message
+from livt_hf.finetuning import build_classifier, inherited_options, resolve_pretrained
 from livt_hf.runs import Run, check_same_settings, new_run, parse_training, unfinished_run
 
 
@@ -158,6 +162,15 @@ def test_every_option_is_explained(cls):
 # Run folders
 
 
+def test_a_folder_completed_by_the_shell_is_the_same_dataset():
+    assert parse(PretrainArguments, ["--dataset", "birds/"]) == parse(PretrainArguments, ["--dataset", "birds"])
+
+
+def test_a_printed_command_can_be_copied_where_the_folder_has_spaces():
+    message = resume_message(Run(Path("runs/pretrain-my birds-micro/1")), "pretrain.py")
+    assert shlex.split(message.splitlines()[-1])[-2:] == ["--resume", "runs/pretrain-my birds-micro/1"]
+
+
 def test_running_twice_makes_a_second_numbered_run(runs):
     assert started().folder == runs / "pretrain-glyphs-base" / "1"
     assert started().folder == runs / "pretrain-glyphs-base" / "2"
@@ -243,6 +256,19 @@ def test_fine_tuning_takes_data_size_and_seed_of_the_newest_pretraining(runs, co
 def test_fine_tuning_that_names_its_data_takes_nothing(runs):
     finished("--dataset", "imagenet-bal")
     assert inherited_options(["--dataset", "glyphs"]) == inherited_options(["--config=mine.yaml"]) == []
+
+
+def test_fine_tuning_keeps_the_image_size_of_its_checkpoint_unless_told_another(tmp_path):
+    LiViTForPreTraining(pretraining_config("micro", image_size=8)).save_pretrained(tmp_path)
+    train = Dataset.from_dict({"label": [0, 0, 1]}, features=Features(label=ClassLabel(names=["cat", "dog"])))
+
+    def size(*words: str) -> int:
+        arguments = parse(FinetuneArguments, ["--model_size", "micro", *words])
+        return build_classifier(arguments, train).config.image_size
+
+    assert size("--pretrained", str(tmp_path)) == 8
+    assert size("--pretrained", str(tmp_path), "--image_size", "16") == 16
+    assert size("--pretrained", "none") == 32
 
 
 def test_fine_tuning_does_not_start_from_another_tail(runs):

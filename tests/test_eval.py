@@ -19,6 +19,7 @@ from livt_hf import LiViTForImageClassification
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
 from livt_hf.evaluation import inherited_eval_options
+from livt_hf.priors import read_prior
 
 CLASSES = 4
 PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
@@ -151,6 +152,8 @@ def test_a_class_with_prior_zero_is_never_predicted(workplace, evaluate, tmp_pat
     assert (served["accuracy"], served["medium"], served["few"]) == pytest.approx((0.25, 0, 1 / 3))
     estimated = result.summary["estimated_prior"]
     assert len(estimated) == CLASSES and sum(estimated) == pytest.approx(1)
+    names = [f"class{label}" for label in range(CLASSES)]
+    assert read_prior(str(result.report / "prior.json"), names) == pytest.approx(estimated)
     assert rules["posterior, estimated prior"]["mean_confidence"] != rules[UNIFORM]["mean_confidence"]
 
 

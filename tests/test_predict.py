@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from transformers import BeitConfig, BeitForImageClassification, pipeline
+from transformers import BeitConfig, BeitForImageClassification, ViTMAEConfig, pipeline
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.conversion import to_beit
@@ -134,6 +134,12 @@ def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
 def test_a_stock_classifier_refuses_a_prior_because_it_does_not_know_its_own(stock):
     with pytest.raises(ValueError, match="training prior is unknown"):
         Predictor(str(stock), prior=[0.5, 0.3, 0.2])
+
+
+def test_a_pretraining_is_refused_because_it_has_no_classes(tmp_path):
+    ViTMAEConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a pretraining, which knows no classes; fine-tune it first"):
+        Predictor(str(tmp_path))
 
 
 def test_pictures_of_several_sizes_pass_a_processor_that_does_not_resize(livit, tmp_path):

@@ -231,6 +231,14 @@ def test_a_markdown_table_has_a_column_a_key_and_dashes_for_what_is_absent():
     ]
 
 
+def test_numbers_stand_right_under_their_heading_and_names_left_also_where_digits_are_fixed(tmp_path):
+    rows = [{"name": "ant", "few": "44.0"}, {"name": "7", "few": "-"}]
+    assert reports.markdown_table(rows).splitlines()[1] == "| --- | ---: |"
+    page = reports.html_report(tmp_path, "", {"Classes": rows}, {}).read_text()
+    assert '<th class="text">name</th><th>few</th>' in page
+    assert '<td class="text">7</td><td>-</td>' in page
+
+
 def magenta_report(folder):
     Image.new("RGB", (300, 200), (255, 0, 255)).save(folder / "magenta.png")
     tables = {"Results": [{"rule": "<b>argmax</b>", "few": 0.25}], "Classes": [{"class": i} for i in range(60)]}

@@ -218,7 +218,7 @@ def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_pat
 def test_the_list_names_every_ablation_and_its_variants(sweep):
     printed = sweep("--list")
     for name, entry in SWEEPS.items():
-        assert f"{name:14s} {entry.title}: {', '.join(variant.label for variant in entry.variants)}" in printed
+        assert f"{name:14s} {entry.title}: {'; '.join(variant.label for variant in entry.variants)}" in printed
 
 
 @pytest.mark.slow

@@ -86,6 +86,11 @@ def test_a_broken_image_is_an_error_with_its_index(kind, damage):
         read_image({"bytes": data, "path": None}, 7)
 
 
+def test_a_text_file_named_as_a_picture_is_said_to_be_none():
+    with pytest.raises(BrokenImageError, match="cannot be read: its format is not known; it may be no picture at all"):
+        read_image({"bytes": b"no image", "path": "notes.jpg"}, 0)
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
 def test_damaged_bytes_give_a_picture_or_an_error_but_never_the_end_of_the_process(kind):
     """torchvision 0.29's PNG decoder, which is therefore not used, crashes within a few hundred of these."""

@@ -6,9 +6,11 @@ import numpy as np
 from datasets import Dataset, Image
 from tqdm.auto import tqdm
 
-from livt_hf.data.decoding import BrokenImageError, read_image
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError, read_image
 
 logger = logging.getLogger(__name__)
+
+NAMED = 20  # broken images a warning names
 
 
 def find_broken(dataset: Dataset) -> dict[int, str]:
@@ -21,7 +23,7 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
                 try:
                     read_image(encoded, index)
                 except BrokenImageError as error:
-                    broken[index] = str(error)
+                    broken[index] = str(error).removesuffix(WAY_OUT)
                 progress.update()
     return broken
 
@@ -35,7 +37,7 @@ def without_broken(dataset: Dataset, on_broken: str) -> Dataset:
     broken = find_broken(dataset)
     if not broken:
         return dataset
-    logger.warning(
-        "left out %d broken of %d images, the first: %s", len(broken), len(dataset), next(iter(broken.values()))
-    )
+    named = "".join(f"\n  {reason}" for reason in list(broken.values())[:NAMED])
+    more = f"\n  and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+    logger.warning("left out %d broken of %d images:%s%s", len(broken), len(dataset), named, more)
     return dataset.select(np.setdiff1d(np.arange(len(dataset)), list(broken)))

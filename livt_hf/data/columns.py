@@ -140,7 +140,10 @@ def find_label_column(features: Features) -> str:
     named = [name for name in LABEL_NAMES if name in features]
     classes = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     if not named and len(classes) != 1:
-        raise ValueError(f"found no label column; name it with label_column, the columns are {_described(features)}.")
+        raise ValueError(
+            f"found no label column among {_described(features)}: name it with label_column; an image folder "
+            "needs one subfolder a class."
+        )
     return (named or classes)[0]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import fsspec
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_jpeg
 from transformers.image_transforms import convert_to_rgb
 
@@ -21,6 +21,9 @@ DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError),
     *(struct.error, Image.DecompressionBombError),
 )
+
+
+WAY_OUT = ". Repair or remove it, or leave such images out with --on_broken skip (in Python on_broken='skip')."
 
 
 class BrokenImageError(ValueError):
@@ -36,8 +39,7 @@ def read_image(image: Mapping, index: int) -> torch.Tensor:
         return decode_rgb(data)
     except DAMAGED as error:
         raise BrokenImageError(
-            f"image {index} ({path or 'embedded bytes'}) cannot be read: {error}. Repair or remove it, or leave such "
-            'images out with on_broken="skip".'
+            f"image {index} ({path or 'embedded bytes'}) cannot be read: {error}{WAY_OUT}"
         ) from error
 
 
@@ -70,7 +72,11 @@ def decode_rgb(data: bytes) -> torch.Tensor:
 
 
 def _by_pillow(data: bytes) -> torch.Tensor:
-    with Image.open(io.BytesIO(data)) as image:
+    try:
+        opened = Image.open(io.BytesIO(data))
+    except UnidentifiedImageError as error:  # Pillow's words name a buffer in memory
+        raise ValueError("its format is not known; it may be no picture at all") from error
+    with opened as image:
         image.load()
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):

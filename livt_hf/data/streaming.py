@@ -14,7 +14,7 @@ import torch
 from datasets import Image, IterableDataset
 from torch.utils.data import DataLoader, get_worker_info
 
-from livt_hf.data.decoding import BrokenImageError, read_image
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError, read_image
 from livt_hf.data.labels import class_feature, is_multi_label
 from livt_hf.randomness import keyed_seed, purpose_seed
 
@@ -123,7 +123,7 @@ class _EndlessBatches(torch.utils.data.IterableDataset):
                 broken_in_a_row += 1
                 if self.on_broken == "error" or broken_in_a_row > BUFFER:  # never loop over nothing but broken images
                     raise
-                logger.warning("left out: %s", error)
+                logger.warning("left out: %s", str(error).removesuffix(WAY_OUT))
                 continue
             broken_in_a_row = 0
             yield index, image, label

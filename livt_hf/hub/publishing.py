@@ -1,5 +1,6 @@
 """From a finished run to a repository on the Hub: what is uploaded, in which form, in one commit."""
 
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -103,7 +104,7 @@ def publish(
             )
             raise PublishError(
                 f"{repo_id} was not published ({_reason(error)}). The run is complete; publish it later with: "
-                f"python recipes/publish.py {run} {repo_id}{options}"
+                f"python recipes/publish.py {shlex.quote(str(run))} {repo_id}{options}"
             ) from error
 
 

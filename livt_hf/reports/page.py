@@ -13,7 +13,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; }
-th { border-bottom: 2px solid #888; } th:first-child, td.text { text-align: left; }
+th { border-bottom: 2px solid #888; } .text { text-align: left; }
 .wide { overflow-x: auto; } details .wide { max-height: 30rem; overflow-y: auto; }
 figure { margin: 1.5rem 0; } figcaption { color: #555; margin-bottom: .3rem; }
 img { max-width: 100%; height: auto; border: 1px solid #eee; }
@@ -34,6 +34,12 @@ def _columns(rows: Sequence[Mapping]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
+def _is_numeric(rows: Sequence[Mapping], column: str) -> bool:
+    """Whether a column holds numbers, be it as text with a fixed number of digits."""
+    cells = [row.get(column) for row in rows]
+    return all(not isinstance(cell, str) or cell == "-" or cell.replace(".", "", 1).isdigit() for cell in cells)
+
+
 def markdown_table(rows: Sequence[Mapping]) -> str:
     """Rows as a Markdown table with a column for every key, in the order they first appear."""
     columns = _columns(rows)
@@ -44,20 +50,20 @@ def markdown_table(rows: Sequence[Mapping]) -> str:
         safe = (html.escape(cell, quote=False).replace("|", "\\|").replace("\n", " ") for cell in cells)
         return f"| {' | '.join(safe)} |"
 
-    numeric = [all(isinstance(row.get(c), Real | None) for row in rows) for c in columns]
-    rule = "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|"
+    rule = "|" + "|".join(" ---: " if _is_numeric(rows, c) else " --- " for c in columns) + "|"
     return "\n".join([line(columns), rule, *(line([_cell(row.get(c)) for c in columns]) for row in rows)]) + "\n"
-
-
-def _html_cell(value: object) -> str:
-    kind = ' class="text"' if isinstance(value, str) else ""
-    return f"<td{kind}>{html.escape(_cell(value))}</td>"
 
 
 def _html_table(rows: Sequence[Mapping]) -> str:
     columns = _columns(rows)
-    head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
-    lines = "\n".join(f"<tr>{''.join(_html_cell(row.get(c)) for c in columns)}</tr>" for row in rows)
+    kinds = {c: "" if _is_numeric(rows, c) else ' class="text"' for c in columns}
+    head = "".join(f"<th{kind}>{html.escape(c)}</th>" for c, kind in kinds.items())
+
+    def line(row: Mapping) -> str:
+        cells = (f"<td{kind}>{html.escape(_cell(row.get(c)))}</td>" for c, kind in kinds.items())
+        return f"<tr>{''.join(cells)}</tr>"
+
+    lines = "\n".join(map(line, rows))
     table = f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>'
     return f"<details><summary>{len(rows):,} rows</summary>{table}</details>" if len(rows) > _LONG else table
 
