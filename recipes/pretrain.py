@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from livt_hf import LiViTForPreTraining, pretraining_config
-from livt_hf.arguments import PretrainArguments
+from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
 from livt_hf.commands import (
     counts_summary,
     image_size,
@@ -103,13 +103,16 @@ def main():
         rows = reconstruction_rows(loop.final_model, held_out, processor, arguments.seed)
         reconstruction_sheet(rows, run.folder / "reconstructions.png", ["image", "masked", "reconstruction"])
     finish_run(loop, run, processor, results)
+    # A small folder has fewer images than fine-tuning takes an update by default; the command printed must run.
+    default = parse(FinetuneArguments, ["--dataset", arguments.dataset], CONFIGS).batch_size
+    smaller = f" --batch_size {arguments.batch_size}" if default > loader.num_images else ""
     accelerator.print(
         f"\nPretrained {arguments.model_size} on {loader.num_images:,} images of {arguments.dataset} "
         f"for {loop.progress.update:,} updates in {loop.progress.seconds / 60:.1f} minutes.\n"
         f"  loss on held-out images  {loss:.3f}  (predicting zero: {zero_loss:.3f})\n"
         f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"
         f"  look at                  {run.folder / 'reconstructions.png'}\n"
-        f"Next, fine-tune it:\n  {launch_line('finetune.py', '--pretrained', run)}"
+        f"Next, fine-tune it:\n  {launch_line('finetune.py', '--pretrained', run)}{smaller}"
     )
     if accelerator.is_main_process:
         publish_if_asked(arguments, run)
