@@ -98,8 +98,8 @@ def spread(values) -> str:
 
 
 def spread_minutes(runs: list[dict]) -> str:
-    minutes = [run["seconds"] / 60 for run in runs]
-    return f"{min(minutes):.0f} to {max(minutes):.0f} minutes a run"
+    minutes = sorted({round(run["seconds"] / 60) for run in runs})
+    return f"{' to '.join(str(m) for m in minutes[:: max(1, len(minutes) - 1)])} minutes a run"
 
 
 def command() -> str:

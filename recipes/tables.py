@@ -24,6 +24,9 @@ def results_section() -> str:
         parts.append(f"**{sweep['title']}**, {path.parent.name}: {sweep['budget']}")
         parts.append(f"`{sweep['command']}`")
         parts.append(markdown_table(table_rows(sweep["rows"])).strip())
+        plot = path.with_suffix(".png")
+        if plot.exists():
+            parts.append(f'<img src="{plot.relative_to(README.parent)}" width="420" alt="{sweep["title"]}">')
     return "\n\n".join(parts)
 
 
