@@ -178,6 +178,11 @@ def parse(cls, argv: list[str] | None = None, configs: Path | None = None, under
     return cls(**{f.name: getattr(values, f.name) for f in dataclasses.fields(cls)})
 
 
+def words_of(argv: list[str]) -> list[str]:
+    """Command-line words with `--option=value` in two; a value may contain the sign itself."""
+    return [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+
 def yaml_argv(path: str | Path, cls) -> list[str]:
     """A YAML file as command-line words; unknown keys are errors."""
     if not Path(path).exists():

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .arguments import DataArguments, EvalArguments
+from .arguments import DataArguments, EvalArguments, words_of
 from .data.labels import class_feature, is_multi_label
 from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
 from .modeling_livit import LiViTForImageClassification
@@ -34,7 +34,7 @@ Rule = Callable[[Tensor], Tensor] | None
 
 def inherited_eval_options(argv: list[str]) -> list[str]:
     """Which model, where none is named, and which data, where the model is a run: as command-line words."""
-    words = [part for word in argv for part in word.split("=", 1)]
+    words = words_of(argv)
     if {"--help", "-h"} & set(words):
         return []
     if "--model" in words[:-1]:

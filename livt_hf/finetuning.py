@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 from safetensors.torch import load_model, save_model
 from transformers import BaseImageProcessor
 
-from .arguments import DataArguments, FinetuneArguments
+from .arguments import DataArguments, FinetuneArguments, words_of
 from .commands import counts_summary, image_size, is_native, size_name
 from .configuration_livit import LiViTConfig
 from .data import label_statistics, normalization
@@ -39,7 +39,7 @@ _WITHOUT_PRETRAINING = (
 
 def inherited_options(argv: list[str]) -> list[str]:
     """Without a word about the data, fine-tuning takes that of its pretraining: the run named, or the newest one."""
-    words = [part for word in argv for part in word.split("=", 1)]
+    words = words_of(argv)
     if {"--dataset", "--config", "--resume", "--help", "-h"} & set(words):
         return []
     named = words[words.index("--pretrained") + 1] if "--pretrained" in words[:-1] else None
@@ -48,8 +48,7 @@ def inherited_options(argv: list[str]) -> list[str]:
         raise ValueError(f"there is no finished pretraining under {runs_folder()}; {_WITHOUT_PRETRAINING}")
     if not run.finished:
         return []
-    # The seed too: it decides which images a derived tail or a test split is made of.
-    names = [field.name for field in dataclasses.fields(DataArguments)] + ["model_size", "seed"]
+    names = [field.name for field in dataclasses.fields(DataArguments)] + ["model_size"]
     saved = {name: run.arguments[name] for name in names if name != "num_workers"}
     return [f"--{name}={value}" for name, value in saved.items() if value is not None]
 

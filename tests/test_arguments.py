@@ -10,7 +10,7 @@ import yaml
 from datasets import ClassLabel, Dataset, Features
 
 from livt_hf import LiViTForPreTraining, pretraining_config
-from livt_hf.arguments import EvalArguments, FinetuneArguments, PretrainArguments, parse, save_yaml
+from livt_hf.arguments import EvalArguments, FinetuneArguments, PretrainArguments, parse, save_yaml, words_of
 from livt_hf.commands import resume_message
 from livt_hf.finetuning import build_classifier, inherited_options, resolve_pretrained
 from livt_hf.runs import Run, check_same_settings, new_run, parse_training, unfinished_run
@@ -246,11 +246,11 @@ def finished(*argv: str) -> Run:
     return run
 
 
-def test_fine_tuning_takes_data_size_and_seed_of_the_newest_pretraining(runs, configs):
-    finished("--dataset", "imagenet-bal", "--images_per_class", "116", "--model_size", "tiny", "--seed", "3")
+def test_fine_tuning_takes_data_and_size_of_the_newest_pretraining(runs, configs):
+    finished("--dataset", "imagenet-bal", "--images_per_class", "116", "--model_size", "tiny", "--split_seed", "3")
     arguments = parse(FinetuneArguments, inherited_options([]), configs)
     assert (arguments.dataset, arguments.images_per_class) == ("imagenet-bal", 116)
-    assert (arguments.model_size, arguments.seed, arguments.epochs) == ("tiny", 3, 100)
+    assert (arguments.model_size, arguments.split_seed, arguments.epochs) == ("tiny", 3, 100)
 
 
 def test_fine_tuning_that_names_its_data_takes_nothing(runs):
@@ -285,3 +285,7 @@ def test_a_run_folder_holds_its_settings_and_results_as_plain_files(runs):
     run = finished("--epochs", "3")
     assert yaml.safe_load((run.folder / "arguments.yaml").read_text())["epochs"] == 3
     assert json.loads((run.folder / "results.json").read_text()) == run.results == {}
+
+
+def test_a_value_may_contain_an_equals_sign():
+    assert words_of(["--model", "runs/seed=1", "--tau=0.5"]) == ["--model", "runs/seed=1", "--tau", "0.5"]
