@@ -80,10 +80,12 @@ def _picture(caption: str, path: str | Path) -> str:
 def html_report(
     folder: str | Path, title: str, tables: Mapping[str, Sequence[Mapping]], pictures: Mapping[str, str | Path]
 ) -> Path:
-    """Write `report.html` into the folder: tables (heading -> rows) and pictures (caption -> file), all inside it."""
-    parts = [f"<h2>{html.escape(heading)}</h2>\n{_html_table(rows)}" for heading, rows in tables.items()]
-    parts += [_picture(caption, path) for caption, path in pictures.items()]
-    body = "\n".join(parts)
+    """Write `report.html` into the folder: tables (heading -> rows) and pictures (caption -> file), all inside it.
+
+    The first table leads, the pictures follow; further tables, which may have a row a class, come last.
+    """
+    first, *others = [f"<h2>{html.escape(heading)}</h2>\n{_html_table(rows)}" for heading, rows in tables.items()]
+    body = "\n".join([first, *(_picture(caption, path) for caption, path in pictures.items()), *others])
     # The policy makes the browser itself refuse anything that is not in this file.
     page = f"""<!DOCTYPE html>
 <html lang="en">
