@@ -84,8 +84,9 @@ def html_report(
 
     The first table leads, the pictures follow; further tables, which may have a row a class, come last.
     """
-    first, *others = [f"<h2>{html.escape(heading)}</h2>\n{_html_table(rows)}" for heading, rows in tables.items()]
-    body = "\n".join([first, *(_picture(caption, path) for caption, path in pictures.items()), *others])
+    parts = [f"<h2>{html.escape(heading)}</h2>\n{_html_table(rows)}" for heading, rows in tables.items()]
+    parts[1:1] = [_picture(caption, path) for caption, path in pictures.items()]
+    body = "\n".join(parts)
     # The policy makes the browser itself refuse anything that is not in this file.
     page = f"""<!DOCTYPE html>
 <html lang="en">
