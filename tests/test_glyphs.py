@@ -62,7 +62,7 @@ def test_a_nearest_neighbour_finds_the_class_more_often_than_chance_but_not_alwa
 
     train, test = features(data["train"]), features(data["test"])
     guess = np.array(data["train"]["label"])[(test @ train.T).argmax(axis=1)]
-    assert 0.1 < (guess == np.array(data["test"]["label"])).mean() < 0.7
+    assert 0.1 < (guess == np.array(data["test"]["label"])).mean() < 0.9
 
 
 def test_options_without_meaning_for_glyphs_are_refused():
