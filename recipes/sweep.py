@@ -99,7 +99,7 @@ def spread(values) -> str:
 
 def spread_minutes(runs: list[dict]) -> str:
     minutes = sorted({round(run["seconds"] / 60) for run in runs})
-    return f"{' to '.join(str(m) for m in minutes[:: max(1, len(minutes) - 1)])} minutes a run"
+    return f"{' to '.join(str(m) for m in minutes[:: max(1, len(minutes) - 1)])} min a run"
 
 
 def command() -> str:

@@ -139,7 +139,7 @@ def test_variants_share_one_pretraining_a_seed_and_end_in_a_table(runs, sweep, t
     written = json.loads((report / "sweep.json").read_text())
     assert [row["variant"] for row in written["rows"]] == ["ce", "bal_ce", "bce", "bal_bce"]
     assert written["rows"][3]["accuracy"] == pytest.approx(65)
-    assert written["budget"].startswith("micro, 1,234 training images; MGP 5 epochs (1 to 1 minutes a run); BFT 7 epo")
+    assert written["budget"].startswith("micro, 1,234 training images; MGP 5 epochs (1 min a run); BFT 7 epo")
     assert written["budget"].endswith("seeds 0, 1")
     assert (
         written["command"]
