@@ -106,6 +106,7 @@ class PretrainArguments(TrainingArguments):
     decode_ratio: float = option(1.0, "share of hidden patches decoded: 1 is the paper, less is faster and different")
     crop_scale: float = option(0.2, "smallest area of a random resized crop; 1 keeps the whole picture")
     streaming: bool = option(False, "read the data as a stream, for sets that do not fit")
+    num_images: int | None = option(None, "images of a stream that does not know its length")
 
 
 @dataclass

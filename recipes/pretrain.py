@@ -54,6 +54,7 @@ def main():
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         num_workers=arguments.num_workers,
+        num_images=arguments.num_images,
     )
 
     overrides = {"mask_ratio": arguments.mask_ratio, "image_size": size}
