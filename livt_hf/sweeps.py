@@ -59,7 +59,7 @@ SWEEPS: dict[str, Sweep] = {
     ),
     "rebalancing": Sweep(
         "Rebalancing strategies",
-        _losses(["ce", "cb_ce", "cb_bce", "ldam", "lade", "ib", "bal_ce", "bal_bce"]),
+        _losses(["ce", "cb_ce", "cb_bce", "ldam", "lade", "ib", "nt_bce", "bal_ce", "bal_bce"]),
         "loss",
         "loss-on-vit",
     ),

@@ -23,7 +23,7 @@ from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
 from livt_hf.commands import run_command
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.runs import Run, check_same_settings, runs_folder
-from livt_hf.sweeps import SWEEPS, load_results, paper_row, summarise, table_rows
+from livt_hf.sweeps import SWEEPS, Variant, load_results, paper_row, summarise, table_rows
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"
@@ -34,6 +34,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", nargs="?", choices=SWEEPS, help="which ablation")
     parser.add_argument("--list", action="store_true", help="show the ablations")
+    parser.add_argument("--only", nargs="+", metavar="VARIANT", default=None, help="some of its variants")
     parser.add_argument("--dataset", default="glyphs", help="its configs are the base of every variant")
     parser.add_argument("--source", default=None)
     parser.add_argument("--imbalance_factor", default=None)
@@ -42,26 +43,35 @@ def main():
     parser.add_argument("--finetune", default="", help="further options of the second stage")
     parser.add_argument("--launch", default="", help='options of accelerate launch, e.g. "--multi_gpu"')
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with its share of the cores")
-    parser.add_argument("--output_dir", default=None, help="default: runs/sweeps/<dataset>")
+    parser.add_argument("--output_dir", default=None, help="default: runs/sweeps/<dataset>[-<factor>]")
     arguments = parser.parse_args()
     if arguments.list or arguments.sweep is None:
         for name, sweep in SWEEPS.items():
             print(f"{name:14s} {sweep.title}: {'; '.join(variant.label for variant in sweep.variants)}")
         return
     sweep = SWEEPS[arguments.sweep]
-    folder = Path(arguments.output_dir or runs_folder() / "sweeps" / Path(arguments.dataset).name)
+    variants = chosen(sweep.variants, arguments.only)
+    name = "-".join(filter(None, (Path(arguments.dataset).name, arguments.imbalance_factor)))
+    folder = Path(arguments.output_dir or runs_folder() / "sweeps" / name)
     data = words({name: getattr(arguments, name) for name in ("dataset", "source", "imbalance_factor")})
 
-    pretrainings, finetunings, runs_of = {}, {}, {variant.label: [] for variant in sweep.variants}
+    bases = {
+        "pretrain": parse(PretrainArguments, [*data, *shlex.split(arguments.pretrain)], configs=CONFIGS),
+        "finetune": parse(FinetuneArguments, [*data, *shlex.split(arguments.finetune)], configs=CONFIGS),
+    }
+    pretrainings, finetunings, runs_of = {}, {}, {variant.label: [] for variant in variants}
     for seed in arguments.seeds:
-        for variant in sweep.variants:
-            pretrained = None
+        for variant in variants:
+            pretrained, start = None, ["scratch"]
             if variant.pretrain is not None:
-                pretrained = folder / "mgp" / name_of(variant.pretrain, seed)
+                start = differences(variant.pretrain, bases["pretrain"])
+                pretrained = folder / "mgp" / "_".join([*start, f"seed={seed}"])
                 options = shlex.split(arguments.pretrain) + words(variant.pretrain | {"seed": seed})
                 pretrainings[pretrained] = [*data, *options]
             options = shlex.split(arguments.finetune) + words(variant.finetune | {"seed": seed})
-            run = folder / "bft" / name_of({"from": variant.pretrain} | variant.finetune, seed)
+            run = (
+                folder / "bft" / "_".join([*start, *differences(variant.finetune, bases["finetune"]), f"seed={seed}"])
+            )
             finetunings[run] = [*data, "--pretrained", str(pretrained or "none"), *options]
             runs_of[variant.label].append(run)
     threads = max(1, len(os.sched_getaffinity(0)) // arguments.jobs)
@@ -69,9 +79,8 @@ def main():
     run_all("finetune.py", finetunings, arguments, threads)
 
     results = {label: load_results(runs) for label, runs in runs_of.items()}
-    base = parse(FinetuneArguments, data, configs=CONFIGS)
-    variants = {variant.label: variant for variant in sweep.variants}
-    rows = summarise(results, lambda label: paper_row(sweep, variants[label], base.dataset, base.imbalance_factor))
+    base, by_label = bases["finetune"], {variant.label: variant for variant in variants}
+    rows = summarise(results, lambda label: paper_row(sweep, by_label[label], base.dataset, base.imbalance_factor))
     report = folder / arguments.sweep
     report.mkdir(parents=True, exist_ok=True)
     table = markdown_table(table_rows(rows))
@@ -126,12 +135,17 @@ def words(options: dict) -> list[str]:
     return [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
 
 
-def name_of(options: dict | None, seed: int) -> str:
-    """A folder name that says what is different, so that equal runs are shared between sweeps."""
-    flat = {} if options is None else {k: v for k, v in options.items() if k != "from"}
-    start = options.get("from", {}) if options else {}
-    parts = ["scratch"] if start is None else [f"{k}={v}" for k, v in sorted(start.items())]
-    return "_".join([*parts, *(f"{k}={v}" for k, v in sorted(flat.items())), f"seed={seed}"])
+def chosen(variants: list[Variant], only: list[str] | None) -> list[Variant]:
+    labels = [variant.label for variant in variants]
+    unknown = [label for label in only or () if label not in labels]
+    if unknown:
+        raise SystemExit(f"there is no variant {unknown[0]!r} in this sweep; choose from: {'; '.join(labels)}")
+    return [variant for variant in variants if only is None or variant.label in only]
+
+
+def differences(options: dict, base) -> list[str]:
+    """What a run changes of the base settings: its name, so that equal runs of different sweeps are one."""
+    return [f"{name}={value}" for name, value in sorted(options.items()) if value != getattr(base, name)]
 
 
 def run_all(script: str, runs: dict[Path, list[str]], arguments, threads: int) -> None:

@@ -156,9 +156,27 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
     assert len(runs.commands) == done
     sweep("rebalancing")  # ce, bal_ce and bal_bce are there; the pretraining too
     assert len(runs.of("pretrain.py")) == 1
-    assert len(runs.commands) - done == 5
-    sweep("stages")
-    assert [dict(zip(c, c[1:], strict=False))["--pretrained"] for c in runs.commands[-1:]] == ["none"]
+    assert len(runs.commands) - done == 6
+    done = len(runs.commands)
+    sweep("stages")  # its first row says nothing where "losses" says bal_bce, the default: the same run
+    assert [dict(zip(c, c[1:], strict=False))["--pretrained"] for c in runs.commands[done:]] == ["none"]
+    sweep("tau", "--only", "0.5", "1")
+    sweep("head_start", "--only", "bal_bce, prior")
+    assert len(runs.commands) - done == 2  # tau 0.5 alone is new
+
+
+def test_some_of_a_sweep_s_variants(runs, sweep, tmp_path):
+    printed = sweep("losses", "--only", "bce", "ce")
+    assert len(runs.of("finetune.py")) == 2
+    assert "| ce |" in printed and "| bce |" in printed and "bal_bce" not in printed.split("--- |")[-1]
+    with pytest.raises(SystemExit, match="no variant 'bec' in this sweep; choose from: ce; bal_ce; bce; bal_bce"):
+        sweep("losses", "--only", "bec")
+
+
+def test_sweeps_of_two_imbalances_have_folders_of_their_own(runs, sweep, tmp_path):
+    sweep("losses", "--only", "ce", "--imbalance_factor", 10)
+    sweep("losses", "--only", "ce", "--imbalance_factor", 20)
+    assert sorted(path.name for path in (tmp_path / "sweeps").iterdir()) == ["glyphs-10", "glyphs-20"]
 
 
 def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(runs, sweep):
@@ -232,7 +250,8 @@ def test_a_real_sweep_trains_and_compares_its_variants(sweep, tmp_path, monkeypa
     sweep("losses", "--dataset", pictures, "--pretrain", stage, "--finetune", stage, "--jobs", 2)
     folder = tmp_path / "sweeps" / "pictures"
     rows = json.loads((folder / "losses" / "sweep.json").read_text())["rows"]
-    results = [json.loads((folder / "bft" / f"loss={row['variant']}_seed=0/results.json").read_text()) for row in rows]
+    names = {"ce": "loss=ce_seed=0", "bal_bce": "seed=0"}
+    results = [json.loads((folder / "bft" / names[row["variant"]] / "results.json").read_text()) for row in rows]
     assert [row["accuracy"] for row in rows] == [100 * result["metrics"]["accuracy"] for result in results]
     assert {result["pretrained"] for result in results} == {str(folder / "mgp" / "seed=0")}
     modified = [path.stat().st_mtime_ns for path in sorted(folder.glob("*/*/results.json"))]
