@@ -42,8 +42,14 @@ def benchmark_section() -> str:
     return markdown_table(rows).strip()
 
 
+def scale_section() -> str:
+    path = HERE / "results" / "scale.json"
+    return markdown_table(json.loads(path.read_text())["table"]).strip() if path.exists() else ""
+
+
 def render(text: str) -> str:
-    for name, section in (("results", results_section()), ("benchmark", benchmark_section())):
+    sections = {"results": results_section(), "benchmark": benchmark_section(), "scale": scale_section()}
+    for name, section in sections.items():
         marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         body = section + "\n" if section else ""
         text = marked.sub(lambda match, body=body: match[1] + body + match[2], text)

@@ -1,7 +1,10 @@
-"""How cost grows: time and memory at 1x, 2x, 4x, 8x images or classes, with the exponent of a fitted power law."""
+"""How cost grows: time and memory at 1x, 2x, 4x, 8x images, classes or processes, with the exponent of a power law."""
+
+import os
 
 import numpy as np
 import torch
+from benchmarks.launch import launch_ours
 from benchmarks.measuring import median_seconds, peak_megabytes
 from datasets import ClassLabel, Dataset, Features
 
@@ -16,30 +19,45 @@ def run(quick: bool = False) -> list[dict]:
     rows = 20_000 if quick else 160_000
     images, classes = (2_000, 100) if quick else (6_000, 500)
     return [
-        *_grow("deriving a split, by images", lambda factor: _split(rows * factor, 500)),
-        *_grow("deriving a split, by classes", lambda factor: _split(rows * 8, 250 * factor)),
-        *_grow("metrics, by images", lambda factor: _metrics(images * factor, classes)),
-        *_grow("metrics, by classes", lambda factor: _metrics(images, classes * factor)),
+        _grow("deriving a split, by images", lambda factor: _split(rows * factor, 500)),
+        _grow("deriving a split, by classes", lambda factor: _split(rows * 8, 250 * factor)),
+        _grow("metrics, by images", lambda factor: _metrics(images * factor, classes)),
+        _grow("metrics, by classes", lambda factor: _metrics(images, classes * factor)),
+        _by_processes(10 if quick else 60, FACTORS[:2] if quick else FACTORS),
     ]
 
 
-def _grow(question: str, make) -> list[dict]:
-    works = {str(factor): make(factor) for factor in FACTORS}
+def _grow(question: str, make) -> dict:
+    works = {factor: make(factor) for factor in FACTORS}
     times = median_seconds(works, 5)
-    memory = {name: peak_megabytes(work) for name, work in works.items()}
-    slope = np.polyfit(np.log(FACTORS), np.log([times[str(factor)] for factor in FACTORS]), 1)[0]
-    return [
-        {
-            "question": question,
-            "ours": float(slope),
-            "peer": 1.0,
-            "peer_name": "linear growth",
-            "ratio": None,
-            "unit": "exponent of time",
-            "seconds": times,
-            "megabytes": memory,
-        }
-    ]
+    return _row(question, times, {factor: peak_megabytes(work) for factor, work in works.items()})
+
+
+def _by_processes(steps: int, factors: tuple[int, ...]) -> dict:
+    """The same updates shared by more processes: the exponent is negative until the cores are used up."""
+    times, memory = {}, {}
+
+    def work(count: int) -> None:
+        times[count] = launch_ours(steps, count)
+
+    for count in factors:
+        memory[count] = peak_megabytes(lambda count=count: work(count), children=True)
+    cores = len(os.sched_getaffinity(0))
+    return _row(f"{steps} launched MGP updates, by processes on {cores} cores", times, memory)
+
+
+def _row(question: str, times: dict[int, float], memory: dict[int, float]) -> dict:
+    slope = np.polyfit(np.log(list(times)), np.log(list(times.values())), 1)[0]
+    return {
+        "question": question,
+        "ours": float(slope),
+        "peer": 1.0,
+        "peer_name": "linear growth",
+        "ratio": None,
+        "unit": "exponent of time",
+        "seconds": times,
+        "megabytes": memory,
+    }
 
 
 def _split(rows: int, classes: int):

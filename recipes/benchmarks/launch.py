@@ -22,14 +22,8 @@ def run(quick: bool = False) -> list[dict]:
     rounds = 1 if quick else 3
     ours, stock = [], []
     for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            run_folder = Path(folder, "run")
-            _launch(
-                HERE.parent / "pretrain.py",
-                *("--max_steps", str(steps), "--output_dir", str(run_folder), "--save_minutes", "1000"),
-            )
-            ours.append(json.loads((run_folder / "results.json").read_text())["seconds"])
-            stock.append(float(_launch(HERE / "stock_pretrain.py", str(steps)).splitlines()[-1]))
+        ours.append(launch_ours(steps))
+        stock.append(float(launch(HERE / "stock_pretrain.py", str(steps)).splitlines()[-1]))
     times = {
         "ours": sorted(ours)[rounds // 2],
         "stock ViTMAE and DataLoader, launched alike": sorted(stock)[rounds // 2],
@@ -37,7 +31,19 @@ def run(quick: bool = False) -> list[dict]:
     return compared(f"{steps} launched MGP updates of 128 glyphs, micro", times, "s", smaller_is_better=True)
 
 
-def _launch(script: Path, *arguments: str) -> str:
+def launch(script: Path, *arguments: str, processes: int = 1) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "accelerate.commands.launch", str(script), *arguments]
+    # Accelerate says multi_gpu for several processes on a CPU, too, and this is how it is told to stay there.
+    several = ["--multi_gpu", "--num_processes", str(processes)] if processes > 1 else []
+    environment |= {"ACCELERATE_USE_CPU": "1"} if processes > 1 else {}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *several, str(script), *arguments]
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def launch_ours(steps: int, processes: int = 1) -> float:
+    """Seconds the default pretraining trained for so many updates."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        options = ("--max_steps", str(steps), "--output_dir", str(run), "--save_minutes", "1000")
+        launch(HERE.parent / "pretrain.py", *options, processes=processes)
+        return json.loads((run / "results.json").read_text())["seconds"]

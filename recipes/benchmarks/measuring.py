@@ -1,5 +1,6 @@
 """How the benchmarks measure: ways take turns in one run, medians are kept, ratios above 1 are in our favour."""
 
+import contextlib
 import statistics
 import threading
 import time
@@ -47,20 +48,33 @@ def compared(question: str, values: dict[str, float], unit: str, smaller_is_bett
     ]
 
 
-def peak_megabytes(work: Callable[[], object]) -> float:
-    """Growth of the process's resident memory while `work` runs, looked at every half millisecond."""
+def peak_megabytes(work: Callable[[], object], children: bool = False) -> float:
+    """Growth of the process's resident memory while `work` runs, looked at every half millisecond.
+
+    With `children`, of the processes it starts, which are too many to look at so often.
+    """
     process = psutil.Process()
-    before = peak = process.memory_info().rss
     done = threading.Event()
+
+    def resident() -> int:
+        total = 0
+        for one in process.children(recursive=True) if children else [process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += one.memory_info().rss
+        return total
+
+    before = peak = resident()
 
     def watch() -> None:
         nonlocal peak
-        while not done.wait(0.0005):
-            peak = max(peak, process.memory_info().rss)
+        while not done.wait(0.2 if children else 0.0005):
+            peak = max(peak, resident())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    work()
-    done.set()
-    watcher.join()
+    try:
+        work()
+    finally:
+        done.set()
+        watcher.join()
     return max(0, peak - before) / 2**20
