@@ -42,7 +42,7 @@ def _values(option: str, values: list[float], stage: str = "finetune", **fixed) 
     return [Variant(f"{value:g}", **{stage: {option: value} | fixed}) for value in values]
 
 
-_TAUS = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+_TAUS = [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
 _LAMBDAS = [1.0, 2.0, 3.0, 4.0, 5.0]
 _DEIT = {"loss": "bce", "augmentation": "three_augment", "optimizer": "lamb", "layer_decay": 1.0, "pooling": "cls"}
 _DEIT |= {
@@ -68,7 +68,7 @@ SWEEPS: dict[str, Sweep] = {
         [Variant("none", {"loss": "bce"}), *(Variant(name, {"bias": name}) for name in ("ce", "bce"))],
         "bias",
     ),
-    "tau": Sweep("Strength of the bias", _values("tau", _TAUS), "tau"),
+    "tau": Sweep("Strength of the bias", [Variant("0", {"loss": "bce"}), *_values("tau", _TAUS)], "tau"),
     "nt_lambda": Sweep("Negative-tolerant BCE", _values("nt_lambda", _LAMBDAS, loss="nt_bce"), "lambda"),
     "bal_nt_lambda": Sweep("Negative-tolerant Bal-BCE", _values("nt_lambda", _LAMBDAS, loss="bal_nt_bce"), "lambda"),
     "head_start": Sweep(
@@ -132,7 +132,10 @@ def paper_row(sweep: Sweep, variant: Variant, dataset: str, imbalance_factor: fl
 
 
 def summarise(results: dict[str, list[dict]], paper: Callable[[str], dict | None] = lambda label: None) -> list[dict]:
-    """A row a variant: mean and deviation (percent) over its seeds, and the paper's numbers where it has them."""
+    """A row a variant: mean and deviation (percent) over its seeds, and the paper's numbers where it has them.
+
+    `pretrain_seconds` in a run is what its first stage took, given where the variants differ in it.
+    """
     rows = []
     for label, runs in results.items():
         row = {"variant": label, "seeds": len(runs)}
@@ -143,6 +146,8 @@ def summarise(results: dict[str, list[dict]], paper: Callable[[str], dict | None
         posterior = [100 * run["posterior"]["accuracy"] for run in runs if run["posterior"]]
         row["posterior_accuracy"] = statistics.fmean(posterior) if posterior else None
         row["minutes"] = statistics.fmean(run["seconds"] / 60 for run in runs)
+        pretraining = [run["pretrain_seconds"] / 60 for run in runs if run.get("pretrain_seconds")]
+        row["pretrain_minutes"] = statistics.fmean(pretraining) if pretraining else None
         row["paper"] = paper(label)
         rows.append(row)
     return rows
@@ -162,6 +167,9 @@ def table_rows(rows: list[dict]) -> list[dict]:
         line = {"variant": row["variant"]} | {name: cell(row, name) for name in METRICS}
         posterior = row["posterior_accuracy"]
         line |= {"posterior rule": "-" if posterior is None else f"{posterior:.1f}", "seeds": row["seeds"]}
+        if any(other.get("pretrain_minutes") for other in rows):
+            minutes = row.get("pretrain_minutes")
+            line["MGP, minutes"] = "-" if minutes is None else f"{minutes:.1f}"
         if any(other["paper"] for other in rows):
             line["paper (ViT-B)"] = row["paper"]["accuracy"] if row["paper"] else "-"
         table.append(line)

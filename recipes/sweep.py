@@ -59,7 +59,7 @@ def main():
         "pretrain": parse(PretrainArguments, [*data, *shlex.split(arguments.pretrain)], configs=CONFIGS),
         "finetune": parse(FinetuneArguments, [*data, *shlex.split(arguments.finetune)], configs=CONFIGS),
     }
-    pretrainings, finetunings, runs_of = {}, {}, {variant.label: [] for variant in variants}
+    pretrainings, finetunings, starts, runs_of = {}, {}, {}, {variant.label: [] for variant in variants}
     for seed in arguments.seeds:
         for variant in variants:
             pretrained, start = None, ["scratch"]
@@ -69,16 +69,20 @@ def main():
                 options = shlex.split(arguments.pretrain) + words(variant.pretrain | {"seed": seed})
                 pretrainings[pretrained] = [*data, *options]
             options = shlex.split(arguments.finetune) + words(variant.finetune | {"seed": seed})
-            run = (
-                folder / "bft" / "_".join([*start, *differences(variant.finetune, bases["finetune"]), f"seed={seed}"])
-            )
+            changed = differences(variant.finetune, bases["finetune"])
+            run = folder / "bft" / "_".join([*start, *changed, f"seed={seed}"])
             finetunings[run] = [*data, "--pretrained", str(pretrained or "none"), *options]
+            starts[run] = pretrained
             runs_of[variant.label].append(run)
     threads = max(1, len(os.sched_getaffinity(0)) // arguments.jobs)
     run_all("pretrain.py", pretrainings, arguments, threads)
     run_all("finetune.py", finetunings, arguments, threads)
 
     results = {label: load_results(runs) for label, runs in runs_of.items()}
+    if any(variant.pretrain for variant in variants):  # what the first stage cost is part of the comparison
+        for label, runs in runs_of.items():
+            for run, result in zip(runs, results[label], strict=True):
+                result["pretrain_seconds"] = starts[run] and load_results([starts[run]])[0]["seconds"]
     base, by_label = bases["finetune"], {variant.label: variant for variant in variants}
     rows = summarise(results, lambda label: paper_row(sweep, by_label[label], base.dataset, base.imbalance_factor))
     report = folder / arguments.sweep

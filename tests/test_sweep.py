@@ -165,6 +165,12 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
     assert len(runs.commands) - done == 2  # tau 0.5 alone is new
 
 
+def test_where_pretraining_differs_its_time_is_part_of_the_table(runs, sweep):
+    printed = sweep("decode_ratio")
+    assert "MGP, minutes" in printed and printed.count("| 1.0 |") == len(runs.of("pretrain.py")) == 3
+    assert "MGP, minutes" not in sweep("losses")
+
+
 def test_some_of_a_sweep_s_variants(runs, sweep, tmp_path):
     printed = sweep("losses", "--only", "bce", "ce")
     assert len(runs.of("finetune.py")) == 2
