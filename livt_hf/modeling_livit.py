@@ -21,6 +21,8 @@ from .configuration_livit import LiViTConfig
 from .head import LongTailHead
 from .priors import Prior
 
+logger = logging.getLogger(__name__)
+
 # What a checkpoint of another model may hold that a LiViT encoder has no use for.
 _NOT_ENCODER = ("decoder.", "classifier.", "pooler.", "layernorm.", "fc_norm.", "embeddings.mask_token")
 _ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
@@ -195,6 +197,12 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
         else:
             if kwargs.pop("output_loading_info", False):
                 raise ValueError("output_loading_info is for a classifier loaded whole; this one gets a new head.")
+            if target.class_counts is None and _labels_of(target.to_dict()) == _labels_of({}):
+                logger.warning(
+                    "%s has no classifier, so this one has two untrained classes; pass class_counts, id2label or "
+                    "num_labels for yours.",
+                    path,
+                )
             encoder = LiViTModel._load_encoder(path, source, target, **kwargs)
             # One config object for model and encoder: attention layers hold it too.
             model = result = cls(encoder.config).to(device=encoder.device, dtype=encoder.dtype)

@@ -318,6 +318,15 @@ def test_mean_pooling_after_pretraining_has_exactly_fc_norm_and_classifier_new(m
     assert not model.training and model.config.layer_norm_eps == 1e-6
 
 
+def test_a_pretraining_loaded_without_a_word_about_classes_warns_of_its_two_untrained_ones(mgp, caplog):
+    assert LiViTForImageClassification.from_pretrained(mgp).config.num_labels == 2
+    assert "has no classifier, so this one has two untrained classes" in caplog.text
+    caplog.clear()
+    LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS)
+    LiViTForImageClassification.from_pretrained(mgp, num_labels=5)
+    assert caplog.text == ""
+
+
 def test_cls_pooling_after_pretraining_keeps_mae_s_final_norm(mgp):
     model = LiViTForImageClassification.from_pretrained(mgp, class_counts=COUNTS, pooling="cls")
     _, new = shared_and_new(model, LiViTForPreTraining.from_pretrained(mgp))
