@@ -1,10 +1,13 @@
-"""Write the tables of README.md from the result files in recipes/results.
+"""Write the tables of README.md and results/README.md from the result files in recipes/results.
 
-python recipes/tables.py            # rewrites README.md between its markers
-python recipes/tables.py --check    # fails where it is out of date
+    python recipes/tables.py            # rewrites them between their markers
+    python recipes/tables.py --check    # fails where they are out of date
+
+`<!-- results cifar100-lt/losses -->` ... `<!-- /results -->` holds the sweeps it names, `<!-- results -->` all.
 """
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,52 +16,60 @@ from livt_hf.reports import markdown_table
 from livt_hf.sweeps import table_rows
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+RESULTS = HERE / "results"
+PAGES = (HERE.parent / "README.md", RESULTS / "README.md")
 
 
-def results_section() -> str:
+def results_section(names: list[str], page: Path) -> str:
     """A table for each sweep: results/<dataset>/<sweep>.json, as recipes/sweep.py writes it."""
+    paths = [RESULTS / f"{name}.json" for name in names] or sorted(RESULTS.glob("*/*.json"))
     parts = []
-    for path in sorted((HERE / "results").glob("*/*.json")):
+    for path in paths:
         sweep = json.loads(path.read_text())
         parts.append(f"**{sweep['title']}**, {path.parent.name}: {sweep['budget']}")
         parts.append(f"`{sweep['command']}`")
         parts.append(markdown_table(table_rows(sweep["rows"])).strip())
         plot = path.with_suffix(".png")
         if plot.exists():
-            parts.append(f'<img src="{plot.relative_to(README.parent)}" width="420" alt="{sweep["title"]}">')
+            address = Path(os.path.relpath(plot, page.parent)).as_posix()
+            parts.append(f'<img src="{address}" width="420" alt="{sweep["title"]}">')
     return "\n\n".join(parts)
 
 
-def benchmark_section() -> str:
-    path = HERE / "results" / "benchmark.json"
-    if not path.exists():
-        return ""
+def benchmark_section(names: list[str], page: Path) -> str:
+    path = RESULTS / "benchmark.json"
     rows = [
         {"question": row["question"], "peer": row["peer_name"], "ratio": f"{row['ratio']:.2f}"}
-        for row in json.loads(path.read_text())
+        for row in (json.loads(path.read_text()) if path.exists() else ())
         if row["ratio"] is not None
     ]
-    return markdown_table(rows).strip()
+    return markdown_table(rows).strip() if rows else ""
 
 
-def scale_section() -> str:
-    path = HERE / "results" / "scale.json"
+def scale_section(names: list[str], page: Path) -> str:
+    path = RESULTS / "scale.json"
     return markdown_table(json.loads(path.read_text())["table"]).strip() if path.exists() else ""
 
 
-def render(text: str) -> str:
-    sections = {"results": results_section(), "benchmark": benchmark_section(), "scale": scale_section()}
-    for name, section in sections.items():
-        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        body = section + "\n" if section else ""
-        text = marked.sub(lambda match, body=body: match[1] + body + match[2], text)
-    return text
+SECTIONS = {"results": results_section, "benchmark": benchmark_section, "scale": scale_section}
+
+
+def render(text: str, page: Path) -> str:
+    def filled(match: re.Match) -> str:
+        section = SECTIONS[match["name"]](match["which"].split(), page)
+        return match["start"] + (section + "\n" if section else "") + match["end"]
+
+    name = "|".join(SECTIONS)
+    marked = re.compile(
+        rf"(?P<start><!-- (?P<name>{name})(?P<which>[^>]*) -->\n).*?(?P<end><!-- /(?P=name) -->)", re.DOTALL
+    )
+    return marked.sub(filled, text)
 
 
 if __name__ == "__main__":
-    before = README.read_text()
-    after = render(before)
+    stale = [page for page in PAGES if render(page.read_text(), page) != page.read_text()]
     if "--check" in sys.argv[1:]:
-        sys.exit("README.md is out of date; run python recipes/tables.py" if before != after else 0)
-    README.write_text(after)
+        names = ", ".join(page.relative_to(HERE.parent).as_posix() for page in stale)
+        sys.exit(f"{names}: out of date; run python recipes/tables.py" if stale else 0)
+    for page in stale:
+        page.write_text(render(page.read_text(), page))

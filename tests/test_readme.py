@@ -199,10 +199,15 @@ def test_the_tables_are_those_of_the_result_files(monkeypatch):
 
 
 def test_result_files_become_tables_between_the_markers(tmp_path):
-    render = runpy.run_path(str(RECIPES / "tables.py"))["render"]
-    render.__globals__["HERE"] = tmp_path
+    tables = runpy.run_path(str(RECIPES / "tables.py"))["render"]
+    tables.__globals__["RESULTS"] = tmp_path / "results"
+
+    def render(text: str) -> str:
+        return tables(text, tmp_path / "docs" / "README.md")
+
     empty = "a\n<!-- results -->\n<!-- /results -->\nb\n<!-- benchmark -->\n<!-- /benchmark -->\nc\n"
-    assert render(empty) == empty
+    empty += "<!-- scale -->\n<!-- /scale -->\n<!-- results glyphs/losses -->\n<!-- /results -->\n"
+    assert render(empty.replace("<!-- results glyphs/losses -->\n<!-- /results -->\n", "")) in empty
     (tmp_path / "results" / "glyphs").mkdir(parents=True)
     row = {"variant": "ce", "seeds": 1, "posterior_accuracy": None, "paper": None}
     row |= {name: 50.0 for name in ("accuracy", "many", "medium", "few", "ece")}
@@ -211,7 +216,12 @@ def test_result_files_become_tables_between_the_markers(tmp_path):
     (tmp_path / "results" / "glyphs" / "losses.json").write_text(json.dumps(sweep))
     peers = [{"question": "steps", "peer_name": "stock", "ratio": 1.234}, {"question": "growth", "ratio": None}]
     (tmp_path / "results" / "benchmark.json").write_text(json.dumps(peers))
+    (tmp_path / "results" / "glyphs" / "tau.json").write_text(json.dumps(sweep | {"title": "Tau"}))
+    (tmp_path / "results" / "glyphs" / "tau.png").touch()
+    (tmp_path / "results" / "scale.json").write_text(json.dumps({"table": [{"stage": "MGP, ViT-B"}]}))
     full = render(empty)
+    assert (full.count("**Losses**"), full.count("**Tau**")) == (2, 1)  # all of them, and the one that is named
+    assert '<img src="../results/glyphs/tau.png"' in full and "| MGP, ViT-B |" in full
     assert "**Losses**, glyphs: micro\n\n`python recipes/sweep.py losses`\n\n| variant | accuracy |" in full
     assert "| ce | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | - | 1 |" in full
     assert "| steps | stock | 1.23 |" in full and "growth" not in full
