@@ -5,7 +5,9 @@
 
 Operations and activations are counted on tensors without data that go through our own models, forward and backward
 under bfloat16 autocast. Hours are operations over a rate, and two rates are shown: the one of the authors' log, and
-the given share of a GPU's peak. The truth lies between: the first includes their input pipeline, the second none.
+the given share of a GPU's peak. The truth lies between: the first includes their input pipeline, the second none. What
+either rate asks of the processors is told in cores, each preparing as many images a second as `recipes/benchmark.py
+data` recorded.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.reports import markdown_table
 
-CONFIGS = Path(__file__).parent / "configs"
+HERE = Path(__file__).parent
+CONFIGS = HERE / "configs"
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142}
 RUNS = [
     (PretrainArguments, "imagenet-lt", "base"),
@@ -49,10 +52,14 @@ def main():
     rows = [cost(*run) for run in RUNS]
     authors_rate = rows[-1]["operations"] / (AUTHORS_GPU_HOURS * 3600)
     rate = arguments.utilisation * arguments.tflops * 1e12
+    prepared = images_a_core()
     for row in rows:
         row["images_that_fit"] = int((arguments.memory * 1e9 - row["state_bytes"]) // row["bytes_an_image"])
         row["hours_at_authors_rate"] = row["operations"] / (authors_rate * arguments.gpus * 3600)
         row["hours_at_share_of_peak"] = row["operations"] / (rate * arguments.gpus * 3600)
+        for name, speed in (("authors_rate", authors_rate), ("share_of_peak", rate)):
+            needed = speed * arguments.gpus / row["operations_an_image"]  # images a second
+            row[f"cores_at_{name}"] = needed / prepared[row["stage"]]
     said = {name: getattr(arguments, name) for name in ("gpus", "memory", "tflops", "utilisation")}
     said |= {"authors_tflops": authors_rate / 1e12, "rows": rows}
     said["table"] = table_rows(said)
@@ -115,6 +122,13 @@ def step_cost(stage, size: str, pixels: int, classes: int, images: int) -> dict:
     }
 
 
+def images_a_core() -> dict[str, float]:
+    """Images a second that one core decodes and augments for each stage, from the recorded benchmark."""
+    recorded = json.loads((HERE / "results" / "benchmark.json").read_text())
+    stages = ("MGP", "BFT")
+    return {stage: next(r["ours"] for r in recorded if r["question"].startswith(f"{stage} input")) for stage in stages}
+
+
 def table_rows(said: dict) -> list[dict]:
     gpus = said["gpus"]
     return [
@@ -127,6 +141,7 @@ def table_rows(said: dict) -> list[dict]:
             f"images in {said['memory']:g} GB": row["images_that_fit"],
             f"hours on {gpus}, authors' rate": f"{row['hours_at_authors_rate']:.1f}",
             f"hours on {gpus}, {said['utilisation']:.0%} of peak": f"{row['hours_at_share_of_peak']:.1f}",
+            "cores to feed them": f"{row['cores_at_authors_rate']:.0f}, {row['cores_at_share_of_peak']:.0f}",
         }
         for row in said["rows"]
     ]

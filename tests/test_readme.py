@@ -29,7 +29,7 @@ INLINE = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", PROSE)]
 DATACLASSES = {"pretrain.py": PretrainArguments, "finetune.py": FinetuneArguments, "eval.py": EvalArguments}
 MODULES = {"livt_hf.predict": predict_command.main, "livt_hf.data": data_command.main}
 # What commands in the text stand for something with.
-STAND_INS = {"IMAGE...": "picture.png", "QUESTION": "data"}
+STAND_INS = {"IMAGE...": "picture.png", "QUESTION": "data", "RANK": "0"}
 
 
 def shell_commands() -> list[str]:
@@ -107,7 +107,11 @@ def test_the_readme_has_commands_of_every_kind():
 
 
 def test_every_option_the_readme_mentions_exists(parses):
-    parsers = [parses(recipe("sweep.py"), []), parses(recipe("benchmark.py"), ["data"])]
+    parsers = [
+        parses(recipe("sweep.py"), []),
+        parses(recipe("benchmark.py"), ["data"]),
+        parses(recipe("scale.py"), []),
+    ]
     parsers += [parses(MODULES["livt_hf.predict"], ["MODEL", "IMAGE"]), parses(MODULES["livt_hf.data"], ["NAME"])]
     known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     known |= {f"--{name}" for cls in DATACLASSES.values() for name in cls.__dataclass_fields__} | {"--config"}

@@ -39,6 +39,7 @@ def test_hours_are_operations_over_the_rate(scale, monkeypatch, tmp_path, capsys
 
     main = scale["main"]
     monkeypatch.setitem(main.__globals__, "cost", cost)
+    monkeypatch.setitem(main.__globals__, "images_a_core", lambda: {"BFT": 250})
     monkeypatch.setitem(main.__globals__, "RUNS", [(None, "imagenet-lt", "base"), (None, "inat18", "base")])
     options = ["--gpus", "2", "--tflops", "100", "--utilisation", "0.5", "--output", str(tmp_path / "scale.json")]
     monkeypatch.setattr(sys, "argv", ["scale.py", *options])
@@ -48,5 +49,6 @@ def test_hours_are_operations_over_the_rate(scale, monkeypatch, tmp_path, capsys
     assert first["hours_at_share_of_peak"] == pytest.approx(10)  # 3.6e18 over 2 x 50e12 a second
     assert last["hours_at_authors_rate"] == pytest.approx(94 / 2)  # their log of four GPUs, on two
     assert first["images_that_fit"] == 1000  # 80 GB without 16 of state, at 64 MB
+    assert first["cores_at_share_of_peak"] == pytest.approx(4)  # 1000 images a second, 250 a core
     assert said["table"][0]["hours on 2, 50% of peak"] == "10.0"
     assert "ViT-B" in capsys.readouterr().out
