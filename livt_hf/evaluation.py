@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .arguments import DataArguments, EvalArguments, words_of
+from .arguments import DataArguments, EvalArguments, words_of, yaml_argv
 from .data.labels import class_feature, is_multi_label
 from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
 from .modeling_livit import LiViTForImageClassification
@@ -37,8 +37,11 @@ def inherited_eval_options(argv: list[str]) -> list[str]:
     words = words_of(argv)
     if {"--help", "-h"} & set(words):
         return []
-    if "--model" in words[:-1]:
-        run, named = Run(Path(words[words.index("--model") + 1])), []
+    if "--config" in words[:-1]:  # what the file says counts as said
+        words = words_of(yaml_argv(words[words.index("--config") + 1], EvalArguments)) + words
+    said = dict(zip(words, words[1:], strict=False))
+    if said.get("--model", "auto") != "auto":
+        run, named = Run(Path(said["--model"])), []
     else:
         run = newest_finished("finetune")
         if run is None:
@@ -46,12 +49,12 @@ def inherited_eval_options(argv: list[str]) -> list[str]:
                 f"there is no finished fine-tuning under {runs_folder()}; name a checkpoint with --model."
             )
         named = ["--model", str(run.folder)]
-    if "--dataset" in words:
+    if "--dataset" in said:
         return named
     if not run.finished:
         raise ValueError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
     saved = run.arguments
-    given = [name for name in _DATA_OPTIONS if saved[name] is not None]
+    given = [name for name in _DATA_OPTIONS if saved[name] is not None and f"--{name}" not in said]
     return named + [word for name in given for word in (f"--{name}", str(saved[name]))]
 
 

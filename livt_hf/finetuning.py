@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_model, save_model
-from transformers import BaseImageProcessor
+from transformers import BaseImageProcessor, ViTImageProcessor
 
 from .arguments import DataArguments, FinetuneArguments, words_of
-from .commands import counts_summary, image_size, is_native, size_name
+from .checkpoints import STATE, checkpoints
+from .commands import counts_summary, image_size, is_native, local_places, size_name
 from .configuration_livit import LiViTConfig
 from .data import label_statistics, normalization
 from .data.labels import class_feature, is_multi_label
@@ -23,6 +26,8 @@ from .modeling_livit import LiViTForImageClassification
 from .priors import read_prior
 from .runs import Run, newest_finished, provenance, runs_folder
 from .training import Loop
+
+logger = logging.getLogger(__name__)
 
 _AUGMENTATION = {
     "rand_augment": dict(policy="resized-crop", rand_augment="rand-m9-mstd0.5-inc1"),
@@ -57,7 +62,9 @@ def resolve_pretrained(arguments: FinetuneArguments) -> None:
     """Fill in the newest finished pretraining of the same data and size where none is named."""
     if arguments.pretrained is not None:
         return
+    # Whatever decides which images are trained on: another split may have pretrained on what is now the test set.
     names = ("dataset", "model_size", "imbalance_factor", "rule", "images_per_class")
+    names += ("split_seed", "test_fraction", "label_column", "drop_empty")
     same = {name: getattr(arguments, name) for name in names}
     run = newest_finished("pretrain", **same)
     if run is None:
@@ -104,9 +111,12 @@ def build_classifier(arguments: FinetuneArguments, train: Dataset) -> LiViTForIm
         "label2id": {name: label for label, name in enumerate(class_feature(train).names)},
     }
     if head["test_prior"] not in (None, "uniform"):
-        head["test_prior"] = read_prior(head["test_prior"], class_feature(train).names)
+        several = is_multi_label(train)
+        head["test_prior"] = read_prior(head["test_prior"], class_feature(train).names, multi_label=several)
     if is_multi_label(train):
         head |= {"problem_type": "multi_label_classification", "num_train_images": num_images}
+    else:
+        head["problem_type"] = None  # whatever the checkpoint's was
     encoder = {"pooling": arguments.pooling, "drop_path_rate": arguments.drop_path}
     if arguments.pretrained == "none" or arguments.image_size is not None:  # else that of the checkpoint
         encoder["image_size"] = image_size(arguments)
@@ -126,9 +136,16 @@ def build_classifier(arguments: FinetuneArguments, train: Dataset) -> LiViTForIm
 def serving_processor(arguments: FinetuneArguments, train: Dataset, size: int) -> BaseImageProcessor:
     """The processor that is saved with the model; its statistics are those the encoder was pretrained with."""
     mean, std = normalization(arguments.dataset)
-    if arguments.pretrained != "none" and Path(arguments.pretrained, "preprocessor_config.json").exists():
-        saved = json.loads(Path(arguments.pretrained, "preprocessor_config.json").read_text())
-        mean, std = saved["image_mean"], saved["image_std"]
+    if arguments.pretrained != "none":
+        try:
+            saved, _ = ViTImageProcessor.get_image_processor_dict(arguments.pretrained)
+            mean, std = saved["image_mean"], saved["image_std"]
+        except (OSError, KeyError):
+            logger.warning(
+                "%s does not say how its pictures were normalised; taking the statistics of %s.",
+                arguments.pretrained,
+                arguments.dataset,
+            )
     return eval_processor(size, mean, std, native=is_native(train, size))
 
 
@@ -163,29 +180,43 @@ def measure(
         return {"metrics": evaluate_multi_label(model, loader, accelerator, counts).compute(), "posterior": None}
     rules = {"metrics": None}
     if model.config.no_posterior is None:
-        rules["posterior"] = model.head.posterior
+        rules["posterior"] = partial(model.head.posterior, prior="uniform")
     measured, _ = evaluate_classifier(model, loader, accelerator, counts, rules)
     return {name: measured[name].compute() if name in measured else None for name in ("metrics", "posterior")}
 
 
 class BestWeights:
-    """Of `--select best`: the weights of the epoch that was most accurate on the validation split."""
+    """Of `--select best`: the weights of the epoch that was most accurate on the validation split.
+
+    A file an epoch, so that a checkpoint and the weights it speaks of belong together whenever a run is killed.
+    """
 
     def __init__(self, loop: Loop):
         self.loop = loop
-        self.path = loop.run.checkpoints / "best.safetensors"
+
+    def path(self, epoch: int) -> Path:
+        return self.loop.run.checkpoints / f"best-{epoch}.safetensors"
 
     def consider(self, epoch: int, accuracy: float) -> None:
         progress = self.loop.progress
         if progress.best_accuracy is None or accuracy > progress.best_accuracy:
             progress.best_epoch, progress.best_accuracy = epoch, accuracy
             if self.loop.accelerator.is_main_process:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                save_model(self.loop.final_model, str(self.path))
+                self._write(self.path(epoch))
 
     def restore(self) -> None:
         self.loop.accelerator.wait_for_everyone()
-        load_model(self.loop.final_model, str(self.path))
+        load_model(self.loop.final_model, str(self.path(self.loop.progress.best_epoch)))
+
+    def _write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writing = path.with_suffix(".writing")
+        save_model(self.loop.final_model, str(writing))
+        writing.replace(path)
+        spoken_of = [json.loads((folder / STATE).read_text())["best_epoch"] for folder in checkpoints(self.loop.run)]
+        kept = {path, *(self.path(epoch) for epoch in spoken_of)}
+        for old in set(path.parent.glob("best-*.safetensors")) - kept:
+            old.unlink()
 
 
 def results_of(arguments: FinetuneArguments, loop: Loop, counts: np.ndarray, measured: dict) -> dict:
@@ -216,6 +247,7 @@ def results_of(arguments: FinetuneArguments, loop: Loop, counts: np.ndarray, mea
             "pretrained": arguments.pretrained,
             "seconds": loop.progress.seconds,
         }
+        | local_places(arguments)
         | measured
         | provenance()
     )

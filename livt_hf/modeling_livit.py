@@ -29,6 +29,7 @@ _ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
 # The stock-BEiT form a LiViT is published in (see conversion.to_beit), read back under our names.
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
 _LABEL_FIELDS = ("id2label", "label2id", "num_labels", "class_counts", "num_train_images", "test_prior")
+_LABEL_FIELDS += ("problem_type",)
 
 
 class LiViTPreTrainedModel(ViTPreTrainedModel):

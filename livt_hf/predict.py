@@ -150,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         predictor = Predictor(options.model)
         if options.prior:
-            predictor.serve_under(read_prior(options.prior, predictor.labels))
+            several = predictor.model.config.problem_type == "multi_label_classification"
+            predictor.serve_under(read_prior(options.prior, predictor.labels, multi_label=several))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     width, broken = max(len(str(path)) for path in paths), 0

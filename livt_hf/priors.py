@@ -53,8 +53,11 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
     return prior
 
 
-def read_prior(path: str, labels: Sequence[str]) -> list[float]:
-    """A JSON or YAML file with a number for each class (a list in class order, or by class name) as a distribution."""
+def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -> list[float]:
+    """A JSON or YAML file with a number for each class (a list in class order, or by class name) as a distribution.
+
+    With several labels an image the numbers are the share of images that have each label, and are left as they are.
+    """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -75,6 +78,8 @@ def read_prior(path: str, labels: Sequence[str]) -> list[float]:
         raise ValueError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
     if min(content) < 0 or sum(content) <= 0:
         raise ValueError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
+    if multi_label:
+        return as_prior(content, len(labels), multi_label=True, what=f"the prior in {path}").tolist()
     return [value / sum(content) for value in content]
 
 

@@ -10,7 +10,6 @@ skipped. Ends with a table, a plot and sweep.json in the output folder. `--list`
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -21,8 +20,9 @@ from tqdm.auto import tqdm
 
 from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
 from livt_hf.commands import run_command
+from livt_hf.devices import available_cores
 from livt_hf.reports import markdown_table, sweep_plot
-from livt_hf.runs import Run, check_same_settings, runs_folder
+from livt_hf.runs import ARGUMENTS, Run, check_same_settings, runs_folder
 from livt_hf.sweeps import SWEEPS, Variant, load_results, paper_row, summarise, table_rows
 
 HERE = Path(__file__).parent
@@ -74,7 +74,7 @@ def main():
             finetunings[run] = [*data, "--pretrained", str(pretrained or "none"), *options]
             starts[run] = pretrained
             runs_of[variant.label].append(run)
-    threads = max(1, len(os.sched_getaffinity(0)) // arguments.jobs)
+    threads = max(1, available_cores() // arguments.jobs)
     run_all("pretrain.py", pretrainings, arguments, threads)
     run_all("finetune.py", finetunings, arguments, threads)
 
@@ -166,10 +166,10 @@ def run_all(script: str, runs: dict[Path, list[str]], arguments, threads: int) -
         if status:
             raise SystemExit(f"{shlex.join(command)}\nfailed; see {log}")
 
-    finished = [folder for folder in runs if Run(folder).finished]
-    for folder in finished:  # under the same name, but perhaps with other --pretrain or --finetune options
-        check_same_settings(Run(folder), parse(STAGES[script], runs[folder], configs=CONFIGS))
-    waiting = [folder for folder in runs if folder not in finished]
+    for folder in runs:  # begun under the same name, but perhaps with other --pretrain or --finetune options
+        if (folder / ARGUMENTS).exists():
+            check_same_settings(Run(folder), parse(STAGES[script], runs[folder], configs=CONFIGS))
+    waiting = [folder for folder in runs if not Run(folder).finished]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(tqdm(pool.map(run, waiting), total=len(waiting), desc=script, unit="run", file=sys.stderr))
 

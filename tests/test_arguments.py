@@ -281,6 +281,17 @@ def test_fine_tuning_does_not_start_from_another_tail(runs):
         resolve_pretrained(parse(FinetuneArguments, [*data, "10"]))
 
 
+@pytest.mark.parametrize("option", [("split_seed", "3"), ("test_fraction", "0.5"), ("label_column", "coarse")])
+def test_fine_tuning_does_not_start_from_another_split_which_may_have_seen_its_test_images(runs, option):
+    name, value = option
+    run = finished("--dataset", "pictures", f"--{name}", value)
+    with pytest.raises(ValueError, match="no finished pretraining with dataset pictures"):
+        resolve_pretrained(parse(FinetuneArguments, ["--dataset", "pictures"]))
+    arguments = parse(FinetuneArguments, ["--dataset", "pictures", f"--{name}", value])
+    resolve_pretrained(arguments)
+    assert arguments.pretrained == str(run.folder)
+
+
 def test_a_run_folder_holds_its_settings_and_results_as_plain_files(runs):
     run = finished("--epochs", "3")
     assert yaml.safe_load((run.folder / "arguments.yaml").read_text())["epochs"] == 3

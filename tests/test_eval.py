@@ -136,6 +136,19 @@ def test_without_a_model_the_newest_finished_finetuning_is_measured_on_its_own_d
     assert inherited_eval_options(["--model", str(run), "--dataset", "glyphs"]) == []
 
 
+def test_what_a_config_file_says_of_an_evaluation_counts_as_said(workplace, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "none"))
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"model: {workplace.finetuned}\ndataset: glyphs\n")
+    assert inherited_eval_options(["--config", str(config)]) == []
+    config.write_text(f"model: {workplace.finetuned}\nsplit_seed: 3\n")
+    words = inherited_eval_options([f"--config={config}"])
+    assert words[words.index("--dataset") + 1] == str(workplace.pictures)
+    assert "--model" not in words and "--split_seed" not in words
+    with pytest.raises(ValueError, match="no finished fine-tuning under"):
+        inherited_eval_options(["--model", "auto"])
+
+
 def test_an_existing_report_folder_is_refused_before_the_model_is_read(workplace, refused, tmp_path, monkeypatch):
     monkeypatch.setattr("livt_hf.evaluation.load_checkpoint_and_processor", lambda path: pytest.fail("was read"))
     sentence = refused("--model", workplace.finetuned, report=tmp_path)

@@ -123,6 +123,10 @@ def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
     (tmp_path / "ordered.json").write_text("[6, 3, 1]")
     for name in ("named.yaml", "ordered.json"):
         assert read_prior(str(tmp_path / name), NAMES) == pytest.approx([0.6, 0.3, 0.1])
+    (tmp_path / "shares.json").write_text("[0.5, 0.3, 0.4]")  # of images that have each of several labels
+    assert read_prior(str(tmp_path / "shares.json"), NAMES, multi_label=True) == pytest.approx([0.5, 0.3, 0.4])
+    with pytest.raises(ValueError, match="spans 1 to 6; probabilities lie between 0 and 1"):
+        read_prior(str(tmp_path / "ordered.json"), NAMES, multi_label=True)
     (tmp_path / "short.json").write_text("[6, 3]")
     with pytest.raises(ValueError, match="must hold 3 numbers"):
         read_prior(str(tmp_path / "short.json"), NAMES)

@@ -193,6 +193,17 @@ def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(runs, sw
         sweep("losses", "--pretrain", "--mask_ratio 0.5", "--finetune", "--epochs 7")
 
 
+def test_a_run_under_way_with_other_settings_is_not_gone_on_with(runs, sweep, tmp_path):
+    sweep("losses", "--only", "ce", "--finetune", "--epochs 7")
+    (tmp_path / "sweeps" / "glyphs" / "bft" / "loss=ce_seed=0" / "results.json").unlink()  # as if killed
+    with pytest.raises(SystemExit, match="epochs was 7 and is now 8"):
+        sweep("losses", "--only", "ce", "--finetune", "--epochs 8")
+    done = len(runs.commands)
+    with pytest.raises(FileExistsError):  # the stand-in makes its folder anew: it was asked to go on
+        sweep("losses", "--only", "ce", "--finetune", "--epochs 7")
+    assert len(runs.commands) == done + 1 and "--resume" in runs.commands[-1]
+
+
 def test_a_failed_run_is_reported_with_its_command_and_log_and_tried_again(runs, sweep, tmp_path):
     runs.failing = ("loss=bce",)
     with pytest.raises(SystemExit) as stopped:

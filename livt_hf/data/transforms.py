@@ -233,14 +233,14 @@ def eval_processor(
     """The image processor that is published with the model.
 
     Shorter side to image_size / 0.875 (bicubic), centre crop; from 384 pixels on without the margin. `native` is for
-    small images at their own size: neither resized nor cropped.
+    small images at their own size: no margin either, so these stay as they are and others come to that size.
     """
-    shortest_edge = image_size if image_size >= 384 else int(image_size / 0.875)
+    shortest_edge = image_size if native or image_size >= 384 else int(image_size / 0.875)
     return ViTImageProcessor(
-        do_resize=not native,
+        do_resize=True,
         size={"shortest_edge": shortest_edge},
         resample=Image.Resampling.BICUBIC,
-        do_center_crop=not native,
+        do_center_crop=True,
         crop_size={"height": image_size, "width": image_size},
         do_convert_rgb=True,
         image_mean=list(mean),
