@@ -1,0 +1,134 @@
+"""The second stage around its model: normalisation, the weights that are kept, the rules it is measured by."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image
+from hub_server import hub_server
+from PIL import Image as Pictures
+
+from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.arguments import FinetuneArguments, parse
+from livt_hf.data import eval_processor, normalization
+from livt_hf.finetuning import BestWeights, build_classifier, measure, serving_processor
+from livt_hf.runs import Run
+from livt_hf.training import Progress
+
+
+@pytest.fixture
+def train() -> Dataset:
+    pictures = [Pictures.new("RGB", (32, 32), colour) for colour in ("red", "green", "green", "blue")]
+    features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
+    return Dataset.from_dict({"image": pictures, "label": [0, 1, 1, 1]}, features=features)
+
+
+def options(*words) -> FinetuneArguments:
+    return parse(FinetuneArguments, ["--model_size", "micro", *map(str, words)])
+
+
+FROM_THE_HUB = """
+import sys
+from datasets import ClassLabel, Dataset, Features, Image
+from huggingface_hub import HfApi
+from PIL import Image as Pictures
+from livt_hf.arguments import FinetuneArguments, parse
+from livt_hf.finetuning import serving_processor
+
+HfApi().create_repo("org/mgp")
+HfApi().upload_folder(repo_id="org/mgp", folder_path=sys.argv[1])
+features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
+train = Dataset.from_dict({"image": [Pictures.new("RGB", (32, 32))], "label": [0]}, features=features)
+processor = serving_processor(parse(FinetuneArguments, ["--pretrained", "org/mgp"]), train, 32)
+print(list(processor.image_std))
+"""
+
+
+def test_pictures_are_normalised_as_in_the_pretraining_wherever_that_is_stored(train, tmp_path):
+    folder = tmp_path / "mgp"
+    eval_processor(32, [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]).save_pretrained(folder)
+    assert list(serving_processor(options("--pretrained", folder), train, 32).image_mean) == [0.1, 0.2, 0.3]
+    with hub_server() as server:
+        printed = server.run(FROM_THE_HUB, tmp_path, str(folder))
+    assert printed.splitlines()[-1] == "[0.4, 0.5, 0.6]"
+
+
+def test_a_checkpoint_without_statistics_is_normalised_as_the_data_and_it_is_said(train, tmp_path, caplog):
+    processor = serving_processor(options("--pretrained", tmp_path, "--dataset", "cifar100-lt"), train, 32)
+    assert tuple(processor.image_mean) == normalization("cifar100-lt")[0]
+    assert "does not say how its pictures were normalised; taking the statistics of cifar100-lt" in caplog.text
+
+
+def test_small_pictures_stay_as_they_are_and_others_come_to_their_size(train):
+    processor = serving_processor(options("--pretrained", "none", "--dataset", "glyphs"), train, 32)
+    small = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (processor.image_mean, processor.image_std))
+    pixels = processor(images=small, return_tensors="pt").pixel_values
+    torch.testing.assert_close(pixels, (small / 255 - mean) / std)
+    for shape in ((640, 480), (20, 30)):
+        photo = Pictures.new("RGB", shape)
+        assert processor(photo, return_tensors="pt").pixel_values.shape == (1, 3, 32, 32)
+
+
+def test_a_single_label_data_set_can_start_from_a_multi_label_model(train, tiny, tmp_path):
+    config = LiViTConfig(
+        **tiny,
+        class_counts=[5, 7],
+        num_train_images=9,
+        problem_type="multi_label_classification",
+        test_prior=None,
+        id2label={0: "cat", 1: "dog"},
+        label2id={"cat": 0, "dog": 1},
+    )
+    LiViTForImageClassification(config).save_pretrained(tmp_path)
+    for labels in (["cat", "dog"], ["oak", "elm"]):
+        renamed = train.cast_column("label", ClassLabel(names=labels))
+        with pytest.raises(ValueError, match="is of size"):  # past every check of the head
+            build_classifier(options("--pretrained", tmp_path), renamed)
+
+
+class Weights(torch.nn.Linear):
+    def __init__(self, value: float):
+        super().__init__(1, 1)
+        torch.nn.init.constant_(self.weight, value)
+
+
+def best_weights(run: Run, value: float, progress: Progress) -> BestWeights:
+    accelerator = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+    return BestWeights(
+        SimpleNamespace(run=run, final_model=Weights(value), progress=progress, accelerator=accelerator)
+    )
+
+
+def test_the_best_weights_are_those_the_checkpoint_speaks_of_also_after_a_kill(tmp_path):
+    run, progress = Run(tmp_path), Progress()
+    best_weights(run, 1.0, progress).consider(5, 0.5)
+    saved = run.checkpoints / "step-50"
+    saved.mkdir()
+    (saved / "state.json").write_text(json.dumps(vars(progress)))
+    best_weights(run, 2.0, progress).consider(10, 0.4)  # worse
+    assert progress.best_epoch == 5
+    best_weights(run, 3.0, progress).consider(15, 0.6)  # better, and the run is killed before its next checkpoint
+    resumed = best_weights(run, 0.0, Progress(**json.loads((saved / "state.json").read_text())))
+    resumed.restore()
+    assert resumed.loop.final_model.weight.item() == 1
+    (saved / "state.json").write_text(json.dumps(vars(progress)))
+    best_weights(run, 4.0, progress).consider(20, 0.7)
+    assert sorted(path.name for path in run.checkpoints.glob("best*")) == [
+        "best-15.safetensors",
+        "best-20.safetensors",
+    ]
+
+
+def test_the_posterior_in_the_results_is_under_the_uniform_prior_whatever_the_head_trained_for(train, tiny):
+    sizes = tiny | {"image_size": 32}
+    model = LiViTForImageClassification(LiViTConfig(**sizes, class_counts=[1, 3], test_prior=[0.999, 0.001]))
+    torch.nn.init.zeros_(model.classifier.weight)
+    torch.nn.init.zeros_(model.classifier.bias)
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    processor = eval_processor(32, [0.5] * 3, [0.5] * 3, native=True)
+    measured = measure(model, train, processor, accelerator, options())
+    uniform = model.head.posterior(torch.zeros(1, 2), "uniform").argmax().item()
+    assert uniform != model.head.posterior(torch.zeros(1, 2)).argmax().item()
+    assert measured["posterior"]["accuracy"] == (0.25 if uniform == 0 else 0.75)
