@@ -224,7 +224,7 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
 
     @torch.no_grad()
     def probabilities(self, pixel_values: Tensor, prior: Prior = None) -> Tensor:
-        """Calibrated class probabilities under a serving prior (None: the config's test prior). (B, C)"""
+        """Class probabilities under a serving prior (None: the config's test prior). (B, C)"""
         return self.head.posterior(self(pixel_values).logits, prior)
 
 
