@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
+from torch import nn
 
 from .runs import Run
 
@@ -23,10 +23,8 @@ class CheckpointError(RuntimeError):
 def independent_of_processes(accelerator: Accelerator) -> None:
     """Have Accelerate save the bare model, so that a run may go on with another number of processes.
 
-    Left to itself it saves the DDP wrapper's key names. FSDP shards are its own affair.
+    Left to itself it saves the DDP wrapper's key names.
     """
-    if accelerator.distributed_type == DistributedType.FSDP:
-        return
 
     def save(models, weights, folder):
         weights.clear()
@@ -40,6 +38,24 @@ def independent_of_processes(accelerator: Accelerator) -> None:
     accelerator.register_load_state_pre_hook(load)
 
 
+def keep_in_checkpoints(accelerator: Accelerator, module: nn.Module, name: str) -> None:
+    """Have checkpoints hold another module, which no optimizer trains, as `name`.safetensors.
+
+    What goes through Accelerate's `register_for_checkpointing` is unpickled freely on resuming: a run folder from
+    elsewhere could run any code.
+    """
+
+    def save(models, weights, folder):
+        if accelerator.is_main_process:
+            save_model(module, str(Path(folder, f"{name}.safetensors")))
+
+    def load(models, folder):
+        load_model(module, str(Path(folder, f"{name}.safetensors")))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
 def checkpoints(run: Run) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = run.checkpoints.glob("step-*") if run.checkpoints.is_dir() else []
@@ -47,7 +63,7 @@ def checkpoints(run: Run) -> list[Path]:
 
 
 def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) -> None:
-    """Save model, optimizer, registered objects and random states with `state`, which names the update."""
+    """Save model, optimizer, kept modules and random states with `state`, which names the update."""
     folder = run.checkpoints / f"step-{state['update']}"
     if folder.exists():  # the same update of the same run is the same state
         return

@@ -5,14 +5,25 @@ import subprocess
 import sys
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import DistributedType, parse_flag_from_env
+
+# Each gives a process a part of the model; the loop, its checkpoints and its evaluations take whole ones.
+_SPLITTING = {
+    DistributedType.FSDP: "FSDP",
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+}
+
+
+def available_cores() -> int:
+    """The cores this process may use; only Linux tells them from those of the machine."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def use_all_cores(device: torch.device, threads: int | None = None) -> None:
     """Give a CPU process its share of the cores: `accelerate launch` pins it to one, whatever the machine has."""
     if device.type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-        share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(threads or max(1, share))
     else:
         torch.set_float32_matmul_precision("high")
@@ -25,6 +36,15 @@ def check_processes(num_processes: int) -> None:
         raise ValueError(
             f"{launched} processes were launched and none sees the others: Accelerate wants ACCELERATE_USE_CPU=1 in "
             "the environment for several processes without a GPU."
+        )
+
+
+def check_distribution(distributed_type: DistributedType) -> None:
+    """Refuse launchers that split the model over processes."""
+    if distributed_type in _SPLITTING:
+        raise ValueError(
+            f"{_SPLITTING[distributed_type]} is not supported: every model of the paper fits one GPU, so use DDP, "
+            "that is plain `accelerate launch --num_processes N`, with no such plugin in Accelerate's own config."
         )
 
 

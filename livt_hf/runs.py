@@ -6,18 +6,21 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
 import yaml
 
 from .arguments import parse, save_yaml
+from .version import __version__
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
-# Options that may change when a run goes on: they touch neither the data nor the mathematics.
+# Options that may change when a run goes on: they touch neither the data nor the mathematics. `source` and `lists` are
+# where the data lies, which may have moved.
 _FREE = {
     "resume", "output_dir", "max_hours", "num_workers", "save_steps", "save_minutes", "save_total_limit", "threads",
-    "trackers", "push_to_hub", "hub_model_id", "hub_private",
+    "trackers", "push_to_hub", "hub_model_id", "hub_private", "hub_license", "source", "lists",
 }  # fmt: skip
 
 
@@ -45,6 +48,10 @@ class Run:
 
     def begin(self, arguments) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            (self.folder / ARGUMENTS).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
+        except FileExistsError as error:
+            raise _holds_another(self.folder) from error
         save_yaml(arguments, self.folder / ARGUMENTS)
 
     def log(self, line: dict) -> None:
@@ -93,16 +100,29 @@ def numbered_runs(folder: Path) -> list[Run]:
 def new_run(arguments) -> Run:
     """A folder for a new run: the one asked for, if it holds no other run, or the next number."""
     if arguments.output_dir is None:
-        folder = group_folder(arguments)
-        taken = [int(e.name) for e in folder.iterdir() if e.name.isdigit()] if folder.is_dir() else []
-        return Run(folder / str(max(taken, default=0) + 1))
+        return _next_number(group_folder(arguments))
     run = Run(Path(arguments.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
-        raise ValueError(
-            f"{run.folder} holds another run; pass --resume {shlex.quote(str(run.folder))} to go on, or a new "
-            "--output_dir."
-        )
+        raise _holds_another(run.folder)
     return run
+
+
+def _next_number(group: Path) -> Run:
+    """The next run of a group. Making its folder is what takes the number: another job may be counting just now."""
+    group.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(entry.name) for entry in group.iterdir() if entry.name.isdigit()), default=0)
+    while True:
+        try:
+            (group / str(number)).mkdir()
+            return Run(group / str(number))
+        except FileExistsError:
+            number += 1
+
+
+def _holds_another(folder: Path) -> ValueError:
+    return ValueError(
+        f"{folder} holds another run; pass --resume {shlex.quote(str(folder))} to go on, or a new --output_dir."
+    )
 
 
 def unfinished_run(arguments) -> Run | None:
@@ -132,12 +152,15 @@ def parse_training(cls, argv: list[str] | None = None, configs: Path | None = No
 
 
 def check_same_settings(run: Run, arguments) -> None:
-    """Refuse to go on with a run under other settings, naming those that differ."""
-    saved, asked = run.arguments, dataclasses.asdict(arguments)
+    """Refuse to go on with a run under other settings, naming those that differ.
+
+    A run from before an option existed was started with its default.
+    """
+    saved, asked = dataclasses.asdict(type(arguments)()) | run.arguments, dataclasses.asdict(arguments)
     differing = [
-        f"{name} was {saved.get(name)!r} and is now {value!r}"
+        f"{name} was {saved[name]!r} and is now {value!r}"
         for name, value in asked.items()
-        if name not in _FREE and saved.get(name) != value
+        if name not in _FREE and saved[name] != value
     ]
     if differing:
         raise ValueError(
@@ -155,8 +178,21 @@ def newest_finished(stage: str, **settings) -> Run | None:
 
 def provenance() -> dict:
     """Versions and, where there is one, the revision of the code."""
-    packages = ("livt-hf", "torch", "torchvision", "transformers", "datasets", "accelerate", "timm")
-    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
-    here = Path(__file__).parent
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
-    return {"versions": versions, "git_revision": git.stdout.strip() or None}
+    packages = ("torch", "torchvision", "transformers", "datasets", "accelerate", "timm")
+    versions = {"python": platform.python_version(), "livt-hf": __version__}
+    versions |= {name: importlib.metadata.version(name) for name in packages}
+    return {"versions": versions, "git_revision": _git_revision(Path(__file__).resolve().parents[1])}
+
+
+def _git_revision(checkout: Path) -> str | None:
+    """The commit of a folder that is the root of a repository; None for any other, or without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    # An installed package may lie in somebody else's repository: the root has to be the folder itself.
+    asked = [git, "rev-parse", "--show-toplevel", "HEAD"]
+    answer = subprocess.run(asked, cwd=checkout, capture_output=True, text=True)
+    if answer.returncode != 0:
+        return None
+    root, revision = answer.stdout.splitlines()
+    return revision if Path(root).resolve() == checkout else None

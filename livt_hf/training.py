@@ -13,14 +13,20 @@ from typing import NoReturn
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 from .arguments import TrainingArguments
-from .checkpoints import checkpoints, independent_of_processes, load_checkpoint, save_checkpoint
-from .devices import check_processes, choose_precision, use_all_cores
+from .checkpoints import (
+    checkpoints,
+    independent_of_processes,
+    keep_in_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from .devices import check_distribution, check_processes, choose_precision, use_all_cores
 from .optim import WarmupCosine, layer_decay_groups, scaled_lr
 from .randomness import keyed_seed
 from .runs import Run, check_same_settings, new_run, unfinished_run
@@ -39,6 +45,7 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
             )
     precision = choose_precision(arguments.mixed_precision)
     accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_dir=".")
+    check_distribution(accelerator.distributed_type)
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, arguments.threads)
     independent_of_processes(accelerator)
@@ -117,8 +124,6 @@ class Loop:
         self.total = arguments.epochs * self.per_epoch
         if arguments.max_steps is not None:
             self.total = min(self.total, arguments.max_steps)
-        if arguments.ema_decay is not None and accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError("ema_decay does not work with FSDP; leave one of the two out.")
         if arguments.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         if arguments.compile:
@@ -135,7 +140,7 @@ class Loop:
         self.ema = None
         if arguments.ema_decay is not None:
             self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(arguments.ema_decay))
-            accelerator.register_for_checkpointing(self.ema)
+            keep_in_checkpoints(accelerator, self.ema, "ema")
         self.progress = Progress()
 
     @property
@@ -311,11 +316,9 @@ class Loop:
 
 def finish_run(loop: Loop, run: Run, processor, results: dict) -> None:
     """Write the final model and its processor, then the results that mark the run as finished."""
-    accelerator, model = loop.accelerator, loop.final_model
-    # FSDP gathers the shards, so every process takes part.
-    state = accelerator.get_state_dict(loop.model) if accelerator.distributed_type == DistributedType.FSDP else None
+    accelerator = loop.accelerator
     if accelerator.is_main_process:
-        model.save_pretrained(run.folder, state_dict=state)
+        loop.final_model.save_pretrained(run.folder)
         processor.save_pretrained(run.folder)
         run.write_results(results)
     accelerator.wait_for_everyone()

@@ -10,11 +10,11 @@ Ratios above 1 are in our favour. Numbers of one machine say little about anothe
 import argparse
 import importlib
 import json
-import os
 from pathlib import Path
 
 import torch
 
+from livt_hf.devices import available_cores
 from livt_hf.reports import markdown_table
 
 # Subcommand: module and function.
@@ -37,7 +37,7 @@ def main():
     )
     parser.add_argument("--output", default=None, help="JSON file for the rows")
     arguments = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(available_cores())
     rows = []
     for name in BENCHMARKS if arguments.question == "all" else [arguments.question]:
         module, function = BENCHMARKS[name]

@@ -1,7 +1,5 @@
 """How cost grows: time and memory at 1x, 2x, 4x, 8x images, classes or processes, with the exponent of a power law."""
 
-import os
-
 import numpy as np
 import torch
 from benchmarks.launch import launch_ours
@@ -10,6 +8,7 @@ from datasets import ClassLabel, Dataset, Features
 
 from livt_hf.data import class_counts, exponential_counts, long_tail_indices
 from livt_hf.data.labels import labels_of
+from livt_hf.devices import available_cores
 from livt_hf.metrics import LongTailMetrics
 
 FACTORS = (1, 2, 4, 8)
@@ -42,8 +41,7 @@ def _by_processes(steps: int, factors: tuple[int, ...]) -> dict:
 
     for count in factors:
         memory[count] = peak_megabytes(lambda count=count: work(count), children=True)
-    cores = len(os.sched_getaffinity(0))
-    return _row(f"{steps} launched MGP updates, by processes on {cores} cores", times, memory)
+    return _row(f"{steps} launched MGP updates, by processes on {available_cores()} cores", times, memory)
 
 
 def _row(question: str, times: dict[int, float], memory: dict[int, float]) -> dict:

@@ -1,0 +1,92 @@
+"""Run folders: who gets which, what may change between two starts, which code they say they come from."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import livt_hf.runs
+from livt_hf.arguments import PretrainArguments
+from livt_hf.devices import available_cores
+from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run, provenance
+
+
+@pytest.fixture
+def started(tmp_path) -> Run:
+    """A run that has been started and not finished."""
+    arguments = PretrainArguments(output_dir=str(tmp_path / "run"), source="here", lists="there")
+    run = new_run(arguments)
+    run.begin(arguments)
+    return run
+
+
+def forget(run: Run, option: str) -> None:
+    """As if the run had been started before there was such an option."""
+    saved = run.arguments
+    del saved[option]
+    (run.folder / ARGUMENTS).write_text(yaml.safe_dump(saved))
+
+
+def test_two_jobs_that_count_the_runs_at_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(()))  # neither sees the other's
+    assert [new_run(PretrainArguments()).folder.name for _ in range(3)] == ["1", "2", "3"]
+
+
+def test_of_two_jobs_given_the_same_folder_only_one_begins(tmp_path):
+    first, second = (PretrainArguments(output_dir=str(tmp_path / "run"), seed=seed) for seed in (1, 2))
+    runs = new_run(first), new_run(second)
+    runs[0].begin(first)
+    with pytest.raises(ValueError, match="run holds another run; pass --resume .*run to go on, or a new --output_dir"):
+        runs[1].begin(second)
+    assert runs[0].arguments["seed"] == 1
+
+
+def test_an_option_that_came_after_the_run_had_its_default_there(started):
+    forget(started, "flip")
+    check_same_settings(started, PretrainArguments())
+    with pytest.raises(ValueError, match="flip was True and is now False"):
+        check_same_settings(started, PretrainArguments(flip=False))
+
+
+def test_a_run_goes_on_where_its_data_has_moved(started):
+    check_same_settings(started, PretrainArguments(source="elsewhere", lists=None))
+
+
+def test_a_machine_without_git_has_no_revision_and_no_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance()["git_revision"] is None
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_revision_is_that_of_the_repository_the_package_is_the_root_of(monkeypatch, tmp_path):
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=someone", "-c", "user.email=someone@example.org"]
+        return subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init")
+    places = {"checkout": tmp_path / "livt_hf", "installed": tmp_path / "venv" / "site-packages" / "livt_hf"}
+    for place in places.values():
+        place.mkdir(parents=True)
+    monkeypatch.setattr(livt_hf.runs, "__file__", str(places["checkout"] / "runs.py"))
+    assert provenance()["git_revision"] is None  # nothing committed yet
+    git("commit", "--allow-empty", "--message", "first")
+    assert provenance()["git_revision"] == git("rev-parse", "HEAD")
+    monkeypatch.setattr(livt_hf.runs, "__file__", str(places["installed"] / "runs.py"))
+    assert provenance()["git_revision"] is None
+
+
+def test_cores_are_those_of_the_process_where_the_system_tells_and_of_the_machine_elsewhere(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3}, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert available_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert available_cores() == 6
