@@ -85,6 +85,7 @@ class TrainingArguments(DataArguments):
     push_to_hub: bool = option(False, "publish the finished run")
     hub_model_id: str | None = option(None, "organisation/name on the Hub")
     hub_private: bool = option(False, "make the Hub repository private")
+    hub_license: str = option("apache-2.0", "licence of the published weights, as the Hub spells it")
 
     def __post_init__(self):
         super().__post_init__()

@@ -12,11 +12,13 @@ import numpy as np
 from datasets import Dataset, DatasetDict, disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
-from .arguments import DataArguments, TrainingArguments
+from .arguments import DataArguments, FinetuneArguments, TrainingArguments
 from .configuration_livit import PRESETS
 from .data import load_long_tailed
+from .data.benchmarks import BENCHMARKS
 from .data.loading import StoredImages
 from .hub import publish
+from .metrics import group_sizes
 from .runs import Run
 from .training import Interrupted
 
@@ -56,7 +58,9 @@ def launch_line(script: str, option: str, run: Run) -> str:
 def publish_if_asked(arguments: TrainingArguments, run: Run) -> None:
     """Of `--push_to_hub`. A Hub that cannot be reached leaves the run complete and a command to publish it later."""
     if arguments.push_to_hub:
-        commit = publish(run.folder, arguments.hub_model_id, private=arguments.hub_private)
+        commit = publish(
+            run.folder, arguments.hub_model_id, private=arguments.hub_private, license=arguments.hub_license
+        )
         logging.getLogger(__name__).info("published: %s", commit.repo_url)
 
 
@@ -87,11 +91,16 @@ def size_name(config) -> str:
 
 def counts_summary(counts: np.ndarray) -> dict:
     """The shape of a long tail in six numbers."""
-    counts = np.asarray(counts)
-    groups = {"many": counts > 100, "medium": (counts >= 20) & (counts <= 100), "few": counts < 20}
-    return {"max": int(counts.max()), "min": int(counts.min()), "imbalance": float(counts.max() / counts.min())} | {
-        name: int(members.sum()) for name, members in groups.items()
-    }
+    sizes = {"max": int(counts.max()), "min": int(counts.min()), "imbalance": float(counts.max() / counts.min())}
+    return sizes | group_sizes(counts)
+
+
+def local_places(arguments: TrainingArguments) -> dict[str, bool]:
+    """For results.json: what was read from a disk. `data/birds` could be either, and a card must not guess."""
+    dataset = arguments.dataset not in BENCHMARKS and Path(arguments.dataset).expanduser().exists()
+    if isinstance(arguments, FinetuneArguments):
+        return {"dataset_local": dataset, "pretrained_local": Path(arguments.pretrained).expanduser().exists()}
+    return {"dataset_local": dataset}
 
 
 def percent(value: float | None) -> str:

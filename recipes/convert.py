@@ -10,19 +10,21 @@ import json
 from pathlib import Path
 
 from timm.data import ImageNetInfo
-from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf import LiViTForImageClassification
+from livt_hf.commands import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit
 from livt_hf.data import normalization
 from livt_hf.data.transforms import eval_processor
+from livt_hf.evaluation import load_checkpoint_and_processor
 
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 
 
 def convert_official(options: argparse.Namespace) -> None:
-    counts = json.loads(options.class_counts.read_text()) if options.class_counts else None
-    names = dict(enumerate(json.loads(options.labels.read_text()))) if options.labels else None
+    counts = read_list(options.class_counts) if options.class_counts else None
+    names = dict(enumerate(read_list(options.labels))) if options.labels else None
     model = from_official(
         options.source, class_counts=counts, id2label=names, keep_class_order=options.keep_class_order
     )
@@ -35,6 +37,16 @@ def convert_official(options: argparse.Namespace) -> None:
     if isinstance(model, LiViTForImageClassification) and dataset == "inat18":
         order = "in the authors' order" if options.keep_class_order else "in order of numeric category ids"
         print(f"classes are {order}; the authors' order was read in their code and not verified on data")
+
+
+def read_list(path: Path) -> list:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); give a file that holds a list.") from error
+    if not isinstance(values, list):
+        raise ValueError(f"{path} holds a {type(values).__name__}, not a JSON list with an entry for each class.")
+    return values
 
 
 def imagenet_names() -> dict[int, str]:
@@ -62,19 +74,21 @@ def dataset_of(model: PreTrainedModel, options: argparse.Namespace) -> str:
 
 
 def convert_beit(options: argparse.Namespace) -> None:
-    to_beit(load_classifier(options.source)).save_pretrained(options.output)
-    AutoImageProcessor.from_pretrained(options.source).save_pretrained(options.output)
+    model, processor = load_classifier(options.source)
+    to_beit(model).save_pretrained(options.output)
+    processor.save_pretrained(options.output)
 
 
 def convert_timm(options: argparse.Namespace) -> None:
-    save_timm(load_classifier(options.source), options.output, AutoImageProcessor.from_pretrained(options.source))
+    model, processor = load_classifier(options.source)
+    save_timm(model, options.output, processor)
 
 
-def load_classifier(source: str) -> LiViTForImageClassification:
-    architectures = PreTrainedConfig.get_config_dict(source)[0].get("architectures") or ["nothing"]
-    if architectures[0] not in ("LiViTForImageClassification", "BeitForImageClassification"):
-        raise ValueError(f"{source} holds {architectures[0]}; only a fine-tuned LiViT has this form.")
-    return LiViTForImageClassification.from_pretrained(source)
+def load_classifier(source: str) -> tuple[LiViTForImageClassification, BaseImageProcessor]:
+    model, processor = load_checkpoint_and_processor(source)
+    if not isinstance(model, LiViTForImageClassification):
+        raise ValueError(f"{source} holds {model.config.architectures[0]}; only a fine-tuned LiViT has this form.")
+    return model, processor
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -101,4 +115,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

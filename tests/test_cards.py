@@ -9,6 +9,8 @@ import yaml
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 
+from livt_hf.arguments import FinetuneArguments
+from livt_hf.commands import local_places
 from livt_hf.hub import eval_result_files, model_card
 from livt_hf.hub.converted import converted_card, converted_names
 from livt_hf.paper import paper_result, paper_table
@@ -22,6 +24,7 @@ RESULTS = {
     "parameters": 1_216_996,
     "image_size": 32,
     "dataset": "cifar100-lt",
+    "dataset_local": False,
     "imbalance_factor": 100,
     "split": "test",
     "num_images": 10000,
@@ -36,6 +39,7 @@ RESULTS = {
     "weights": "model",
     "seed": 0,
     "pretrained": "org/micro-mgp",
+    "pretrained_local": False,
     "metrics": METRICS,
     "posterior": {**METRICS, "accuracy": 0.433, "ece": 0.021},
     "versions": {"torch": "2.15.0"},
@@ -48,6 +52,7 @@ PRETRAINING = {
     "parameters": 1_500_000,
     "image_size": 32,
     "dataset": "glyphs",
+    "dataset_local": False,
     "imbalance_factor": 100,
     "num_train_images": 5000,
     "num_classes": 40,
@@ -92,7 +97,8 @@ def test_the_model_index_holds_every_metric_that_was_measured():
 
 def test_a_multi_label_card_reports_precision_and_no_accuracy():
     metrics = {"map": 0.31, "many": 0.5, "medium": 0.3, "few": None, "num_images": 50}
-    card = model_card(RESULTS | {"metrics": metrics, "posterior": None, "dataset": "photos"}, {}, "org/name")
+    local = {"dataset": "photos", "dataset_local": True}
+    card = model_card(RESULTS | local | {"metrics": metrics, "posterior": None}, {}, "org/name")
     assert row_of(card, "this model") == ["50.0", "30.0", "–", "31.0"]
     assert {r.metric_type for r in card.data.eval_results} == {"mean_average_precision"}
     assert "accuracy, %" not in card.text and 'prior="uniform"' not in card.text
@@ -115,7 +121,72 @@ def test_eval_result_files_parse_back_to_the_same_numbers():
 
 def test_data_without_a_hub_id_gets_no_results_file_under_an_invented_one():
     assert eval_result_files(RESULTS | {"dataset": "glyphs"}) == {}
-    assert eval_result_files(RESULTS | {"dataset": "/home/jane/pictures"}) == {}
+    assert eval_result_files(RESULTS | {"dataset": "data/birds", "dataset_local": True}) == {}
+
+
+def test_a_relative_folder_is_not_taken_for_an_id_on_the_hub():
+    results = RESULTS | {"dataset": "data/birds", "pretrained": "models/mgp", "imbalance_factor": None}
+    local = model_card(results | {"dataset_local": True, "pretrained_local": True}, {}, "org/name").data
+    assert (local.datasets, local.base_model, local.eval_results[0].dataset_type) == (None, None, "birds")
+    hub = model_card(results, {}, "org/name").data
+    assert (hub.datasets, hub.base_model, hub.eval_results[0].dataset_type) == (
+        ["data/birds"],
+        "models/mgp",
+        "data/birds",
+    )
+
+
+def test_a_run_that_did_not_record_its_places_names_nothing_on_the_hub():
+    old = {name: value for name, value in RESULTS.items() if not name.endswith("_local")}
+    data = model_card(old | {"dataset": "data/birds"}, {}, "org/name").data
+    assert data.datasets is None and data.base_model is None
+
+
+def test_a_configuration_is_no_part_of_the_id_of_a_data_set():
+    assert model_card(RESULTS | {"dataset": "org/birds:large"}, {}, "org/name").data.datasets == ["org/birds"]
+
+
+def test_a_name_is_local_where_the_disk_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data/birds", "models/mgp", "glyphs"):
+        (tmp_path / folder).mkdir(parents=True)
+    local = local_places(FinetuneArguments(dataset="data/birds", pretrained="models/mgp"))
+    assert local == {"dataset_local": True, "pretrained_local": True}
+    hub = local_places(FinetuneArguments(dataset="glyphs", pretrained="org/mgp"))  # a benchmark goes before a folder
+    assert hub == {"dataset_local": False, "pretrained_local": False}
+
+
+@pytest.mark.parametrize("dataset", ["imagenet-lt", "imagenet-bal", "imagenet-1k", "inat18"])
+def test_what_the_paper_reports_on_is_called_validation_as_its_publisher_does(dataset):
+    results = RESULTS | {"dataset": dataset, "imbalance_factor": None}
+    card = model_card(results, {}, "org/name")
+    assert {result.dataset_split for result in card.data.eval_results} == {"validation"}
+    assert "Measured on the validation split" in card.text
+    assert all("validation split" in text for text in eval_result_files(results).values())
+
+
+def test_cifar_is_measured_on_the_published_test_split():
+    assert model_card(RESULTS, {}, "org/name").data.eval_results[0].dataset_split == "test"
+
+
+@pytest.mark.parametrize(
+    ("results", "arguments"),
+    [
+        ({"pretrained": "none"}, {}),
+        ({"tau": 1.5}, {}),
+        ({}, {"pooling": "cls"}),
+        ({}, {"bias": "ce"}),
+        ({}, {"test_prior": "prior.json"}),
+    ],
+)
+def test_the_paper_is_not_quoted_beside_another_experiment(results, arguments):
+    assert "| the paper" not in model_card(RESULTS | results, arguments, "org/name").text
+
+
+def test_the_paper_is_quoted_where_tau_is_its_own_or_plays_no_part():
+    places = {"dataset": "places-lt", "imbalance_factor": None, "tau": 1.05}
+    for results in (places, {"loss": "ce", "tau": 1.5}):
+        assert "| the paper" in model_card(RESULTS | results, {"pooling": "mean"}, "org/name").text
 
 
 def test_the_hub_accepts_every_card(api):
@@ -127,6 +198,7 @@ def test_the_hub_accepts_every_card(api):
 
 def test_a_local_data_set_is_named_without_its_folder():
     results = copy.deepcopy(RESULTS) | {"dataset": "/home/jane/pictures", "imbalance_factor": None, "pretrained": None}
+    results["dataset_local"] = True
     card = str(model_card(results, {}, "org/name"))
     assert "jane" not in card and "pictures" in card
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pickle
+import runpy
 from pathlib import Path
 
 import pytest
@@ -441,3 +442,21 @@ def test_the_command_refuses_another_data_set_and_runs_without_classifier(tmp_pa
     assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "mgp").image_mean) == (0.466, 0.471, 0.380)
     with pytest.raises(ValueError, match="holds ViTMAEForPreTraining"):
         convert("beit", tmp_path / "mgp", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["official", "no.pth", "out"], "no.pth is not a complete PyTorch checkpoint"),
+        (["official", "no.pth", "out", "--class_counts", "no.json"], "no.json cannot be read as JSON"),
+        (["official", "no.pth", "out", "--labels", "names.json"], "names.json holds a dict, not a JSON list"),
+        (["beit", "./no run", "out"], "./no run is neither a checkpoint folder"),
+    ],
+)
+def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path, monkeypatch, options, message):
+    recipe = str(ROOT / "recipes" / "convert.py")
+    monkeypatch.chdir(tmp_path)
+    Path("names.json").write_text("{}")
+    monkeypatch.setattr("sys.argv", [recipe, *options])
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        runpy.run_path(recipe, run_name="__main__")

@@ -18,6 +18,7 @@ from transformers import AutoImageProcessor, ViTMAEForPreTraining
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.data import eval_processor
 from livt_hf.hub import PublishError, prepare_publication, publish
+from livt_hf.runs import Run
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4
@@ -137,7 +138,7 @@ def run(tmp_path_factory):
     config = LiViTConfig(**SIZES, class_counts=[500, 40, 5], id2label=NAMES, label2id={n: i for i, n in NAMES.items()})
     model = LiViTForImageClassification(config)
     torch.nn.init.normal_(model.classifier.weight, std=0.5)
-    results = RESULTS | {"pretrained": "/home/jane/runs/pretrain-glyphs-micro/1"}
+    results = RESULTS | {"pretrained": "/home/jane/runs/pretrain-glyphs-micro/1", "pretrained_local": True}
     return make_run(tmp_path_factory.mktemp("jane") / "runs" / "finetune-x" / "1", results, model)
 
 
@@ -185,6 +186,15 @@ def test_the_published_files_name_no_path_no_user_and_no_token(run, pretraining_
     arguments = yaml.safe_load(hub.files("org/livt")["arguments.yaml"])
     assert arguments == {"epochs": 10, "output_dir": "<local>/finetune-x/1", "source": "<local>/cifar"}
     assert b"<local>/pretrain-glyphs-micro/1" in hub.files("org/livt")["README.md"]
+
+
+def test_of_names_with_a_slash_only_those_on_the_hub_are_published_whole(run, tmp_path):
+    places = {"dataset": "data/birds", "pretrained": "org/mgp"}
+    results = RESULTS | places | {"dataset_local": True, "pretrained_local": False}
+    model = LiViTForImageClassification.from_pretrained(run)
+    folder = prepare_publication(make_run(tmp_path / "run", results, model, **places), tmp_path / "out", "org/livt")
+    for published in (json.loads((folder / "results.json").read_text()), Run(folder).arguments):
+        assert (published["dataset"], published["pretrained"]) == ("<local>/birds", "org/mgp")
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +279,8 @@ def test_a_public_repository_does_not_take_a_private_publication(run, hub):
 def test_a_cut_connection_publishes_nothing_and_the_next_try_all(run, hub, where, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between the client's retries
     hub.cut_uploads(where, times=1000)
-    command = rf"publish it later with: python recipes/publish.py {re.escape(str(run))} org/livt --tag v1$"
+    options = "org/livt --license apache-2.0 --tag v1"
+    command = rf"publish it later with: python recipes/publish.py {re.escape(str(run))} {options}$"
     with pytest.raises(PublishError, match=command):
         put(run, hub, tag="v1")
     assert set(hub.files("org/livt")) == {".gitattributes"} and not hub.repo("org/livt").tags
@@ -296,8 +307,10 @@ def test_publishing_again_replaces_shards_of_the_model_before(run, hub):
 
 
 def test_an_unreachable_hub_names_the_command_for_later(run):
-    with pytest.raises(PublishError, match=r"publish it later with: python recipes/publish.py .* org/livt --private$"):
-        publish(run, "org/livt", private=True, token=TOKEN, endpoint="http://127.0.0.1:9")
+    command = r"publish it later with: python recipes/publish.py .* org/livt --license cc-by-nc-4.0 --private --timm$"
+    options = dict(license="cc-by-nc-4.0", private=True, form="timm")
+    with pytest.raises(PublishError, match=command):
+        publish(run, "org/livt", **options, token=TOKEN, endpoint="http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("secret", ["hf_abcdefghijklmnopqrstuvwx", TOKEN])

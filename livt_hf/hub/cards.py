@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from ..data.benchmarks import BENCHMARKS
 from ..paper import paper_result
 
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
@@ -18,17 +19,21 @@ CITATION = """\
   year      = {2023}
 }"""
 
-# How a benchmark is called in prose, and the Hub data set its pictures come from where there is an official one.
-DATASETS = {
-    "glyphs": ("glyphs (drawn by livt_hf itself)", None),
-    "cifar10-lt": ("CIFAR-10-LT", "uoft-cs/cifar10"),
-    "cifar100-lt": ("CIFAR-100-LT", "uoft-cs/cifar100"),
-    "imagenet-lt": ("ImageNet-LT", "ILSVRC/imagenet-1k"),
-    "imagenet-bal": ("ImageNet-BAL", "ILSVRC/imagenet-1k"),
-    "imagenet-1k": ("ImageNet-1K", "ILSVRC/imagenet-1k"),
-    "inat18": ("iNaturalist 2018", None),
-    "places-lt": ("Places-LT", None),
+# How a benchmark is called in prose.
+TITLES = {
+    "glyphs": "glyphs (drawn by livt_hf itself)",
+    "cifar10-lt": "CIFAR-10-LT",
+    "cifar100-lt": "CIFAR-100-LT",
+    "imagenet-lt": "ImageNet-LT",
+    "imagenet-bal": "ImageNet-BAL",
+    "imagenet-1k": "ImageNet-1K",
+    "inat18": "iNaturalist 2018",
+    "places-lt": "Places-LT",
 }
+IMAGENET = BENCHMARKS["imagenet-1k"].hub
+# Settings in which the paper's rows agree, by their names in arguments.yaml: a run that differs is another experiment.
+PAPER_SETTINGS = {"pooling": ("mean",), "bias": ("bce",), "test_prior": ("uniform", "none")}
+PAPER_TAUS = {"places-lt": (1.0, 1.05)}  # 1.05 is the appendix's; everywhere else 1
 LOSSES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-entropy", "ce": "cross-entropy"}
 LOSSES |= {"bal_ce": "balanced cross-entropy"}
 GROUPS = ("many", "medium", "few", "accuracy")
@@ -68,10 +73,35 @@ def template(name: str) -> str:
 def dataset_names(results: Mapping) -> tuple[str, str | None]:
     """The data set in words, and its id on the Hub or None."""
     name = str(results["dataset"])
-    local = name not in DATASETS and (name.count("/") != 1 or name.startswith((".", "/", "~", "<")))
-    title, hub_id = DATASETS.get(name, (PurePosixPath(name).name if local else name, None if local else name))
+    if name in BENCHMARKS:
+        title, hub_id = TITLES[name], BENCHMARKS[name].hub
+    elif name in hub_ids(results):
+        title, hub_id = name, name.partition(":")[0]  # what follows is one of its configurations
+    else:
+        title, hub_id = PurePosixPath(name).name, None
     gamma = results.get("imbalance_factor")
     return (f"{title} (imbalance {gamma:g})" if gamma else title), hub_id
+
+
+def hub_ids(results: Mapping) -> set[str]:
+    """Which names in the results are ids on the Hub: those the run did not find on its disk.
+
+    Nothing is claimed for a run that did not record it.
+    """
+    names = {results.get(name) for name in ("dataset", "pretrained") if not results.get(f"{name}_local", True)}
+    return names - {None, "none"}
+
+
+def published_split(results: Mapping) -> str | None:
+    """The measured split as its publisher calls it.
+
+    `test` is what the paper reports on: the validation images of ILSVRC, whose test labels are secret, and of
+    iNaturalist.
+    """
+    benchmark = BENCHMARKS.get(results["dataset"])
+    if results.get("split") == "test" and benchmark and (benchmark.reports_validation or benchmark.hub == IMAGENET):
+        return "validation"
+    return results.get("split")
 
 
 def measured(results: Mapping) -> dict[str, tuple[str, str, float]]:
@@ -89,7 +119,7 @@ def eval_results(results: Mapping, **source) -> list[EvalResult]:
             task_type="image-classification",
             dataset_type=hub_id or PurePosixPath(str(results["dataset"])).name,
             dataset_name=title,
-            dataset_split=results.get("split"),
+            dataset_split=published_split(results),
             metric_type=kind,
             metric_name=name,
             metric_value=value,
@@ -109,7 +139,7 @@ def eval_result_files(results: Mapping) -> dict[str, str]:
             dataset_id=hub_id,
             task_id=metric,
             value=value,
-            notes=f"{name} on the {results['split']} split after training on {title}, as a fraction",
+            notes=f"{name} on the {published_split(results)} split after training on {title}, as a fraction",
         )
         for metric, (_, name, value) in measured(results).items()
     ]
@@ -140,12 +170,14 @@ def model_card(
     common |= dict(pictures=[PurePosixPath(picture) for picture in pictures], training=_training(results, arguments))
     common |= dict(title=repo_id.split("/")[-1], terms=None, limits=_limits(results), data=_data(results))
     common["summary"] = _summary(results)
-    data = card_data(results, repo_id, license=license, base_model=hub_id_of(results.get("pretrained")))
+    pretrained = results.get("pretrained")
+    base_model = pretrained if pretrained in hub_ids(results) else None  # a local folder is nobody's
+    data = card_data(results, repo_id, license=license, base_model=base_model)
     data.library_name = form
     if results["stage"] == "pretrain":
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
     common |= dict(form=form, balanced=results["loss"].startswith("bal_"))
-    return render("classifier", data, **common, **_results_sections(results))
+    return render("classifier", data, **common, **_results_sections(results, arguments))
 
 
 def render(name: str, data: ModelCardData, /, **context) -> ModelCard:
@@ -173,13 +205,6 @@ def card_data(
     )
 
 
-def hub_id_of(pretrained: str | None) -> str | None:
-    """`org/name` when that is what the run started from; local folders are nobody's base model."""
-    if pretrained is None or pretrained.count("/") != 1 or pretrained.startswith((".", "/", "~", "<", "runs/")):
-        return None
-    return pretrained
-
-
 def _summary(results: Mapping) -> str:
     size = f"ViT-{str(results['model_size']).capitalize()} ({results['parameters'] / 1e6:.1f} M parameters)"
     title, image_size = dataset_names(results)[0], results["image_size"]
@@ -200,7 +225,7 @@ def _data(results: Mapping) -> str:
     return f"{title}, training split" + (f", from `{hub_id}`." if hub_id else ".")
 
 
-def _results_sections(results: Mapping) -> dict:
+def _results_sections(results: Mapping, arguments: Mapping) -> dict:
     metrics, posterior = results["metrics"], results.get("posterior")
     if "map" in metrics:
         rows = [["this model", *(percent(metrics[group]) for group in MULTI_LABEL_GROUPS)]]
@@ -216,14 +241,14 @@ def _results_sections(results: Mapping) -> dict:
     if posterior:
         rows.append(["this model, posterior rule, uniform prior", *(percent(posterior.get(name)) for name in GROUPS)])
         calibration.append(["`probabilities`, uniform prior", percent(posterior["ece"]), percent(posterior["mce"])])
-    paper, note = _paper_row(results), None
+    paper, note = _paper_row(results, arguments), None
     if paper:
         printed = [paper.get(group) for group in GROUPS]
         label = f"the paper, ViT-{paper['model_size'].capitalize()} at {paper['image_size']} px"
         rows.append([label, *("–" if value is None else f"{value:.1f}" for value in printed)])
         note = f"The paper's row is from its table `{paper['table']}`"
         if "pretrain_dataset" in paper:
-            note += f", with pretraining on {DATASETS[paper['pretrain_dataset']][0]}"
+            note += f", with pretraining on {TITLES[paper['pretrain_dataset']]}"
         note += f". {paper['note']}" if "note" in paper else "."
         if "ece" in paper:
             calibration.append(["the paper, softmax(z)", f"{paper['ece']:.1f}", f"{paper['mce']:.1f}"])
@@ -239,14 +264,22 @@ def _results_sections(results: Mapping) -> dict:
 
 def _evaluation(results: Mapping) -> str:
     return (
-        f"Measured on the {results['split']} split, {number(results['num_images'])} images; epoch "
+        f"Measured on the {published_split(results)} split, {number(results['num_images'])} images; epoch "
         f"{results['epoch']:.3g} of {results['epochs']:g}, selection: {results['selection']}; "
         f"{'exponential moving average of the weights' if results['weights'] == 'ema' else 'plain weights'}; "
         f"seed {results['seed']}."
     )
 
 
-def _paper_row(results: Mapping) -> dict | None:
+def _paper_row(results: Mapping, arguments: Mapping) -> dict | None:
+    """The paper's numbers where this run is the paper's method: two stages, and its pooling, bias and tau."""
+    if results.get("pretrained") in (None, "none"):
+        return None
+    if any(name in arguments and arguments[name] not in values for name, values in PAPER_SETTINGS.items()):
+        return None
+    taus = PAPER_TAUS.get(results["dataset"], (1.0,))
+    if results["loss"].startswith("bal_") and results["tau"] not in taus:  # other losses have none
+        return None
     wanted = {name: results.get(name) for name in ("imbalance_factor", "loss", "model_size", "image_size")}
     return paper_result(results["dataset"], **wanted)
 

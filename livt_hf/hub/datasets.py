@@ -6,6 +6,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 from ..data import class_counts
 from ..data.labels import class_feature
+from ..metrics import group_sizes
 from .cards import number, template
 
 LISTED_CLASSES = 1000  # more than this many, and the card lists the largest and smallest only
@@ -68,9 +69,9 @@ def publish_dataset(
 
 def _split_row(counts: np.ndarray) -> list[str]:
     present = counts[counts > 0]
-    groups = [(present > 100).sum(), ((present >= 20) & (present <= 100)).sum(), (present < 20).sum()]
     sizes = [present.sum(), len(present), present.max(), present.min()]
-    return [*map(number, map(int, sizes)), f"{present.max() / present.min():g}", *map(number, map(int, groups))]
+    groups = group_sizes(present).values()
+    return [*map(number, map(int, sizes)), f"{present.max() / present.min():g}", *map(number, groups)]
 
 
 def _class_rows(names: list[str], counts: dict[str, np.ndarray]) -> list[list[str]]:

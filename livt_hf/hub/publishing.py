@@ -16,7 +16,7 @@ from ..modeling_livit import LiViTForImageClassification
 from ..reports.biases import class_distribution
 from ..runs import ARGUMENTS, LOG, RESULTS, Run
 from ..version import __version__
-from .cards import eval_result_files, model_card
+from .cards import eval_result_files, hub_ids, model_card
 from .scrubbing import refuse_secrets, scrub_file
 
 MAX_SHARD_SIZE = "5GB"
@@ -48,15 +48,16 @@ def prepare_publication(
 
     A classifier becomes a stock BEiT that plain transformers serves (`form="transformers"`) or a timm model ("timm").
     """
-    stage, run, folder = finished_run(run).results["stage"], Path(run), Path(folder)
+    results, run, folder = finished_run(run).results, Path(run), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; give an empty or a new folder for the publication.")
-    counts = _write_model(run, folder, stage, form)
+    counts = _write_model(run, folder, results["stage"], form)
+    known = hub_ids(results)
     for name in (RESULTS, ARGUMENTS, LOG):
         if (run / name).is_file():
-            scrub_file(run / name, folder / name)
-    pictures = [_copy(path, run, folder) for path in _report_files(run)]
+            scrub_file(run / name, folder / name, known)
+    pictures = [_copy(path, run, folder, known) for path in _report_files(run)]
     if counts:
         class_distribution(counts, folder / COUNTS_PICTURE)
     # The card is made from the scrubbed copies, so that no path reaches it.
@@ -97,14 +98,12 @@ def publish(
         try:
             return _upload(api, folder, repo_id, private, tag)
         except (HTTPError, OSError, RuntimeError) as error:
-            options = "".join(
-                f" {option}"
-                for option, given in [("--private", private), ("--timm", form == "timm"), (f"--tag {tag}", tag)]
-                if given
-            )
+            # All that was asked for, the licence also where it is the default: the command must not change it.
+            command = ["python", "recipes/publish.py", str(run), repo_id, "--license", license]
+            command += ["--private"] * private + ["--timm"] * (form == "timm") + (["--tag", tag] if tag else [])
             raise PublishError(
                 f"{repo_id} was not published ({_reason(error)}). The run is complete; publish it later with: "
-                f"python recipes/publish.py {shlex.quote(str(run))} {repo_id}{options}"
+                f"{shlex.join(command)}"
             ) from error
 
 
@@ -156,11 +155,11 @@ def _report_files(run: Path) -> list[Path]:
     return [path for path in pictures + report if path.is_file() and path.name != COUNTS_PICTURE]
 
 
-def _copy(path: Path, run: Path, folder: Path) -> Path:
+def _copy(path: Path, run: Path, folder: Path, known: set[str]) -> Path:
     name = path.relative_to(run)
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     if path.suffix in TEXTS:
-        scrub_file(path, folder / name)
+        scrub_file(path, folder / name, known)
     else:
         shutil.copyfile(path, folder / name)
     return name

@@ -3,7 +3,7 @@
 import json
 import mmap
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import yaml
@@ -14,7 +14,6 @@ TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
 _POSIX = re.compile(r"(?<![\w.:/<>+\\-])(?:file://)?~?/(?:[^\s/\"'<>|:;,()\\]+/)+[^\s/\"'<>|:;,()\\]*")
 _WINDOWS = re.compile(r"(?<!\w)[A-Za-z]:(?:\\{1,2}[^\s\"'<>|:;,()\\]+)+")
 _WHOLE = re.compile(r"(?:file://|~|/|[A-Za-z]:[\\/])[^\n]*")
-_HUB_ID = re.compile(r"(?!runs/)\w[\w.-]*/[\w.-]+")
 PLACES = ("source", "output_dir", "pretrained", "dataset", "resume", "config")
 # A home directory by its usual name, whoever's it is.
 _HOME = re.compile(rb"(?<![\w+/.])(?:/home/|/Users/)\w|[A-Za-z]:\\{1,2}Users\\")
@@ -34,35 +33,35 @@ def _shorten(match: re.Match) -> str:
     return "/".join(["<local>", *kept])
 
 
-def scrub_value(value):
+def scrub_value(value, hub_ids: Collection[str] = ()):
     """The same through dictionaries and lists; a string that is a path from end to end may contain spaces."""
     if isinstance(value, dict):
-        return {name: _scrub_field(name, item) for name, item in value.items()}
+        return {name: _scrub_field(name, item, hub_ids) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [scrub_value(item) for item in value]
+        return [scrub_value(item, hub_ids) for item in value]
     if isinstance(value, str):
         whole = _WHOLE.fullmatch(value)
         return _shorten(whole) if whole and len(value) > 1 else scrub_text(value)
     return value
 
 
-def _scrub_field(name: str, value):
-    """Fields that name places are shortened also when they are relative; `org/name` is a place on the Hub."""
-    if name in PLACES and isinstance(value, str) and "/" in value and not _HUB_ID.fullmatch(value):
+def _scrub_field(name: str, value, hub_ids: Collection[str]):
+    """Fields that name places are shortened also when they are relative, unless the place is on the Hub."""
+    if name in PLACES and isinstance(value, str) and "/" in value and value not in hub_ids:
         return _shorten(re.fullmatch(r".*", value, flags=re.DOTALL))
-    return scrub_value(value)
+    return scrub_value(value, hub_ids)
 
 
-def scrub_file(source: Path, target: Path) -> None:
-    """Copy a text file, JSON, JSON lines or YAML without its paths."""
+def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = ()) -> None:
+    """Copy a text file, JSON, JSON lines or YAML without its paths; `hub_ids` look like some but are none."""
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".json":
-        text = json.dumps(scrub_value(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(scrub_value(json.loads(text), hub_ids), indent=2, ensure_ascii=False) + "\n"
     elif source.suffix == ".jsonl":
-        lines = [json.dumps(scrub_value(json.loads(line)), ensure_ascii=False) for line in text.splitlines() if line]
-        text = "".join(f"{line}\n" for line in lines)
+        lines = [scrub_value(json.loads(line), hub_ids) for line in text.splitlines() if line]
+        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     elif source.suffix in (".yaml", ".yml"):
-        text = yaml.safe_dump(scrub_value(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(scrub_value(yaml.safe_load(text), hub_ids), sort_keys=False, allow_unicode=True)
     else:
         text = scrub_text(text)
     target.write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .groups import GROUPS, as_counts, check_labels, check_scores, shot_groups
+from .groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_labels, check_scores, shot_groups
 
 # Confidences are summed as multiples of 2^-32: integers add to the same sum in any order, on any number of processes,
 # and the rounding is far below that of a float32 confidence. 2^31 images fit.
@@ -33,8 +33,8 @@ class LongTailMetrics:
         self,
         class_counts: Sequence[int] | Tensor,
         *,
-        many_above: int = 100,
-        few_below: int = 20,
+        many_above: int = MANY_ABOVE,
+        few_below: int = FEW_BELOW,
         bins: int = 15,
         confidence: Literal["softmax", "sigmoid", "given"] = "softmax",
     ):
@@ -55,11 +55,10 @@ class LongTailMetrics:
         self._bin_images, self._bin_correct, self._bin_confidence, self._top5 = rest
 
     @torch.no_grad()
-    def update(self, logits: Tensor, labels: Tensor, confidence: Tensor | None = None) -> None:
+    def update(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch of (B, C) logits (or probabilities, if "given") on any device with its (B,) class ids.
 
-        `confidence`, (B,) in [0, 1], replaces the confidence computed from the rows; predictions stay their argmax,
-        the first one among equals.
+        The prediction is the argmax, the first one among equals.
         """
         logits, labels = torch.as_tensor(logits), torch.as_tensor(labels).cpu()
         check_scores(logits, self.num_classes)
@@ -72,25 +71,20 @@ class LongTailMetrics:
         scratch = logits.new_empty((min(rows, len(logits)), self.num_classes), dtype=dtype)
         blocks = zip(logits.split(rows), labels.split(rows), strict=True)
         read = [self._read(*block, scratch) for block in blocks]
-        predicted, computed, in_top5 = (torch.cat(parts).cpu() for parts in zip(*read, strict=True))
-        valid = ~computed.isnan()
-        if confidence is not None:
-            computed = torch.as_tensor(confidence).cpu()
-            if computed.shape != labels.shape:
-                raise ValueError(f"{tuple(computed.shape)} confidences for {len(labels)} images; pass one an image.")
-            valid &= ~computed.isnan()
-        self._check_range(computed[valid])
+        predicted, confidence, in_top5 = (torch.cat(parts).cpu() for parts in zip(*read, strict=True))
+        valid = ~confidence.isnan()
+        self._check_range(confidence[valid])
         correct = (predicted == labels) & valid
 
         self._images += torch.bincount(labels, minlength=self.num_classes)
         self._correct += torch.bincount(labels[correct], minlength=self.num_classes)
         self._nan += torch.bincount(labels[~valid], minlength=self.num_classes)
         self._top5 += (in_top5 & valid).sum()
-        computed, correct = computed[valid].clamp(0, 1), correct[valid]
-        whole = (computed * _ONE).round().long()  # exact: a power of two
+        confidence, correct = confidence[valid].clamp(0, 1), correct[valid]
+        whole = (confidence * _ONE).round().long()  # exact: a power of two
         self._confidence.index_add_(0, labels[valid], whole)
-        edges = torch.linspace(0, 1, self.num_bins + 1, dtype=computed.dtype)
-        place = (torch.bucketize(computed, edges) - 1).clamp(min=0)  # edges[i] < confidence <= edges[i + 1]
+        edges = torch.linspace(0, 1, self.num_bins + 1, dtype=confidence.dtype)
+        place = (torch.bucketize(confidence, edges) - 1).clamp(min=0)  # edges[i] < confidence <= edges[i + 1]
         self._bin_images += torch.bincount(place, minlength=self.num_bins)
         self._bin_correct += torch.bincount(place[correct], minlength=self.num_bins)
         self._bin_confidence.index_add_(0, place, whole)
@@ -134,12 +128,6 @@ class LongTailMetrics:
                 f"and {self.num_bins} bins; load what state_tensor() of equal settings gave."
             )
         self._state.copy_(state)
-
-    def merge(self, other: "LongTailMetrics") -> None:
-        """Add what another one counted."""
-        if not torch.equal(self.class_counts, other.class_counts) or self.num_bins != other.num_bins:
-            raise ValueError("metrics of different class_counts or bins cannot be merged; make both alike.")
-        self._state += other._state
 
     @property
     def num_images(self) -> int:

@@ -6,16 +6,24 @@ import torch
 from torch import Tensor
 
 GROUPS = ("many", "medium", "few")
+MANY_ABOVE, FEW_BELOW = 100, 20  # training images; the paper's
 
 
-def shot_groups(class_counts: Sequence[int] | Tensor, many_above: int = 100, few_below: int = 20) -> Tensor:
-    """The group of each class, as an index into `GROUPS`: many > 100, medium 20 to 100, few < 20 training images."""
+def shot_groups(
+    class_counts: Sequence[int] | Tensor, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW
+) -> Tensor:
+    """The group of each class, as an index into `GROUPS`; classes at the thresholds themselves are medium."""
     if few_below > many_above + 1:
         raise ValueError(
             f"few_below={few_below} is above many_above={many_above}, so a class would be in both groups; lower it."
         )
     counts = as_counts(class_counts)
     return 1 - (counts > many_above).long() + (counts < few_below).long()
+
+
+def group_sizes(class_counts: Sequence[int] | Tensor) -> dict[str, int]:
+    """How many classes are in each group."""
+    return dict(zip(GROUPS, torch.bincount(shot_groups(class_counts), minlength=len(GROUPS)).tolist(), strict=True))
 
 
 def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .groups import GROUPS, as_counts, check_scores, shot_groups
+from .groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_scores, shot_groups
 
 _BLOCK = 2**22  # scores sorted at a time
 
@@ -17,7 +17,9 @@ class MultiLabelMetrics:
     (scikit-learn's definition). Classes without a positive test image take no part. A NaN score ranks last.
     """
 
-    def __init__(self, class_counts: Sequence[int] | Tensor, *, many_above: int = 100, few_below: int = 20):
+    def __init__(
+        self, class_counts: Sequence[int] | Tensor, *, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW
+    ):
         self.class_counts = as_counts(class_counts)
         self.groups = shot_groups(self.class_counts, many_above, few_below)
         self.num_classes = len(self.class_counts)

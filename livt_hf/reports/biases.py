@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from livt_hf.losses import balanced_bce_bias, balanced_ce_bias
+from livt_hf.metrics import GROUPS, shot_groups
 
 from .style import BLUE, ORANGE, VERMILLION, label_classes, new_figure, plain, save, shade_groups
 
@@ -21,9 +22,7 @@ def _both(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return balanced_ce_bias(counts, test_prior="uniform").numpy(), balanced_bce_bias(counts, "uniform").numpy()
 
 
-def class_distribution(
-    counts: Sequence[int], path: str | Path, names: Sequence[str] | None = None, many_above=100, few_below=20
-) -> Path:
+def class_distribution(counts: Sequence[int], path: str | Path, names: Sequence[str] | None = None) -> Path:
     """Training images of each class from head to tail, shot groups shaded, and the biases they lead to (right axis).
 
     Classes without a training image have no bias; where there are any, the right axis is left out.
@@ -35,7 +34,7 @@ def class_distribution(
     figure = new_figure(9, 4.5)
     ax = plain(figure.add_subplot(), ylabel="training images")
     ax.grid(False)
-    shade_groups(ax, ["many" if n > many_above else "few" if n < few_below else "medium" for n in sizes])
+    shade_groups(ax, [GROUPS[group] for group in shot_groups(sizes)])
     if len(sizes) <= 40:
         ax.bar(ranks, sizes, width=0.75, color="0.78")
     else:
