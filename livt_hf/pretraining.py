@@ -5,10 +5,13 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from accelerate.utils import gather_object
+from datasets import Dataset, DatasetDict, Image, IterableDataset, IterableDatasetDict
 from torch import Tensor
 from transformers import BaseImageProcessor
 
+from .data.broken import find_broken, without_broken
+from .data.decoding import WAY_OUT, BrokenImageError
 from .data.loading import eval_loader
 from .modeling_pretraining import LiViTForPreTraining
 from .randomness import keyed_uniform, purpose_seed
@@ -20,12 +23,21 @@ def mask_noise(seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tens
     return torch.from_numpy(noise.astype(np.float32)).to(indices.device)
 
 
-def held_out_images(data: DatasetDict | IterableDatasetDict, count: int) -> Dataset:
-    """Images to judge by, spread over the test split; of a stream the first ones, of data without a test any."""
+def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_broken: str = "error") -> Dataset:
+    """Images to judge by, spread over the test split; of a stream the first ones, of data without a test any.
+
+    They stay encoded. All are decoded once to find broken ones now and not after training: an error, or left out with
+    `on_broken="skip"`.
+    """
     split = data["test"] if "test" in data else data["train"]
     if isinstance(split, IterableDataset):
-        return Dataset.from_list(list(split.take(count)), features=split.features)
-    return split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
+        encoded = split.cast_column("image", Image(decode=False))
+        chosen = Dataset.from_list(list(encoded.take(count)), features=encoded.features).cast_column("image", Image())
+    else:
+        chosen = split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
+    if on_broken == "error" and (broken := find_broken(chosen)):
+        raise BrokenImageError(f"held-out {next(iter(broken.values()))}{WAY_OUT}")
+    return without_broken(chosen, on_broken)
 
 
 @torch.no_grad()
@@ -34,13 +46,13 @@ def reconstruction_loss(
 ) -> tuple[float, float]:
     """The loss on the loader's images, and that of predicting zero, on the same masks."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    sums = np.zeros(3)  # in double precision, which not every device has
     for batch in loader:
         pixels, index = batch["pixel_values"].to(accelerator.device), batch["index"].to(accelerator.device)
         outputs = model(pixels, noise=mask_noise(seed, 0, index, model.num_patches))
         zero = model.zero_prediction_loss(pixels, outputs.mask)
-        sums += len(pixels) * torch.stack([outputs.loss, zero, torch.ones_like(zero)]).double()
-    loss, zero, images = accelerator.reduce(sums, "sum").tolist()
+        sums += len(pixels) * np.array([outputs.loss.item(), zero.item(), 1])
+    loss, zero, images = np.sum(gather_object([sums.tolist()]), axis=0).tolist()
     return loss / images, zero / images
 
 

@@ -20,6 +20,7 @@ from livt_hf.commands import (
     is_native,
     launch_line,
     load_data,
+    local_places,
     publish_if_asked,
     resume_message,
     run_command,
@@ -44,7 +45,10 @@ def main():
     size = image_size(arguments)
     with accelerator.main_process_first():
         data = load_data(arguments, streaming=arguments.streaming)
+    on_broken = arguments.on_broken if arguments.streaming else "error"  # stored data was cleaned when it was loaded
+    held_out = held_out_images(data, 2000, on_broken)  # before training: what cannot be read must not stop its end
     mean, std = normalization(arguments.dataset)
+    processor = eval_processor(size, mean, std, native=is_native(held_out, size))
     loader = train_loader(
         data["train"],
         PretrainAugmentation(size, scale=(arguments.crop_scale, 1.0), flip=arguments.flip),
@@ -54,6 +58,7 @@ def main():
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         num_workers=arguments.num_workers,
+        on_broken=on_broken,
         num_images=arguments.num_images,
     )
 
@@ -75,8 +80,6 @@ def main():
         accelerator.print(resume_message(run, "pretrain.py"))
         raise
 
-    held_out = held_out_images(data, 2000)
-    processor = eval_processor(size, mean, std, native=is_native(held_out, size))
     test_loader = eval_loader(
         held_out, processor, batch_size=200, rank=accelerator.process_index, world_size=accelerator.num_processes
     )
@@ -99,7 +102,8 @@ def main():
         "weights": "model" if arguments.ema_decay is None else "ema",
         "metrics": {"loss": loss, "zero_prediction_loss": zero_loss},
         "seconds": loop.progress.seconds,
-    } | provenance()
+    }
+    results |= local_places(arguments) | provenance()
     if accelerator.is_main_process:
         rows = reconstruction_rows(loop.final_model, held_out, processor, arguments.seed)
         reconstruction_sheet(rows, run.folder / "reconstructions.png", ["image", "masked", "reconstruction"])

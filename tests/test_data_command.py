@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 from PIL import Image
 
+from livt_hf.arguments import DataArguments
 from livt_hf.data.__main__ import main, sample, table
 from livt_hf.data.glyphs import glyphs
 from livt_hf.data.labels import class_counts
@@ -37,3 +40,18 @@ def test_a_wrong_name_ends_with_the_reason_and_no_traceback(capsys):
     with pytest.raises(SystemExit):
         main(["./nowhere"])
     assert "./nowhere does not exist" in capsys.readouterr().err
+
+
+def test_the_command_takes_the_data_options_of_the_recipes(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    options = {word.strip(",]") for word in capsys.readouterr().out.split() if "--" in word}
+    options = {word.lstrip("[") for word in options}
+    names = {field.name for field in dataclasses.fields(DataArguments)} - {"dataset", "num_workers"}
+    assert {f"--{name}" for name in names} <= options
+
+
+def test_pictures_go_to_the_folder_of_runs_in_the_environment(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "elsewhere"))
+    main(["glyphs", "--images_per_class", "100", "--split_seed", "1"])
+    assert (tmp_path / "elsewhere/data-glyphs/samples.png").exists()

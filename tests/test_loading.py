@@ -172,6 +172,11 @@ def test_several_labels_an_image_give_multi_hot_rows_and_counts_over_the_number_
     assert stored.labels([1, 2, 0]).tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 1]]
 
 
+def test_a_label_that_an_image_has_twice_counts_one_image():
+    counts, images = label_statistics(make(3, labels=[[0, 0, 2], [2, 0, 2], [1]]))
+    assert counts.tolist() == [2, 1, 2] and images == 3
+
+
 def test_broken_images_are_found_and_left_out_of_loaders_and_counts():
     dataset = make(6)
     rows = dataset.to_dict()

@@ -1,14 +1,21 @@
 """Masked pretraining: an initialisation that can learn, stock ViTMAE's loss and checkpoints, pictures."""
 
+import io
 import math
 
 import pytest
 import torch
+from accelerate import Accelerator
+from datasets import ClassLabel, Dataset, Features, Image, IterableDatasetDict
+from PIL import Image as PILImage
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments, ViTMAEForPreTraining, ViTMAEModel
 
 from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.modeling_pretraining import sin_cos_positions
+from livt_hf.pretraining import held_out_images, reconstruction_loss
 
 PATCHES = 16
 
@@ -328,3 +335,53 @@ def test_the_training_step_compiles_without_graph_breaks_to_the_same_loss(model)
     pixels, noise = pictures()
     compiled = torch.compile(model.train(), fullgraph=True)
     torch.testing.assert_close(compiled(pixels, noise=noise).loss, model(pixels, noise=noise).loss)
+
+
+# Held-out images
+
+
+def stream_of(count: int, broken: tuple[int, ...] = ()) -> IterableDatasetDict:
+    """A test stream of pictures of different widths, some of them not pictures at all."""
+    images = []
+    for i in range(count):
+        buffer = io.BytesIO()
+        PILImage.new("RGB", (64 + i, 64), (200, 100, i)).save(buffer, "JPEG", quality=30)  # encoded again, it differs
+        images.append({"bytes": b"broken" if i in broken else buffer.getvalue(), "path": None})
+    features = Features(image=Image(), label=ClassLabel(names=["a"]))
+    dataset = Dataset.from_dict({"image": images, "label": [0] * count}, features=features)
+    return IterableDatasetDict(test=dataset.to_iterable_dataset())
+
+
+def test_held_out_images_of_a_stream_are_its_first_ones_still_encoded():
+    data = stream_of(6)
+    held_out = held_out_images(data, 4)
+    expected = [row["image"] for row in data["test"].cast_column("image", Image(decode=False)).take(4)]
+    assert held_out.data.column("image").to_pylist() == expected
+    assert held_out[3]["image"].size == (67, 64)
+
+
+def test_a_broken_held_out_image_is_an_error_or_left_out():
+    data = stream_of(6, broken=(2,))
+    with pytest.raises(ValueError, match="held-out image 2 .*--on_broken skip"):
+        held_out_images(data, 4)
+    assert [image.width for image in held_out_images(data, 4, "skip")["image"]] == [64, 65, 67]
+
+
+class _NoDoublePrecision(TorchDispatchMode):
+    """A device like Apple's GPUs."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        assert not any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(result))
+        return result
+
+
+def test_the_held_out_loss_is_a_mean_over_images_and_needs_no_double_precision_of_the_device(model):
+    batches = [
+        {"pixel_values": torch.randn(size, 3, 16, 16), "index": torch.arange(size) + start}
+        for start, size in ((0, 3), (3, 1))
+    ]
+    with _NoDoublePrecision():
+        loss, zero = reconstruction_loss(model, batches, Accelerator(cpu=True), seed=0)
+    whole = [{key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}]
+    assert (loss, zero) == pytest.approx(reconstruction_loss(model, whole, Accelerator(cpu=True), seed=0))

@@ -224,6 +224,18 @@ def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
             load_long_tailed(folder, **options)
 
 
+def test_a_rule_that_asks_too_much_names_the_largest_images_per_class_that_works(tmp_path):
+    write_images(tmp_path / "birds/train", {"finch": 10, "owl": 40, "wren": 20})
+    write_images(tmp_path / "birds/test", {"finch": 1})
+    folder = str(tmp_path / "birds")
+    with pytest.raises(ValueError, match="pass --images_per_class 21 or less"):
+        load_long_tailed(folder, imbalance_factor=2)
+    counts = class_counts(load_long_tailed(folder, imbalance_factor=2, images_per_class=21)["train"])
+    assert counts.tolist() == [10, 21, 14]  # 21, 21 / sqrt(2), 21 / 2; 22 would ask for 11 finches
+    with pytest.raises(ValueError, match="pass --images_per_class 10 or less"):
+        load_long_tailed(folder, rule="balanced", images_per_class=160)
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.xz"])
 def test_an_image_list_is_read_plain_or_compressed(tmp_path, suffix):
     write_images(tmp_path / "pictures", {"red fox": 5, "wolf": 5})
@@ -294,6 +306,58 @@ def test_tables_on_disk_are_opened_whatever_their_form(tmp_path, form):
     data = load_long_tailed(str(place))
     assert len(data["train"]) == (3 if form == "disk" else 8)
     assert data["test"].features["label"].names == ["a", "b"]
+
+
+def named_rows(labels: list, names: list[str], several: bool = False) -> Dataset:
+    label = ClassLabel(names=names)
+    labels = [[one] for one in labels] if several else labels
+    return Dataset.from_dict(rows(labels), features=Features(image=Image(), label=List(label) if several else label))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_labels_of_other_splits_follow_their_names(tmp_path, several):
+    train, test = named_rows([0, 1, 2], ["a", "b", "c"], several), named_rows([0, 1, 1], ["a", "c"], several)
+    DatasetDict(train=train, test=test).save_to_disk(tmp_path / "own")
+    data = load_long_tailed(str(tmp_path / "own"))
+    assert data["test"].features == data["train"].features
+    assert class_counts(data["test"]).tolist() == [1, 0, 2]
+
+
+def test_parquet_files_keep_the_class_names_of_their_own_split(tmp_path):
+    write_parquet(tmp_path / "own/train.parquet", [0, 1, 2], ["a", "b", "c"])
+    write_parquet(tmp_path / "own/test.parquet", [0, 1, 1], ["a", "c"])
+    data = load_long_tailed(str(tmp_path / "own"))
+    assert data["train"].features["label"].names == ["a", "b", "c"]
+    assert data["test"]["label"][:] == [0, 2, 2]
+
+
+def test_classes_that_the_training_split_does_not_name_are_refused_by_name(tmp_path):
+    DatasetDict(train=named_rows([0, 1], ["a", "b"]), test=named_rows([0, 1], ["b", "owl"])).save_to_disk(tmp_path)
+    with pytest.raises(ValueError, match='"test" has images of 1 classes .*such as owl'):
+        load_long_tailed(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("medieval/train-0.parquet", "medieval/test-0.parquet"),
+        ("latest/train.parquet", "latest/val/train_test.parquet"),
+        ("contest.parquet", "contest-test2017.parquet"),
+        ("test/train.parquet", "test/eval.parquet"),
+    ],
+)
+def test_the_last_whole_word_of_a_path_names_the_split_of_a_file(tmp_path, train, test):
+    write_parquet(tmp_path / "own" / train, [0, 1, 1], ["a", "b"])
+    write_parquet(tmp_path / "own" / test, [0, 1], ["a", "b"])
+    data = load_long_tailed(str(tmp_path / "own"))
+    assert {split: len(part) for split, part in data.items()} == {"train": 3, "test": 2}
+
+
+def test_a_file_that_names_no_split_beside_a_training_file_is_refused(tmp_path):
+    write_parquet(tmp_path / "own/train.parquet", [0, 1], ["a", "b"])
+    write_parquet(tmp_path / "own/testset.parquet", [0, 1], ["a", "b"])
+    with pytest.raises(ValueError, match="testset.parquet names no split"):
+        load_long_tailed(str(tmp_path / "own"))
 
 
 def parquet_of(tmp_path: Path, columns: dict, features: dict) -> str:
@@ -385,3 +449,13 @@ def test_a_stream_has_the_same_columns_and_refuses_a_rule(tmp_path):
     assert data["train"].features["label"].names == ["a", "b"]
     with pytest.raises(ValueError, match="cannot be thinned"):
         load_long_tailed(str(tmp_path / "own"), imbalance_factor=10, streaming=True)
+
+
+def test_a_stream_leaves_its_images_encoded_until_they_are_asked_for(tmp_path):
+    features = Features({"img": Image(), "kind": ClassLabel(names=["a"])})
+    images = [{"bytes": b"broken", "path": None}, {"bytes": png(), "path": None}]
+    (tmp_path / "own").mkdir()
+    Dataset.from_dict({"img": images, "kind": [0, 0]}, features=features).to_parquet(tmp_path / "own/train.parquet")
+    stream = load_long_tailed(str(tmp_path / "own"), streaming=True)["train"]
+    assert stream.features["image"] == Image()
+    assert [row["image"] for row in stream.cast_column("image", Image(decode=False))] == images

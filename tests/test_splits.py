@@ -9,6 +9,7 @@ from livt_hf.data.splits import (
     balanced_counts,
     exponential_counts,
     label_counts,
+    largest_fitting,
     long_tail_indices,
     pareto_counts,
     stratified_split,
@@ -70,6 +71,15 @@ def test_asking_for_more_than_a_class_has_is_an_error_unless_capped():
     with pytest.raises(ValueError, match="class 1 has 1, asked 2"):
         long_tail_indices(labels, [2, 2])
     assert np.bincount(labels[long_tail_indices(labels, [2, 2], cap=True)]).tolist() == [2, 1]
+
+
+def test_the_largest_fitting_count_is_the_last_that_no_class_falls_short_of():
+    def exponential(count):
+        return exponential_counts(3, count, 4)
+
+    assert largest_fitting(exponential, np.array([5, 100, 30]), 4, 100) == 23  # 23, 11, 5; 24 would ask for 6
+    assert largest_fitting(exponential, np.array([5, 100, 30]), 4, 20) == 20
+    assert largest_fitting(exponential, np.array([1, 1, 100]), 4, 100) == 0  # 4 asks for 2 of the second
 
 
 def test_pareto_goes_from_the_largest_to_the_smallest_count_and_resembles_imagenet_lt():

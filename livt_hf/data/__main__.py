@@ -6,10 +6,13 @@ from pathlib import Path
 import numpy as np
 from datasets import DatasetDict
 from PIL import Image
+from transformers.hf_argparser import string_to_bool
 
 from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.data.sources import load_long_tailed
+from livt_hf.metrics import group_sizes
+from livt_hf.runs import runs_folder
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 5, 8
 
@@ -27,17 +30,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--images_per_class", type=int)
     parser.add_argument("--image_column")
     parser.add_argument("--label_column")
+    parser.add_argument("--drop_empty", type=string_to_bool, nargs="?", const=True, default=False)
+    parser.add_argument("--test_fraction", type=float, default=0.2)
     parser.add_argument("--on_broken", choices=["error", "skip"], default="error")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="folder of the pictures (default: runs/data-NAME)")
+    parser.add_argument("--split_seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, help="folder of the pictures (default: data-NAME in runs, or in $LIVT_RUNS)"
+    )
     options = vars(parser.parse_args(arguments))
-    output = options.pop("output") or Path("runs") / f"data-{Path(options['name']).name}"
+    output = options.pop("output") or runs_folder() / f"data-{Path(options['name']).name}"
+    seed = options.pop("split_seed")
     try:
-        data = load_long_tailed(**options)
+        data = load_long_tailed(**options, seed=seed)
     except ValueError as error:
         parser.error(str(error))
     print(table(data))
-    for path in draw(data, output, options["seed"]):
+    for path in draw(data, output, seed):
         print(f"wrote {path}")
 
 
@@ -53,9 +61,8 @@ def table(data: DatasetDict) -> str:
         "gamma": lambda split: f"{counts[split].max() / counts[split].min():.4g}" if counts[split].min() else "-",
     }
     lines += [[name, *(str(fact(split)) for split in data)] for name, fact in facts.items()]
-    train = counts["train"]
-    many, few = (train > 100).sum(), (train < 20).sum()
-    lines.append(["many/medium/few", f"{many}/{len(train) - many - few}/{few}", *[""] * (len(data) - 1)])
+    groups = group_sizes(counts["train"])
+    lines.append(["/".join(groups), "/".join(map(str, groups.values())), *[""] * (len(data) - 1)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
@@ -88,8 +95,7 @@ def sample(train, counts: np.ndarray, names: list[str], seed: int) -> tuple[list
     chosen = ranked[np.unique(np.linspace(0, len(ranked) - 1, SAMPLE_ROWS * SAMPLE_COLUMNS).round().astype(int))]
     labels = labels_of(train)
     if is_multi_label(train):
-        owner = np.repeat(np.arange(len(labels)), np.diff(labels.offsets))
-        labels = labels.values
+        owner, labels = labels.images, labels.values
     else:
         owner = np.arange(len(labels))
     generator = np.random.RandomState(seed)

@@ -35,6 +35,7 @@ def standard_columns(
     """The splits with the columns `image` and `label` alone, and one list of class names.
 
     Image bytes are not copied. A split without labels (all -1, as the Hub publishes hidden test sets) is left out.
+    Where another split names its classes in another order, its labels follow their names.
     `drop_empty` removes names without a training image; other splits lose the images of those classes.
     """
     train = splits["train"]
@@ -56,7 +57,8 @@ def standard_columns(
             logger.warning('the split "%s" has no labels and is left out', split)
             continue
         label_counts(values, len(names))  # raises where a label has no name
-        named = _class_label(dataset.features[label_column]) is not None and len(keep) == len(names)
+        own = _class_label(dataset.features[label_column])
+        named = own is not None and own.names == names and len(keep) == len(names)
         columns = {image_column: "image"} | ({label_column: "label"} if named else {})
         images = dataset.select_columns(list(columns)).rename_columns({a: b for a, b in columns.items() if a != b})
         if images.features["image"] != Image():
@@ -91,6 +93,8 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict, list
     raw = {split: _checked(labels_of(dataset, column), split) for split, dataset in splits.items()}
     classes = _class_label(splits["train"].features[column])
     if classes is not None:
+        for split, dataset in splits.items():
+            raw[split] = _by_name(raw[split], _class_label(dataset.features[column]), classes.names, split)
         return raw, classes.names
     values = np.concatenate([_values(labels) for labels in raw.values()])
     if values.dtype.kind in "iu":
@@ -106,6 +110,24 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict, list
         ids = pc.index_in(pa.array(_values(labels).astype(str)), value_set=names).to_numpy().astype(np.int64)
         encoded[split] = LabelLists(ids, labels.offsets) if isinstance(labels, LabelLists) else ids
     return encoded, names.to_pylist()
+
+
+def _by_name(labels: np.ndarray | LabelLists, own: ClassLabel | None, names: list[str], split: str):
+    """Labels under a split's own class names as labels under the training split's; plain numbers are taken as ids."""
+    values = _values(labels)
+    hidden = len(values) > 0 and (values == -1).all()
+    if own is None or own.names == names or hidden:
+        return labels
+    id_of = {name: i for i, name in enumerate(names)}
+    new_id = np.array([id_of.get(name, -1) for name in own.names])
+    counts = label_counts(values, len(own.names))  # raises where a label has no name
+    strangers = [own.names[i] for i in np.flatnonzero((counts > 0) & (new_id < 0))]
+    if strangers:
+        raise ValueError(
+            f'the split "{split}" has images of {len(strangers)} classes that the training split does not name (such '
+            f"as {', '.join(strangers[:5])}): name the classes alike in both, or remove those images."
+        )
+    return LabelLists(new_id[values], labels.offsets) if isinstance(labels, LabelLists) else new_id[values]
 
 
 def _class_label(feature) -> ClassLabel | None:
@@ -155,10 +177,12 @@ def _described(features: Features) -> str:
 def standard_stream(dataset: IterableDataset, image_column: str | None, label_column: str | None) -> IterableDataset:
     """The same for a stream, whose labels must already have names: nothing is read to find them."""
     if dataset.features is None:
-        raise ValueError("the stream does not declare its columns: load it without streaming=True.")
+        raise ValueError("the stream does not declare its columns: load it without streaming.")
     image_column = image_column or find_image_column(dataset.features)
     label_column = label_column or find_label_column(dataset.features)
     if _class_label(dataset.features[label_column]) is None:
-        raise ValueError(f'column "{label_column}" of the stream has no class names: load it without streaming=True.')
+        raise ValueError(f'column "{label_column}" of the stream has no class names: load it without streaming.')
     renamed = {old: new for old, new in ((image_column, "image"), (label_column, "label")) if old != new}
-    return dataset.select_columns([image_column, label_column]).rename_columns(renamed)
+    # Renaming hands the rows through Python: decoded images would be encoded again, and a broken one end the stream.
+    encoded = dataset.select_columns([image_column, label_column]).cast_column(image_column, Image(decode=False))
+    return encoded.rename_columns(renamed).cast_column("image", Image())

@@ -20,6 +20,11 @@ class LabelLists:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def images(self) -> np.ndarray:
+        """Which image each of the values belongs to."""
+        return np.repeat(np.arange(len(self)), np.diff(self.offsets))
+
 
 def class_feature(dataset: Dataset) -> ClassLabel:
     """The names behind the labels, whether an image has one label or several."""
@@ -70,15 +75,19 @@ def _is_list(arrow_type: pa.DataType) -> bool:
 
 
 def class_counts(dataset: Dataset) -> np.ndarray:
-    """Images per class (int64). An image with several labels counts for each of them."""
+    """Images per class (int64). An image with several labels counts once for each of them."""
     return label_statistics(dataset)[0]
 
 
 def label_statistics(dataset: Dataset) -> tuple[np.ndarray, int]:
     """Images per class and the number of images: the prior of class j is counts[j] / number, also for multi-label."""
-    labels = labels_of(dataset)
+    labels, num_classes = labels_of(dataset), number_of_classes(dataset)
     values = labels.values if isinstance(labels, LabelLists) else labels
-    return label_counts(values, number_of_classes(dataset)).astype(np.int64), len(labels)
+    counts = label_counts(values, num_classes)
+    if isinstance(labels, LabelLists):  # two boxes of a car are one image with a car
+        pairs = np.unique(labels.images * num_classes + values)
+        counts = np.bincount(pairs % num_classes, minlength=num_classes)
+    return counts.astype(np.int64), len(labels)
 
 
 def multi_hot_of(labels: LabelLists, indices: Sequence[int], num_classes: int) -> np.ndarray:

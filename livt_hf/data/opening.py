@@ -1,15 +1,21 @@
 """Opening what holds images: named benchmarks, folders, parquet and arrow files, image lists, Hub data sets."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, load_dataset, load_from_disk
+from datasets.data_files import SPLIT_KEYWORDS
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.image_lists import ImageList, datasets_from_lists, find_lists, is_image_list, read_list
 from livt_hf.data.labels import labels_of, rows_of
+
+SPLIT_OF_WORD = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+# Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
+SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_OF_WORD)})(?![^\W\d_])")
 
 
 def open_benchmark(name: str, benchmark: Benchmark, source, lists, streaming: bool, on_broken: str) -> dict:
@@ -34,7 +40,7 @@ def open_benchmark(name: str, benchmark: Benchmark, source, lists, streaming: bo
             )
         return splits
     if streaming:
-        raise ValueError(f"{name} is picked by its lists, which a stream cannot do: load it without streaming=True.")
+        raise ValueError(f"{name} is picked by its lists, which a stream cannot do: load it without streaming.")
     candidates = [{split: read_list(path) for split, path in files.items()} for files in found]
     if source is not None:
         for candidate in candidates:  # two styles of paths are in use; the one that finds its first image is meant
@@ -137,14 +143,26 @@ def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:
         raise ValueError(
             f"{files['train'][0]} is no parquet or arrow file and no image list (.txt, .txt.gz, .txt.xz)."
         )
-    return dict(load_dataset(kind, data_files=files, streaming=streaming))
+    # One by one: loaded together, all splits get the class names of the first file.
+    return {
+        split: load_dataset(kind, data_files={split: own}, split=split, streaming=streaming)
+        for split, own in files.items()
+    }
 
 
 def _by_split(files: list[str], folder: Path) -> dict[str, list[str]]:
-    """Files by the split that their name below `folder` speaks of; those that name none are training data."""
+    """Files by the last word of their path below `folder` that names a split.
+
+    Where no file names the training split, those that name none are it.
+    """
     splits: dict[str, list[str]] = {}
+    unnamed = []
     for file in files:
-        name = str(Path(file).relative_to(folder)).lower()
-        split = "validation" if "val" in name else "test" if "test" in name else "train"
-        splits.setdefault(split, []).append(file)
-    return splits
+        words = SPLIT_WORD.findall(Path(file).relative_to(folder).as_posix().lower())
+        (splits.setdefault(SPLIT_OF_WORD[words[-1]], []) if words else unnamed).append(file)
+    if unnamed and "train" in splits:
+        raise ValueError(
+            f"{unnamed[0]} names no split, but {splits['train'][0]} does: put train, validation or test into its "
+            "name, or move it elsewhere."
+        )
+    return splits | ({"train": unnamed} if unnamed else {})

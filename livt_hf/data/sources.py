@@ -1,7 +1,9 @@
 """Benchmarks of the paper and the user's own images as a `DatasetDict` ready for both stages."""
 
 import logging
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from livt_hf.data.opening import open_benchmark
 from livt_hf.data.splits import (
     balanced_counts,
     exponential_counts,
+    largest_fitting,
     long_tail_indices,
     pareto_counts,
     stratified_split,
@@ -64,7 +67,7 @@ def load_long_tailed(
     imbalance_factor = benchmark.imbalance_factor if imbalance_factor is None else imbalance_factor
     images_per_class = benchmark.images_per_class if images_per_class is None else images_per_class
     if streaming and rule is not None:
-        raise ValueError(f'a stream cannot be thinned out by the rule "{rule}": load it without streaming=True.')
+        raise ValueError(f'a stream cannot be thinned out by the rule "{rule}": load it without streaming.')
 
     splits = open_benchmark(name, benchmark, source, lists, streaming, on_broken)
     label_column = label_column or (benchmark.label_column if _has_column(splits, benchmark.label_column) else None)
@@ -122,25 +125,41 @@ def _thinned(train: Dataset, rule, imbalance_factor, images_per_class, seed: int
             "a rule needs one label an image, but this data set has several: drop rule and imbalance_factor."
         )
     available = class_counts(train)
-    largest = int(available.max()) if images_per_class is None else images_per_class
     if not isinstance(rule, str):
         counts = np.asarray(rule, dtype=np.int64)
         if len(counts) != len(available):
             raise ValueError(f"rule gives {len(counts)} counts for {len(available)} classes: pass one for each class.")
     else:
-        if rule == "balanced":
-            smallest = int(available.min()) if images_per_class is None else images_per_class
-            by_size = balanced_counts(len(available), smallest)
-        elif rule in ("exponential", "pareto"):
-            if imbalance_factor is None:
-                raise ValueError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
-            make = exponential_counts if rule == "exponential" else pareto_counts
-            by_size = make(len(available), largest, imbalance_factor)
-        else:
-            raise ValueError(f'rule is "{rule}": pass "exponential", "pareto", "balanced" or a count for each class.')
-        counts = np.empty_like(by_size)
-        counts[np.argsort(-available, kind="stable")] = by_size  # equal classes keep the order of their labels
+        counts = _counts_by_rule(available, rule, imbalance_factor, images_per_class, cap)
     return train.select(long_tail_indices(labels_of(train), counts, seed, cap))
+
+
+def _counts_by_rule(available: np.ndarray, rule: str, imbalance_factor, images_per_class, cap: bool) -> np.ndarray:
+    """What a rule leaves of each class."""
+    if rule == "balanced":
+        count, gamma = int(available.min()), 1.0
+        make = partial(balanced_counts, len(available))
+    elif rule in ("exponential", "pareto"):
+        if imbalance_factor is None:
+            raise ValueError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
+        count, gamma = int(available.max()), imbalance_factor
+        by_name = {"exponential": exponential_counts, "pareto": pareto_counts}
+        make = partial(by_name[rule], len(available), imbalance_factor=imbalance_factor)
+    else:
+        raise ValueError(f'rule is "{rule}": pass "exponential", "pareto", "balanced" or a count for each class.')
+    count = count if images_per_class is None else images_per_class
+    counts = np.empty(len(available), dtype=np.int64)
+    counts[np.argsort(-available, kind="stable")] = make(count)  # equal classes keep the order of their labels
+    short = np.flatnonzero(counts > available)
+    if len(short) and not cap:
+        fitting = largest_fitting(make, available, math.ceil(gamma), count)
+        c = short[0]
+        raise ValueError(
+            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
+            + (f"pass --images_per_class {fitting} or less" if fitting else "pass a larger --imbalance_factor")
+            + " (or in Python cap=True, which takes all that such a class has)."
+        )
+    return counts
 
 
 def _refuse_empty_classes(train: Dataset) -> None:
@@ -149,5 +168,5 @@ def _refuse_empty_classes(train: Dataset) -> None:
         names = [class_feature(train).names[c] for c in empty[:5]]
         raise ValueError(
             f"{len(empty)} classes have no training image, so their prior is undefined (such as {', '.join(names)}): "
-            "pass drop_empty=True to remove them, or other counts."
+            "pass --drop_empty (in Python drop_empty=True) to remove them, or other counts."
         )

@@ -3,7 +3,7 @@
 Numpy only, and no Python loop over rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,6 +37,22 @@ def balanced_counts(num_classes: int, count: int) -> np.ndarray:
     """The same number of images for every class (ImageNet-BAL)."""
     _check_rule(num_classes, count, 1.0)
     return np.full(num_classes, count, dtype=np.int64)
+
+
+def largest_fitting(rule: Callable[[int], np.ndarray], available: np.ndarray, smallest: int, largest: int) -> int:
+    """The largest count from `smallest` to `largest` for which no class falls short of `rule(count)`; 0 if none is.
+
+    `rule` gives counts from the largest class to the smallest, none of which falls when its argument grows.
+    """
+    by_size = np.sort(available)[::-1]
+    best = 0
+    while smallest <= largest:
+        middle = (smallest + largest) // 2
+        if (rule(middle) <= by_size).all():
+            best, smallest = middle, middle + 1
+        else:
+            largest = middle - 1
+    return best
 
 
 def _check_rule(num_classes: int, max_count: int, imbalance_factor: float) -> None:
