@@ -3,7 +3,8 @@
     python recipes/tables.py            # rewrites them between their markers
     python recipes/tables.py --check    # fails where they are out of date
 
-`<!-- results cifar100-lt/losses -->` ... `<!-- /results -->` holds the sweeps it names, `<!-- results -->` all.
+A marker says what goes before its closing one: `<!-- results cifar100-lt/losses -->` the sweeps it names,
+`<!-- benchmark MGP input; BFT -->` the questions that begin so; without names all.
 """
 
 import json
@@ -20,9 +21,9 @@ RESULTS = HERE / "results"
 PAGES = (HERE.parent / "README.md", RESULTS / "README.md")
 
 
-def results_section(names: list[str], page: Path) -> str:
+def results_section(which: str, page: Path) -> str:
     """A table for each sweep: results/<dataset>/<sweep>.json, as recipes/sweep.py writes it."""
-    paths = [RESULTS / f"{name}.json" for name in names] or sorted(RESULTS.glob("*/*.json"))
+    paths = [RESULTS / f"{name}.json" for name in which.split()] or sorted(RESULTS.glob("*/*.json"))
     parts = []
     for path in paths:
         sweep = json.loads(path.read_text())
@@ -36,17 +37,18 @@ def results_section(names: list[str], page: Path) -> str:
     return "\n\n".join(parts)
 
 
-def benchmark_section(names: list[str], page: Path) -> str:
+def benchmark_section(which: str, page: Path) -> str:
     path = RESULTS / "benchmark.json"
+    wanted = tuple(question.strip() for question in which.split(";"))  # every question begins with ""
     rows = [
         {"question": row["question"], "peer": row["peer_name"], "ratio": f"{row['ratio']:.2f}"}
         for row in (json.loads(path.read_text()) if path.exists() else ())
-        if row["ratio"] is not None
+        if row["ratio"] is not None and row["question"].startswith(wanted)
     ]
     return markdown_table(rows).strip() if rows else ""
 
 
-def scale_section(names: list[str], page: Path) -> str:
+def scale_section(which: str, page: Path) -> str:
     path = RESULTS / "scale.json"
     return markdown_table(json.loads(path.read_text())["table"]).strip() if path.exists() else ""
 
@@ -56,7 +58,7 @@ SECTIONS = {"results": results_section, "benchmark": benchmark_section, "scale":
 
 def render(text: str, page: Path) -> str:
     def filled(match: re.Match) -> str:
-        section = SECTIONS[match["name"]](match["which"].split(), page)
+        section = SECTIONS[match["name"]](match["which"], page)
         return match["start"] + (section + "\n" if section else "") + match["end"]
 
     name = "|".join(SECTIONS)
