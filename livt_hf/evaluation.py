@@ -1,5 +1,6 @@
 """Running models over test images: classifiers under several decision rules, encoders by kNN and a linear probe."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,8 +24,10 @@ from .data.labels import class_feature, is_multi_label
 from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
 from .modeling_livit import LiViTForImageClassification
 from .modeling_pretraining import LiViTForPreTraining
-from .priors import as_prior, estimate_prior, read_prior
+from .priors import as_prior, estimate_prior, has_collapsed, read_prior
 from .runs import Run, newest_finished, runs_folder
+
+logger = logging.getLogger(__name__)
 
 # The options of a run that say which data it was trained on.
 _DATA_OPTIONS = [option.name for option in fields(DataArguments)]
@@ -204,11 +207,16 @@ def estimated_prior(
     model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, progress: bool = False
 ) -> Tensor:
     """The class prior of the loader's images by EM on the model's training posteriors, labels unseen. (C,)"""
-    posteriors = [
-        model.head.training_posterior(logits).exp().cpu()
-        for logits, _ in logits_of(model, loader, accelerator.device, progress)
-    ]
-    return estimate_prior(torch.cat(posteriors), model.head.prior.cpu())
+    batches = logits_of(model, loader, accelerator.device, progress)
+    posterior = torch.cat([model.head.training_posterior(logits).exp().cpu() for logits, _ in batches])
+    source = model.head.prior.cpu()
+    estimate = estimate_prior(posterior, source)
+    if has_collapsed(estimate, posterior, source):
+        logger.warning(
+            "the estimated prior has collapsed onto few classes, as it does where a model is surer than it is right: "
+            "do not serve under it; train longer, or measure the prior on some labelled images and pass --prior."
+        )
+    return estimate
 
 
 @dataclass

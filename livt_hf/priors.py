@@ -125,3 +125,18 @@ def estimate_prior(
             return updated
         estimate = updated
     return estimate
+
+
+def has_collapsed(estimate: Tensor, posterior: Tensor, source: Tensor) -> bool:
+    """Whether an estimate left less than half of the classes that EM's first step, from the uniform prior, still saw.
+
+    Classes are counted by the exponential of the entropy. Posteriors that are surer than they are right drive EM
+    further at every step; calibrated ones settle near the first.
+    """
+    likelihood = posterior.double() / source.to(posterior.double())
+    first = (likelihood / likelihood.sum(-1, keepdim=True)).mean(0)  # (C,)
+    return _effective_classes(estimate) < _effective_classes(first) / 2
+
+
+def _effective_classes(prior: Tensor) -> float:
+    return torch.special.entr(prior.double()).sum().exp().item()

@@ -8,7 +8,7 @@ import torch
 from livt_hf import LiViTConfig
 from livt_hf.head import LongTailHead
 from livt_hf.losses import LOSSES
-from livt_hf.priors import as_prior, class_prior, estimate_prior, log_odds, shift_prior
+from livt_hf.priors import as_prior, class_prior, estimate_prior, has_collapsed, log_odds, shift_prior
 
 CLASSES = 10
 COUNTS = [round(5000 * 100 ** (-i / (CLASSES - 1))) for i in range(CLASSES)]  # imbalance factor 100
@@ -138,6 +138,16 @@ def test_em_returns_the_training_prior_where_nothing_shifted():
     log_density, _ = gaussian_classes(PI)
     posterior = (log_density + PI.log()).softmax(-1)
     assert (estimate_prior(posterior, PI) - PI).abs().sum() < 0.05
+
+
+@pytest.mark.parametrize("truth", SERVING)
+def test_an_estimate_from_calibrated_posteriors_has_not_collapsed_and_one_from_a_weak_biased_model_has(truth):
+    log_density, _ = gaussian_classes(SERVING[truth])
+    calibrated = (log_density + PI.log()).softmax(-1)
+    assert not has_collapsed(estimate_prior(calibrated, PI), calibrated, PI)
+    # Sees little of the image and likes some classes better than they deserve: each step of EM likes them more.
+    weak = (0.1 * log_density + torch.linspace(0, 0.5, CLASSES) + PI.log()).softmax(-1)
+    assert has_collapsed(estimate_prior(weak, PI), weak, PI)
 
 
 def test_em_refuses_nan_and_empty_posteriors():
