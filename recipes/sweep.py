@@ -91,7 +91,7 @@ def main():
     said = {"title": sweep.title, "budget": budget(results, pretrainings), "command": command(), "rows": rows}
     (report / "sweep.json").write_text(json.dumps(said, indent=2) + "\n")
     (report / "table.md").write_text(table + "\n")
-    sweep_plot(rows, report / "plot.png", sweep.axis, title=f"{sweep.title} ({arguments.dataset})")
+    sweep_plot(rows, report / "plot.png", sweep.axis, title=f"{sweep.title} ({name})")
     print(f"{sweep.title} on {arguments.dataset}, percent\n\n{table}\n\nPlot: {report / 'plot.png'}")
 
 
