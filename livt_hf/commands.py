@@ -12,15 +12,15 @@ import numpy as np
 from datasets import Dataset, DatasetDict, disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
-from .arguments import DataArguments, FinetuneArguments, TrainingArguments
-from .configuration_livit import PRESETS
-from .data import load_long_tailed
-from .data.benchmarks import BENCHMARKS
-from .data.loading import StoredImages
-from .hub import publish
-from .metrics import group_sizes
-from .runs import Run
-from .training import Interrupted
+from livt_hf.configuration_livit import PRESETS
+from livt_hf.data import load_long_tailed
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.loading import StoredImages
+from livt_hf.hub import publish
+from livt_hf.metrics import group_sizes
+from livt_hf.runs import Run
+from livt_hf.settings import DataArguments, FinetuneArguments, TrainingArguments
+from livt_hf.training.loop import Interrupted
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75

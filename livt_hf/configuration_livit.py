@@ -3,10 +3,11 @@
 import math
 from typing import Literal, get_args
 
-from transformers import PreTrainedConfig, ViTMAEConfig
+from transformers import PreTrainedConfig
 
-from .losses import LOSSES
-from .priors import as_prior
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.losses import LOSSES
+from livt_hf.long_tail.priors import as_prior
 
 # The encoders; intermediate layers are four times the width, as in every ViT of the paper.
 PRESETS: dict[str, dict[str, int]] = {
@@ -17,26 +18,17 @@ PRESETS: dict[str, dict[str, int]] = {
     "large": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, image_size=224, patch_size=16),
 }
 _SIZES = (*PRESETS["base"], "intermediate_size", "num_channels")
-_MICRO_DECODER = dict(decoder_hidden_size=96, decoder_num_hidden_layers=2, decoder_num_attention_heads=4)
-_MAE_DECODER = dict(decoder_hidden_size=512, decoder_num_hidden_layers=8, decoder_num_attention_heads=16)
 
 
 def encoder_preset(size: str) -> dict[str, int]:
     if size not in PRESETS:
-        raise ValueError(f"model size {size!r} is not known; choose one of {', '.join(PRESETS)}.")
+        raise LiVTError(f"model size {size!r} is not known; choose one of {', '.join(PRESETS)}.")
     return PRESETS[size] | {"intermediate_size": 4 * PRESETS[size]["hidden_size"]}
-
-
-def pretraining_config(size: str = "base", **overrides) -> ViTMAEConfig:
-    """A `ViTMAEConfig` with what MAE used and stock defaults miss: eps 1e-6 and per-patch normalised pixels."""
-    decoder = _MICRO_DECODER if size == "micro" else _MAE_DECODER
-    decoder = decoder | {"decoder_intermediate_size": 4 * decoder["decoder_hidden_size"]}
-    return ViTMAEConfig(**(encoder_preset(size) | decoder | dict(layer_norm_eps=1e-6, norm_pix_loss=True) | overrides))
 
 
 def _whole(count) -> int:
     if count != int(count):
-        raise ValueError(f"class_counts holds {count}; counts of images are whole numbers.")
+        raise LiVTError(f"class_counts holds {count}; counts of images are whole numbers.")
     return int(count)
 
 
@@ -95,7 +87,7 @@ class LiViTConfig(PreTrainedConfig):
         if self.test_prior is not None and not isinstance(self.test_prior, str):
             self.test_prior = [float(value) for value in self.test_prior]
         if self.id2label is not None and kwargs.get("num_labels", len(self.id2label)) != len(self.id2label):
-            raise ValueError(f"id2label names {len(self.id2label)} labels and num_labels is {kwargs['num_labels']}.")
+            raise LiVTError(f"id2label names {len(self.id2label)} labels and num_labels is {kwargs['num_labels']}.")
         super().__post_init__(**kwargs)
         self._check_sizes()
         self._check_head()
@@ -127,81 +119,81 @@ class LiViTConfig(PreTrainedConfig):
     def _check_sizes(self):
         for name in _SIZES:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+                raise LiVTError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.image_size % self.patch_size:
-            raise ValueError(
+            raise LiVTError(
                 f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}; "
                 f"{self.image_size // self.patch_size * self.patch_size or self.patch_size} would be."
             )
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads.")
+            raise LiVTError(f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads.")
         if not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"drop_path_rate {self.drop_path_rate} must be at least 0 and below 1.")
+            raise LiVTError(f"drop_path_rate {self.drop_path_rate} must be at least 0 and below 1.")
 
     def _check_head(self):
         if self.loss not in LOSSES:
-            raise ValueError(
+            raise LiVTError(
                 f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
                 "or import the module that registers it."
             )
         for name in ("pooling", "bias", "head_start"):
             choices = get_args(LiViTConfig.__annotations__[name])
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not known; choose one of {', '.join(choices)}.")
+                raise LiVTError(f"{name} {getattr(self, name)!r} is not known; choose one of {', '.join(choices)}.")
         if self.num_labels < 2:
-            raise ValueError(f"num_labels is {self.num_labels}; a classifier needs at least two classes.")
+            raise LiVTError(f"num_labels is {self.num_labels}; a classifier needs at least two classes.")
         if not (math.isfinite(self.tau) and self.tau >= 0):
-            raise ValueError(f"tau {self.tau} must be a finite number, 0 (no bias) or more.")
+            raise LiVTError(f"tau {self.tau} must be a finite number, 0 (no bias) or more.")
         spec = LOSSES[self.loss]
         if self.multi_label and self.bias == "ce":
-            raise ValueError("bias='ce' compares the classes of one image; multi-label data needs bias='bce'.")
+            raise LiVTError("bias='ce' compares the classes of one image; multi-label data needs bias='bce'.")
         if self.multi_label and spec.activation == "softmax":
-            raise ValueError(f"loss {self.loss!r} picks one class an image; multi-label data needs a sigmoid loss.")
+            raise LiVTError(f"loss {self.loss!r} picks one class an image; multi-label data needs a sigmoid loss.")
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing {self.label_smoothing} must be at least 0 and below 1.")
+            raise LiVTError(f"label_smoothing {self.label_smoothing} must be at least 0 and below 1.")
         if self.label_smoothing and (self.multi_label or not spec.soft_labels):
             what = "multi-label targets" if self.multi_label else f"loss {self.loss!r}, which wants hard labels"
-            raise ValueError(f"label_smoothing {self.label_smoothing} cannot be used with {what}; set it to 0.")
+            raise LiVTError(f"label_smoothing {self.label_smoothing} cannot be used with {what}; set it to 0.")
         if self.nt_lambda <= 0:
-            raise ValueError(f"nt_lambda {self.nt_lambda} must be positive; 1 is plain BCE.")
+            raise LiVTError(f"nt_lambda {self.nt_lambda} must be positive; 1 is plain BCE.")
         if not 0 < self.cb_beta < 1:
-            raise ValueError(f"cb_beta {self.cb_beta} must lie between 0 and 1.")
+            raise LiVTError(f"cb_beta {self.cb_beta} must lie between 0 and 1.")
         if self.multi_label and self.test_prior == "uniform":
-            raise ValueError(
+            raise LiVTError(
                 "test_prior='uniform' has no meaning with several labels an image; "
                 "pass test_prior=None or one prior a class."
             )
         if self.test_prior is not None:
             prior = as_prior(self.test_prior, self.num_labels, multi_label=self.multi_label, what="test_prior")
             if (prior <= 0).any() or (prior >= 1).any():
-                raise ValueError("test_prior must lie strictly between 0 and 1 in every class; its log-odds are used.")
+                raise LiVTError("test_prior must lie strictly between 0 and 1 in every class; its log-odds are used.")
         if self.class_counts is not None:
             self._check_counts()
 
     def _check_counts(self):
         counts = self.class_counts
         if len(counts) != self.num_labels:
-            raise ValueError(f"class_counts has {len(counts)} entries for {self.num_labels} labels; give one a class.")
+            raise LiVTError(f"class_counts has {len(counts)} entries for {self.num_labels} labels; give one a class.")
         empty = [label for label, count in enumerate(counts) if count <= 0]
         if empty:
             listed = str(empty[:10])[:-1] + (", ...]" if len(empty) > 10 else "]")
-            raise ValueError(
+            raise LiVTError(
                 f"classes {listed} have no training image, so their prior is undefined; "
                 "drop them or pass class_counts."
             )
         if self.multi_label:
             if self.num_train_images is None:
-                raise ValueError("multi-label priors are n_j / num_train_images; pass num_train_images.")
+                raise LiVTError("multi-label priors are n_j / num_train_images; pass num_train_images.")
             if max(counts) >= self.num_train_images:
                 label = counts.index(max(counts))
-                raise ValueError(
+                raise LiVTError(
                     f"class {label} has {counts[label]} of {self.num_train_images} images: a label that every "
                     "image has cannot be learned; drop it or correct num_train_images."
                 )
         elif self.num_train_images is None:
             self.num_train_images = sum(counts)
         elif self.num_train_images != sum(counts):
-            raise ValueError(
+            raise LiVTError(
                 f"num_train_images is {self.num_train_images} but class_counts sum to {sum(counts)}; leave it out."
             )
 

@@ -15,9 +15,10 @@ from timm.models import VisionTransformer, save_for_hf
 from torch import Tensor
 from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassification, PreTrainedModel, ViTMAEConfig
 
-from .configuration_livit import PRESETS, LiViTConfig, pretraining_config
-from .modeling_livit import LiViTForImageClassification
-from .modeling_pretraining import LiViTForPreTraining
+from livt_hf.configuration_livit import PRESETS, LiViTConfig
+from livt_hf.errors import LiVTError
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 
 INAT18_CLASSES = 8142
 # Our names into those of timm, which the authors (and MAE) use, applied one after the other.
@@ -61,14 +62,14 @@ def from_official(
     pretraining = "decoder_embed.weight" in official
     needed |= {"decoder_pos_embed", "decoder_blocks.0.mlp.fc1.weight"} if pretraining else {"head.weight", "head.bias"}
     if needed - official.keys():
-        raise ValueError(
+        raise LiVTError(
             f"{path} lacks {_listed(needed - official.keys())}; pass a checkpoint of the authors' pretraining "
             "(with decoder) or fine-tuning (with head)."
         )
     config_class = ViTMAEConfig if pretraining else LiViTConfig
     strange = config.keys() - {field.name for field in fields(config_class)}
     if strange:
-        raise ValueError(f"{_listed(strange)} is no field of {config_class.__name__}; check the spelling.")
+        raise LiVTError(f"{_listed(strange)} is no field of {config_class.__name__}; check the spelling.")
     sizes = _sizes(official, path, known=config.keys())
     if pretraining:
         official = {name: tensor for name, tensor in official.items() if not name.startswith("head.")}
@@ -92,7 +93,7 @@ def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
     shared = {field.name for field in fields(BeitConfig)} - {"architectures", "transformers_version", "dtype"}
     ours = {field.name for field in fields(LiViTConfig)} - {field.name for field in fields(BeitConfig)}
     if not model.config.qkv_bias:
-        raise ValueError("BEiT always has query and value biases; a model with qkv_bias=False has no BEiT form.")
+        raise LiVTError("BEiT always has query and value biases; a model with qkv_bias=False has no BEiT form.")
     config = BeitConfig(
         **{name: value for name, value in values.items() if name in shared},
         use_absolute_position_embeddings=True,
@@ -115,9 +116,9 @@ def to_timm(model: LiViTForImageClassification) -> VisionTransformer:
     """timm's `VisionTransformer` with equal logits at the model's own resolution."""
     config = model.config
     if config.hidden_act != "gelu":
-        raise ValueError(f"hidden_act is {config.hidden_act!r}; timm's ViT form is written for 'gelu' only.")
+        raise LiVTError(f"hidden_act is {config.hidden_act!r}; timm's ViT form is written for 'gelu' only.")
     if config.layer_norm_eps != 1e-6:
-        raise ValueError(
+        raise LiVTError(
             f"layer_norm_eps is {config.layer_norm_eps}, which timm's config cannot say: it is always 1e-06; "
             "load the model with layer_norm_eps=1e-6 to accept slightly other logits."
         )
@@ -149,18 +150,18 @@ def save_timm(model: LiViTForImageClassification, folder: str | Path, processor:
 def _read_official(path: Path) -> dict[str, Tensor]:
     """The tensors under `model`. Only tensors, plain values and the authors' `argparse.Namespace` are unpickled."""
     if not zipfile.is_zipfile(path):  # also of a truncated file, whose directory was at its end
-        raise ValueError(f"{path} is not a complete PyTorch checkpoint (missing, cut off or another kind of file).")
+        raise LiVTError(f"{path} is not a complete PyTorch checkpoint (missing, cut off or another kind of file).")
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
             code = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if code:
-                raise ValueError(f"{path} asks for {_listed(code)}, which could run code; it was not opened.")
+                raise LiVTError(f"{path} asks for {_listed(code)}, which could run code; it was not opened.")
             content = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
-            raise ValueError(f"{path} is damaged; copy or download it again.") from error
+            raise LiVTError(f"{path} is damaged; copy or download it again.") from error
     official = content.get("model") if isinstance(content, dict) else None
     if not isinstance(official, dict) or not all(isinstance(tensor, Tensor) for tensor in official.values()):
-        raise ValueError(f"{path} holds no tensors under the key 'model', where the authors' code saves them.")
+        raise LiVTError(f"{path} holds no tensors under the key 'model', where the authors' code saves them.")
     return official
 
 
@@ -169,9 +170,9 @@ def _sizes(official: dict[str, Tensor], path, known) -> dict[str, int]:
     patches = official["pos_embed"].shape[1] - 1
     grid = math.isqrt(patches)
     if grid**2 != patches:
-        raise ValueError(f"{path} has positions for {patches} patches, which is no square grid.")
+        raise LiVTError(f"{path} has positions for {patches} patches, which is no square grid.")
     if width % 64 and "num_attention_heads" not in known:
-        raise ValueError(f"{path} is {width} wide, which does not divide into heads of 64; pass num_attention_heads.")
+        raise LiVTError(f"{path} is {width} wide, which does not divide into heads of 64; pass num_attention_heads.")
     return dict(
         hidden_size=width,
         num_hidden_layers=_depth(official, "blocks."),
@@ -210,7 +211,7 @@ def _head_config(official, sizes, class_counts, id2label, keep_class_order, conf
             id2label = {row: str(category) for row, category in enumerate(categories)}
     if id2label is not None:
         if set(id2label) != set(range(classes)):
-            raise ValueError(f"id2label names {len(id2label)} classes; give one name for each of 0 to {classes - 1}.")
+            raise LiVTError(f"id2label names {len(id2label)} classes; give one name for each of 0 to {classes - 1}.")
         config |= dict(id2label=dict(id2label), label2id={name: label for label, name in id2label.items()})
     else:
         config |= dict(num_labels=classes)
@@ -225,7 +226,7 @@ def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) 
     sources = {name: _timm_name(name) for name in expected}
     missing, unknown = set(sources.values()) - official.keys(), official.keys() - set(sources.values())
     if missing or unknown:
-        raise ValueError(
+        raise LiVTError(
             f"{path} is not a ViT of the authors: it lacks {_listed(missing)}, unknown: {_listed(unknown)}."
         )
     state = {}
@@ -234,9 +235,7 @@ def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) 
         state[name] = official[source].chunk(3)[part[0]] if part else official[source]
         if state[name].shape != expected[name].shape:
             found, wanted = tuple(state[name].shape), tuple(expected[name].shape)
-            raise ValueError(
-                f"{source} in {path} makes a {name} of shape {found}; its other tensors ask for {wanted}."
-            )
+            raise LiVTError(f"{source} in {path} makes a {name} of shape {found}; its other tensors ask for {wanted}.")
     return state
 
 
@@ -272,7 +271,7 @@ def _timm_arguments(config: LiViTConfig) -> dict:
 
 def _timm_preprocessing(processor: BaseImageProcessor) -> dict:
     if processor.do_resize and not (processor.do_center_crop and processor.size.shortest_edge):
-        raise ValueError("timm's form needs an image processor that resizes the shorter side and crops the centre.")
+        raise LiVTError("timm's form needs an image processor that resizes the shorter side and crops the centre.")
     crop = processor.crop_size.height
     edge = processor.size.shortest_edge if processor.do_resize else crop
     crop_pct = crop / edge

@@ -12,20 +12,21 @@ from datasets import Dataset, DatasetDict
 from safetensors.torch import load_model, save_model
 from transformers import BaseImageProcessor, ViTImageProcessor
 
-from .arguments import DataArguments, FinetuneArguments, words_of
-from .checkpoints import STATE, checkpoints
-from .commands import counts_summary, image_size, is_native, local_places, size_name
-from .configuration_livit import LiViTConfig
-from .data import label_statistics, normalization
-from .data.labels import class_feature, is_multi_label
-from .data.loading import eval_loader
-from .data.transforms import FinetuneAugmentation, eval_processor
-from .evaluation import evaluate_classifier, evaluate_multi_label
-from .losses import LOSSES
-from .modeling_livit import LiViTForImageClassification
-from .priors import read_prior
-from .runs import Run, newest_finished, provenance, runs_folder
-from .training import Loop
+from livt_hf.commands import counts_summary, image_size, is_native, local_places, size_name
+from livt_hf.configuration_livit import LiViTConfig
+from livt_hf.data import label_statistics, normalization
+from livt_hf.data.labels import class_feature, is_multi_label
+from livt_hf.data.loading import eval_loader
+from livt_hf.data.transforms import FinetuneAugmentation, eval_processor
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
+from livt_hf.long_tail.losses import LOSSES
+from livt_hf.long_tail.priors import read_prior
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.runs import Run, newest_finished, provenance, runs_folder
+from livt_hf.settings import DataArguments, FinetuneArguments, words_of
+from livt_hf.training.checkpoints import STATE, checkpoints
+from livt_hf.training.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def inherited_options(argv: list[str]) -> list[str]:
     named = words[words.index("--pretrained") + 1] if "--pretrained" in words[:-1] else None
     run = newest_finished("pretrain") if named is None else Run(Path(named))
     if run is None:
-        raise ValueError(f"there is no finished pretraining under {runs_folder()}; {_WITHOUT_PRETRAINING}")
+        raise LiVTError(f"there is no finished pretraining under {runs_folder()}; {_WITHOUT_PRETRAINING}")
     if not run.finished:
         return []
     names = [field.name for field in dataclasses.fields(DataArguments)] + ["model_size"]
@@ -69,7 +70,7 @@ def resolve_pretrained(arguments: FinetuneArguments) -> None:
     run = newest_finished("pretrain", **same)
     if run is None:
         wanted = ", ".join(f"{name} {value}" for name, value in same.items() if value is not None)
-        raise ValueError(
+        raise LiVTError(
             f"there is no finished pretraining with {wanted} under {runs_folder()}; {_WITHOUT_PRETRAINING}"
         )
     arguments.pretrained = str(run.folder)
@@ -78,14 +79,14 @@ def resolve_pretrained(arguments: FinetuneArguments) -> None:
 def check_options(arguments: FinetuneArguments, data: DatasetDict) -> None:
     """What cannot work is refused before anything is written."""
     if arguments.loss not in LOSSES:
-        raise ValueError(
+        raise LiVTError(
             f"loss {arguments.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
             "or import the module that registers it."
         )
     if not LOSSES[arguments.loss].soft_labels and (arguments.mixup or arguments.cutmix):
-        raise ValueError(f"loss {arguments.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
+        raise LiVTError(f"loss {arguments.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
     if arguments.select == "best" and "validation" not in data:
-        raise ValueError(
+        raise LiVTError(
             f"--select best needs a validation split, which {arguments.dataset} does not have; the test split is "
             "never used to select. Use --select last."
         )
@@ -97,7 +98,7 @@ def build_classifier(arguments: FinetuneArguments, train: Dataset) -> LiViTForIm
     empty = np.flatnonzero(counts == 0)
     if len(empty):
         names = [class_feature(train).names[label] for label in empty[:10]]
-        raise ValueError(f"classes {names} have no training image, so their prior is undefined; leave them out.")
+        raise LiVTError(f"classes {names} have no training image, so their prior is undefined; leave them out.")
     head = {
         "loss": arguments.loss,
         "tau": arguments.tau,
@@ -127,9 +128,9 @@ def build_classifier(arguments: FinetuneArguments, train: Dataset) -> LiViTForIm
     model = LiViTForImageClassification.from_pretrained(arguments.pretrained, **encoder, **head)
     found = size_name(model.config)
     if found != arguments.model_size:
-        raise ValueError(f"{arguments.pretrained} is of size {found}; pass --model_size {found}.")
+        raise LiVTError(f"{arguments.pretrained} is of size {found}; pass --model_size {found}.")
     if arguments.patch_size not in (None, model.config.patch_size):
-        raise ValueError(f"{arguments.pretrained} has patches of {model.config.patch_size}; leave --patch_size out.")
+        raise LiVTError(f"{arguments.pretrained} has patches of {model.config.patch_size}; leave --patch_size out.")
     return model
 
 

@@ -17,9 +17,10 @@ from transformers.models.vit.modeling_vit import ViTEmbeddings, ViTLayer, ViTPre
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .configuration_livit import LiViTConfig
-from .head import LongTailHead
-from .priors import Prior
+from livt_hf.configuration_livit import LiViTConfig
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.priors import Prior
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,7 @@ class LiViTPreTrainedModel(ViTPreTrainedModel):
         labels). A `.bin` file is read only with `use_safetensors=False`, and then with `weights_only`.
         """
         if kwargs.get("weights_only") is False:
-            raise ValueError(
-                "weights_only=False would let the checkpoint run code; convert it to safetensors instead."
-            )
+            raise LiVTError("weights_only=False would let the checkpoint run code; convert it to safetensors instead.")
         kwargs.setdefault("use_safetensors", True)
         if config is not None:  # not a field, so the copy made of the config would lose it
             kwargs.setdefault("attn_implementation", config._attn_implementation)
@@ -70,17 +69,17 @@ class LiViTPreTrainedModel(ViTPreTrainedModel):
             with _without_load_report():
                 model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            raise ValueError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
+            raise LiVTError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
         if info["mismatched_keys"]:
             key, stored, wanted = min(info["mismatched_keys"])
-            raise ValueError(
+            raise LiVTError(
                 f"{path} has other sizes: {key} is {tuple(stored)} in the file and {tuple(wanted)} in the model asked "
                 "for; of a checkpoint's sizes only image_size can be changed."
             )
         missing = {key for key in info["missing_keys"] if not (beit and key.endswith("k_proj.bias"))}
         unknown = [key for key in info["unexpected_keys"] if not key.removeprefix("vit.").startswith(_NOT_ENCODER)]
         if missing != new or unknown:
-            raise ValueError(
+            raise LiVTError(
                 f"{path} is not a ViT encoder of these sizes: it lacks {_shorten(missing - new)} and has unknown "
                 f"{_shorten(unknown)}; pass a LiViT, ViT or ViTMAE checkpoint."
             )
@@ -197,7 +196,7 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
             model = result[0] if isinstance(result, tuple) else result
         else:
             if kwargs.pop("output_loading_info", False):
-                raise ValueError("output_loading_info is for a classifier loaded whole; this one gets a new head.")
+                raise LiVTError("output_loading_info is for a classifier loaded whole; this one gets a new head.")
             if target.class_counts is None and _labels_of(target.to_dict()) == _labels_of({}):
                 logger.warning(
                     "%s has no classifier, so this one has two untrained classes; pass class_counts, id2label or "
@@ -251,10 +250,10 @@ def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConf
     values = base if isinstance(base, dict) else base.to_dict()
     kind = values.get("model_type")
     if kind not in _ENCODER_TYPES:
-        raise ValueError(f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}.")
+        raise LiVTError(f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}.")
     if kind == "beit":
         if "livit" not in values:
-            raise ValueError(f"{path} is a BEiT that was not exported by livt_hf; its attention is not a plain ViT's.")
+            raise LiVTError(f"{path} is a BEiT that was not exported by livt_hf; its attention is not a plain ViT's.")
         values = values | values["livit"]
     known = {field.name for field in fields(LiViTConfig)} - {"architectures", "transformers_version", "dtype"}
     values = {name: value for name, value in values.items() if name in known}
@@ -292,13 +291,13 @@ def _labels_of(config: dict) -> list[str]:
 
 def _check_pixels(pixel_values: Tensor, config: LiViTConfig) -> None:
     if pixel_values.ndim != 4 or pixel_values.shape[1] != config.num_channels:
-        raise ValueError(
+        raise LiVTError(
             f"pixel_values have shape {tuple(pixel_values.shape)}; "
             f"expected (batch, {config.num_channels}, height, width)."
         )
     height, width = pixel_values.shape[2:]
     if height % config.patch_size or width % config.patch_size:
-        raise ValueError(
+        raise LiVTError(
             f"images of {height}x{width} pixels do not divide into patches of {config.patch_size}; "
             "resize or crop them."
         )

@@ -10,11 +10,11 @@ from datasets import Dataset, DatasetDict, Image, IterableDataset, IterableDatas
 from torch import Tensor
 from transformers import BaseImageProcessor
 
-from .data.broken import find_broken, without_broken
-from .data.decoding import WAY_OUT, BrokenImageError
-from .data.loading import eval_loader
-from .modeling_pretraining import LiViTForPreTraining
-from .randomness import keyed_uniform, purpose_seed
+from livt_hf.data.broken import find_broken, without_broken
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError
+from livt_hf.data.loading import eval_loader
+from livt_hf.modeling_livit_mae import LiViTForPreTraining
+from livt_hf.randomness import keyed_uniform, purpose_seed
 
 
 def mask_noise(seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tensor:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import yaml
 
-from .arguments import parse, save_yaml
-from .version import __version__
+from livt_hf.errors import LiVTError
+from livt_hf.settings import parse, save_yaml
+from livt_hf.version import __version__
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
 # Options that may change when a run goes on: they touch neither the data nor the mathematics. `source` and `lists` are
@@ -119,8 +120,8 @@ def _next_number(group: Path) -> Run:
             number += 1
 
 
-def _holds_another(folder: Path) -> ValueError:
-    return ValueError(
+def _holds_another(folder: Path) -> LiVTError:
+    return LiVTError(
         f"{folder} holds another run; pass --resume {shlex.quote(str(folder))} to go on, or a new --output_dir."
     )
 
@@ -130,9 +131,7 @@ def unfinished_run(arguments) -> Run | None:
     if arguments.resume != "auto":
         run = Run(Path(arguments.resume))
         if not (run.folder / ARGUMENTS).exists():
-            raise ValueError(
-                f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in."
-            )
+            raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
         return run
     if arguments.output_dir is not None:
         run = Run(Path(arguments.output_dir))
@@ -147,7 +146,7 @@ def parse_training(cls, argv: list[str] | None = None, configs: Path | None = No
     if run is not None:
         arguments = parse(cls, argv, underneath=run.folder / ARGUMENTS)
     if arguments.push_to_hub and not arguments.hub_model_id:
-        raise ValueError("--push_to_hub needs --hub_model_id organisation/name.")
+        raise LiVTError("--push_to_hub needs --hub_model_id organisation/name.")
     return arguments
 
 
@@ -163,7 +162,7 @@ def check_same_settings(run: Run, arguments) -> None:
         if name not in _FREE and saved[name] != value
     ]
     if differing:
-        raise ValueError(
+        raise LiVTError(
             f"{run.folder} was started with other settings: {'; '.join(differing)}. "
             "Leave them as they were, or start a new run."
         )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from livt_hf.devices import available_cores
 from livt_hf.reports import markdown_table
+from livt_hf.training.machine import available_cores
 
 # Subcommand: module and function.
 BENCHMARKS = {

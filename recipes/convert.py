@@ -17,7 +17,7 @@ from livt_hf.commands import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit
 from livt_hf.data import normalization
 from livt_hf.data.transforms import eval_processor
-from livt_hf.evaluation import load_checkpoint_and_processor
+from livt_hf.evaluation.running import load_checkpoint_and_processor
 
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 

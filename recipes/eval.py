@@ -17,13 +17,11 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from livt_hf import LiViTForPreTraining
-from livt_hf.arguments import EvalArguments, parse
 from livt_hf.commands import accuracy_line, load_data, percent, run_command
 from livt_hf.data import class_counts
 from livt_hf.data.labels import class_feature
 from livt_hf.data.loading import eval_loader
-from livt_hf.devices import check_processes, use_all_cores
-from livt_hf.evaluation import (
+from livt_hf.evaluation.running import (
     check_data,
     check_options,
     encoder_features,
@@ -38,8 +36,10 @@ from livt_hf.evaluation import (
     serving_prior,
 )
 from livt_hf.metrics import long_tail_metrics
-from livt_hf.reporting import choose_folder, write_report
+from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.runs import provenance
+from livt_hf.settings import EvalArguments, parse
+from livt_hf.training.machine import check_processes, use_all_cores
 
 
 def main():

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from livt_hf.arguments import FinetuneArguments
 from livt_hf.commands import accuracy_line, launch_line, load_data, publish_if_asked, resume_message, run_command
 from livt_hf.data import class_counts
 from livt_hf.data.labels import number_of_classes
@@ -31,7 +30,8 @@ from livt_hf.finetuning import (
     serving_processor,
 )
 from livt_hf.runs import parse_training
-from livt_hf.training import Interrupted, Loop, finish_run, make_accelerator, open_run
+from livt_hf.settings import FinetuneArguments
+from livt_hf.training.loop import Interrupted, Loop, finish_run, make_accelerator, open_run
 
 CONFIGS = Path(__file__).parent / "configs"
 

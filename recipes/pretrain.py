@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from livt_hf import LiViTForPreTraining, pretraining_config
-from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
 from livt_hf.commands import (
     counts_summary,
     image_size,
@@ -32,7 +31,8 @@ from livt_hf.data.transforms import DeviceTransform, PretrainAugmentation, eval_
 from livt_hf.pretraining import held_out_images, mask_noise, reconstruction_loss, reconstruction_rows
 from livt_hf.reports import reconstruction_sheet
 from livt_hf.runs import parse_training, provenance
-from livt_hf.training import Interrupted, Loop, finish_run, make_accelerator, open_run
+from livt_hf.settings import FinetuneArguments, PretrainArguments, parse
+from livt_hf.training.loop import Interrupted, Loop, finish_run, make_accelerator, open_run
 
 CONFIGS = Path(__file__).parent / "configs"
 

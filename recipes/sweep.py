@@ -16,14 +16,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from livt_hf.recipes.paper.sweeps import SWEEPS, Variant, load_results, paper_row, summarise, table_rows
 from tqdm.auto import tqdm
 
-from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
 from livt_hf.commands import run_command
-from livt_hf.devices import available_cores
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, runs_folder
-from livt_hf.sweeps import SWEEPS, Variant, load_results, paper_row, summarise, table_rows
+from livt_hf.settings import FinetuneArguments, PretrainArguments, parse
+from livt_hf.training.machine import available_cores
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"

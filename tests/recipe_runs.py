@@ -24,7 +24,9 @@ TINY = "--model_size micro --image_size 8 --batch_size 16 --epochs 3 --warmup_ep
 DEADLINE = 120
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["livt_hf.training", "livt_hf.finetuning", "livt_hf.pretraining", "livt_hf.reports"])
+_context.set_forkserver_preload(
+    ["livt_hf.training.loop", "livt_hf.finetuning", "livt_hf.pretraining", "livt_hf.reports"]
+)
 
 
 def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: int = 11) -> Path:
@@ -155,7 +157,7 @@ def kill_at(function: str, place: str, call: int) -> None:
 
 def slow_saving(seconds: float) -> None:
     """Spend time in the middle of every save, with some files written and others not."""
-    import livt_hf.checkpoints as checkpoints
+    import livt_hf.training.checkpoints as checkpoints
 
     original = checkpoints.save_model
 

@@ -10,10 +10,10 @@ import yaml
 from datasets import ClassLabel, Dataset, Features
 
 from livt_hf import LiViTForPreTraining, pretraining_config
-from livt_hf.arguments import EvalArguments, FinetuneArguments, PretrainArguments, parse, save_yaml, words_of
 from livt_hf.commands import resume_message
 from livt_hf.finetuning import build_classifier, inherited_options, resolve_pretrained
 from livt_hf.runs import Run, check_same_settings, new_run, parse_training, unfinished_run
+from livt_hf.settings import EvalArguments, FinetuneArguments, PretrainArguments, parse, save_yaml, words_of
 
 
 @pytest.fixture

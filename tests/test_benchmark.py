@@ -17,7 +17,7 @@ ROW = {"question", "ours", "peer", "peer_name", "ratio", "unit"}
 def benchmark(monkeypatch, tmp_path, capsys):
     """recipes/benchmark.py --quick in this process on one core; returns its rows and what it printed."""
     monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setattr("livt_hf.devices.available_cores", lambda: 1)
+    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 1)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS has none
 
     def run(question: str) -> tuple[list[dict], str]:

@@ -9,11 +9,11 @@ import yaml
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 
-from livt_hf.arguments import FinetuneArguments
 from livt_hf.commands import local_places
 from livt_hf.hub import eval_result_files, model_card
 from livt_hf.hub.converted import converted_card, converted_names
-from livt_hf.paper import paper_result, paper_table
+from livt_hf.hub.paper import paper_result, paper_table
+from livt_hf.settings import FinetuneArguments
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 METRICS = {"accuracy": 0.421, "top5": 0.7, "many": 0.612, "medium": 0.408, "few": None, "mean_class_accuracy": 0.42}

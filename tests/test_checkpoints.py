@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from livt_hf.checkpoints import (
+from livt_hf.runs import Run
+from livt_hf.training.checkpoints import (
     CheckpointError,
     checkpoints,
     independent_of_processes,
     load_checkpoint,
     save_checkpoint,
 )
-from livt_hf.runs import Run
 
 
 class Trained:

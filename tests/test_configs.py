@@ -13,12 +13,13 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
-from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
-from livt_hf.configuration_livit import PRESETS, pretraining_config
-from livt_hf.losses import LOSSES
-from livt_hf.optim import scaled_lr
-from livt_hf.paper import paper_table
+from livt_hf.configuration_livit import PRESETS
+from livt_hf.modeling_livit_mae import pretraining_config
+from livt_hf.hub.paper import paper_table
+from livt_hf.long_tail.losses import LOSSES
 from livt_hf.runs import Run
+from livt_hf.settings import FinetuneArguments, PretrainArguments, parse
+from livt_hf.training.optim import scaled_lr
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"

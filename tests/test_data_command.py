@@ -1,12 +1,12 @@
 import dataclasses
 
 import pytest
+from livt_hf.data.__main__ import main, sample, table
 from PIL import Image
 
-from livt_hf.arguments import DataArguments
-from livt_hf.data.__main__ import main, sample, table
 from livt_hf.data.glyphs import glyphs
 from livt_hf.data.labels import class_counts
+from livt_hf.settings import DataArguments
 
 
 def test_the_command_prints_the_table_and_writes_two_pictures(tmp_path, capsys):

@@ -18,8 +18,8 @@ from transformers import ViTConfig, ViTForImageClassification
 from livt_hf import LiViTForImageClassification
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
-from livt_hf.evaluation import inherited_eval_options
-from livt_hf.priors import read_prior
+from livt_hf.evaluation.running import inherited_eval_options
+from livt_hf.long_tail.priors import read_prior
 
 CLASSES = 4
 PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
@@ -150,7 +150,9 @@ def test_what_a_config_file_says_of_an_evaluation_counts_as_said(workplace, tmp_
 
 
 def test_an_existing_report_folder_is_refused_before_the_model_is_read(workplace, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("livt_hf.evaluation.load_checkpoint_and_processor", lambda path: pytest.fail("was read"))
+    monkeypatch.setattr(
+        "livt_hf.evaluation.running.load_checkpoint_and_processor", lambda path: pytest.fail("was read")
+    )
     sentence = refused("--model", workplace.finetuned, report=tmp_path)
     assert sentence == f"error: the report folder {tmp_path} exists; pass another --report."
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from livt_hf import LiViTConfig
 from livt_hf.data import exponential_counts
-from livt_hf.evaluation import Features, estimated_prior, evaluate_classifier, knn_scores, linear_probe_scores
+from livt_hf.evaluation.running import Features, estimated_prior, evaluate_classifier, knn_scores, linear_probe_scores
+from livt_hf.long_tail.priors import estimate_prior
 from livt_hf.modeling_livit import LongTailHead
-from livt_hf.priors import estimate_prior
 
 CLASSES = 10
 COUNTS = exponential_counts(CLASSES, 14_000, 100).tolist()  # 34,741 points

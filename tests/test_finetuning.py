@@ -10,11 +10,11 @@ from hub_server import hub_server
 from PIL import Image as Pictures
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.arguments import FinetuneArguments, parse
 from livt_hf.data import eval_processor, normalization
 from livt_hf.finetuning import BestWeights, build_classifier, measure, serving_processor
 from livt_hf.runs import Run
-from livt_hf.training import Progress
+from livt_hf.settings import FinetuneArguments, parse
+from livt_hf.training.loop import Progress
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ import sys
 from datasets import ClassLabel, Dataset, Features, Image
 from huggingface_hub import HfApi
 from PIL import Image as Pictures
-from livt_hf.arguments import FinetuneArguments, parse
+from livt_hf.settings import FinetuneArguments, parse
 from livt_hf.finetuning import serving_processor
 
 HfApi().create_repo("org/mgp")

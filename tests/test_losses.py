@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig
-from livt_hf.head import LongTailHead
-from livt_hf.losses import (
+from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.losses import (
     LOSSES,
     balanced_bce_bias,
     balanced_ce_bias,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
-from livt_hf.optim import WarmupCosine, layer_decay_groups, scaled_lr, warmup_cosine
+from livt_hf.training.optim import WarmupCosine, layer_decay_groups, scaled_lr, warmup_cosine
 
 
 @pytest.fixture

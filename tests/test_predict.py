@@ -13,7 +13,7 @@ from transformers import BeitConfig, BeitForImageClassification, ViTMAEConfig, p
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
-from livt_hf.predict import Predictor, find_images, main, read_prior
+from livt_hf.evaluation.prediction import Predictor, find_images, main, read_prior
 
 NAMES = ["cat", "dog", "newt"]
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -168,7 +168,7 @@ def test_a_thousand_files_with_broken_ones_from_the_command_line(livit, pictures
     good, broken = (pictures / "0.jpg").read_bytes(), {17, 500, 999}
     for i in range(1000):
         (tmp_path / f"{i:04}.jpg").write_bytes(good[:700] if i in broken else good)
-    command = [sys.executable, "-m", "livt_hf.predict", livit, tmp_path, "--format", "jsonl"]
+    command = [sys.executable, "-m", "livt_hf.evaluation.prediction", livit, tmp_path, "--format", "jsonl"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     )

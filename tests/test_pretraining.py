@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments, ViTMAEForPreTraining, ViTMAEModel
 
 from livt_hf import LiViTForPreTraining, pretraining_config
-from livt_hf.modeling_pretraining import sin_cos_positions
+from livt_hf.modeling_livit_mae import sin_cos_positions
 from livt_hf.pretraining import held_out_images, reconstruction_loss
 
 PATCHES = 16

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig
-from livt_hf.head import LongTailHead
-from livt_hf.losses import LOSSES
-from livt_hf.priors import as_prior, class_prior, estimate_prior, has_collapsed, log_odds, shift_prior
+from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.losses import LOSSES
+from livt_hf.long_tail.priors import as_prior, class_prior, estimate_prior, has_collapsed, log_odds, shift_prior
 
 CLASSES = 10
 COUNTS = [round(5000 * 100 ** (-i / (CLASSES - 1))) for i in range(CLASSES)]  # imbalance factor 100

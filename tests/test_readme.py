@@ -8,18 +8,18 @@ import shlex
 import sys
 from pathlib import Path
 
+import livt_hf.data.__main__ as data_command
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 from recipe_runs import RECIPES
 
-import livt_hf.data.__main__ as data_command
-import livt_hf.predict as predict_command
+import livt_hf.evaluation.prediction as predict_command
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.arguments import EvalArguments, FinetuneArguments, PretrainArguments, parse
 from livt_hf.data import eval_processor
-from livt_hf.losses import LOSSES
+from livt_hf.long_tail.losses import LOSSES
+from livt_hf.settings import EvalArguments, FinetuneArguments, PretrainArguments, parse
 
 ROOT = RECIPES.parent
 README = (ROOT / "README.md").read_text()
@@ -27,7 +27,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
 INLINE = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", PROSE)]
 DATACLASSES = {"pretrain.py": PretrainArguments, "finetune.py": FinetuneArguments, "eval.py": EvalArguments}
-MODULES = {"livt_hf.predict": predict_command.main, "livt_hf.data": data_command.main}
+MODULES = {"livt_hf.evaluation.prediction": predict_command.main, "livt_hf.data": data_command.main}
 # What commands in the text stand for something with.
 STAND_INS = {"IMAGE...": "picture.png", "QUESTION": "data", "RANK": "0"}
 
@@ -112,7 +112,10 @@ def test_every_option_the_readme_mentions_exists(parses):
         parses(recipe("benchmark.py"), ["data"]),
         parses(recipe("scale.py"), []),
     ]
-    parsers += [parses(MODULES["livt_hf.predict"], ["MODEL", "IMAGE"]), parses(MODULES["livt_hf.data"], ["NAME"])]
+    parsers += [
+        parses(MODULES["livt_hf.evaluation.prediction"], ["MODEL", "IMAGE"]),
+        parses(MODULES["livt_hf.data"], ["NAME"]),
+    ]
     known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     known |= {f"--{name}" for cls in DATACLASSES.values() for name in cls.__dataclass_fields__} | {"--config"}
     mentioned = {word for code in INLINE for word in code.split() if word.startswith("--")}

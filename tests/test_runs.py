@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import livt_hf.runs
-from livt_hf.arguments import PretrainArguments
-from livt_hf.devices import available_cores
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run, provenance
+from livt_hf.settings import PretrainArguments
+from livt_hf.training.machine import available_cores
 
 
 @pytest.fixture

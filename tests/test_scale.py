@@ -7,7 +7,7 @@ import sys
 import pytest
 from recipe_runs import RECIPES
 
-from livt_hf.arguments import FinetuneArguments, PretrainArguments
+from livt_hf.settings import FinetuneArguments, PretrainArguments
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from recipe_runs import RECIPES, TINY, make_pictures
 
-from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse, save_yaml
-from livt_hf.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
+from livt_hf.settings import FinetuneArguments, PretrainArguments, parse, save_yaml
 
 CONFIGS = RECIPES / "configs"
 

@@ -17,11 +17,10 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, LoggerType
 from torch import nn
 
-from livt_hf.arguments import PretrainArguments
-from livt_hf.checkpoints import CheckpointError, checkpoints
-from livt_hf.devices import available_cores, choose_precision, cpu_computes_bf16
-from livt_hf.stopping import StopOnSignal
-from livt_hf.training import Interrupted, Loop, make_accelerator, open_run
+from livt_hf.settings import PretrainArguments
+from livt_hf.training.checkpoints import CheckpointError, checkpoints
+from livt_hf.training.loop import Interrupted, Loop, make_accelerator, open_run
+from livt_hf.training.machine import StopOnSignal, available_cores, choose_precision, cpu_computes_bf16
 
 PER_EPOCH = 4
 
@@ -366,7 +365,7 @@ def test_tensorboard_writes_into_the_run_folder(tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("livt_hf.training.get_available_trackers", lambda: [])
+    monkeypatch.setattr("livt_hf.training.loop.get_available_trackers", lambda: [])
     with pytest.raises(ValueError, match="the tracker 'wandb' is not installed"):
         make_accelerator(settings(tmp_path / "run", trackers="wandb"))
 
@@ -415,8 +414,8 @@ def test_a_launched_process_takes_all_cores(tmp_path):
     script = tmp_path / "threads.py"
     script.write_text(
         "import torch\n"
-        "from livt_hf.arguments import PretrainArguments\n"
-        "from livt_hf.training import make_accelerator\n"
+        "from livt_hf.settings import PretrainArguments\n"
+        "from livt_hf.training.loop import make_accelerator\n"
         "before = torch.get_num_threads()\n"
         "make_accelerator(PretrainArguments())\n"
         "print('threads', before, torch.get_num_threads())\n"

@@ -7,6 +7,7 @@ from datasets import Dataset, Image
 from tqdm.auto import tqdm
 
 from livt_hf.data.decoding import WAY_OUT, BrokenImageError, read_image
+from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
 def without_broken(dataset: Dataset, on_broken: str) -> Dataset:
     """For "skip" the images that can be decoded; for "error" all: a broken one stops the run when it is met."""
     if on_broken not in ("error", "skip"):
-        raise ValueError(f'on_broken is "{on_broken}": pass "error" or "skip".')
+        raise LiVTError(f'on_broken is "{on_broken}": pass "error" or "skip".')
     if on_broken == "error":
         return dataset
     broken = find_broken(dataset)

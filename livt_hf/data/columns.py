@@ -19,6 +19,7 @@ from datasets import (
 
 from livt_hf.data.labels import LabelLists, labels_of
 from livt_hf.data.splits import label_counts
+from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def standard_columns(
     label_column = label_column or find_label_column(train.features)
     for name, column in (("image_column", image_column), ("label_column", label_column)):
         if column not in train.features:
-            raise ValueError(f'there is no {name} "{column}"; the columns are {_described(train.features)}.')
+            raise LiVTError(f'there is no {name} "{column}"; the columns are {_described(train.features)}.')
     labels, names = _encoded_labels(splits, label_column)
     keep = np.arange(len(names))
     if drop_empty:
@@ -74,7 +75,7 @@ def _with_labels(images: Dataset, labels, names: list[str], keep: np.ndarray) ->
     feature = ClassLabel(names=[names[i] for i in keep])
     if isinstance(labels, LabelLists):
         if len(keep) < len(names):
-            raise ValueError("drop_empty is for one label an image: remove the empty names from the data set instead.")
+            raise LiVTError("drop_empty is for one label an image: remove the empty names from the data set instead.")
         column = pa.ListArray.from_arrays(labels.offsets.astype(np.int32), labels.values)
         feature, rows = List(feature), None
     else:
@@ -100,7 +101,7 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict, list
     if values.dtype.kind in "iu":
         return raw, [str(i) for i in range(int(values.max()) + 1)]
     if values.dtype.kind not in "OUSb":
-        raise ValueError(
+        raise LiVTError(
             f'column "{column}" holds {values.dtype}, not classes; the columns are '
             f"{_described(splits['train'].features)}."
         )
@@ -123,7 +124,7 @@ def _by_name(labels: np.ndarray | LabelLists, own: ClassLabel | None, names: lis
     counts = label_counts(values, len(own.names))  # raises where a label has no name
     strangers = [own.names[i] for i in np.flatnonzero((counts > 0) & (new_id < 0))]
     if strangers:
-        raise ValueError(
+        raise LiVTError(
             f'the split "{split}" has images of {len(strangers)} classes that the training split does not name (such '
             f"as {', '.join(strangers[:5])}): name the classes alike in both, or remove those images."
         )
@@ -143,7 +144,7 @@ def _checked(labels: np.ndarray | LabelLists, split: str):
     values = _values(labels)
     empty = np.equal(values, None) if values.dtype.kind == "O" else values != values  # NaN: an empty integer
     if empty.any():
-        raise ValueError(f'row {int(np.argmax(empty))} of the split "{split}" has no label: remove such rows.')
+        raise LiVTError(f'row {int(np.argmax(empty))} of the split "{split}" has no label: remove such rows.')
     return labels
 
 
@@ -153,7 +154,7 @@ def find_image_column(features: Features) -> str:
     if len(images) != 1:
         images = [name for name in IMAGE_NAMES if name in (images or features)]
     if not images:
-        raise ValueError(f"found no image column; name it with image_column, the columns are {_described(features)}.")
+        raise LiVTError(f"found no image column; name it with image_column, the columns are {_described(features)}.")
     return images[0]
 
 
@@ -162,7 +163,7 @@ def find_label_column(features: Features) -> str:
     named = [name for name in LABEL_NAMES if name in features]
     classes = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     if not named and len(classes) != 1:
-        raise ValueError(
+        raise LiVTError(
             f"found no label column among {_described(features)}: name it with label_column; an image folder "
             "needs one subfolder a class."
         )
@@ -177,11 +178,11 @@ def _described(features: Features) -> str:
 def standard_stream(dataset: IterableDataset, image_column: str | None, label_column: str | None) -> IterableDataset:
     """The same for a stream, whose labels must already have names: nothing is read to find them."""
     if dataset.features is None:
-        raise ValueError("the stream does not declare its columns: load it without streaming.")
+        raise LiVTError("the stream does not declare its columns: load it without streaming.")
     image_column = image_column or find_image_column(dataset.features)
     label_column = label_column or find_label_column(dataset.features)
     if _class_label(dataset.features[label_column]) is None:
-        raise ValueError(f'column "{label_column}" of the stream has no class names: load it without streaming.')
+        raise LiVTError(f'column "{label_column}" of the stream has no class names: load it without streaming.')
     renamed = {old: new for old, new in ((image_column, "image"), (label_column, "label")) if old != new}
     # Renaming hands the rows through Python: decoded images would be encoded again, and a broken one end the stream.
     encoded = dataset.select_columns([image_column, label_column]).cast_column(image_column, Image(decode=False))

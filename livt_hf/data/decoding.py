@@ -15,6 +15,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_jpeg
 from transformers.image_transforms import convert_to_rgb
 
+from livt_hf.errors import LiVTError
+
 # What Pillow raises on damaged files, depending on the format: OSError also covers files that are missing, truncated
 # or of unknown format, SyntaxError is its word for a broken PNG, RuntimeError for a broken AVIF.
 DAMAGED = (
@@ -26,7 +28,7 @@ DAMAGED = (
 WAY_OUT = ". Repair or remove it, or leave such images out with --on_broken skip (in Python on_broken='skip')."
 
 
-class BrokenImageError(ValueError):
+class BrokenImageError(LiVTError):
     """An image that cannot be read; the message says which one and why."""
 
 
@@ -45,7 +47,7 @@ def read_image(image: Mapping, index: int) -> torch.Tensor:
 
 def _read_file(path: str | None) -> bytes:
     if path is None:
-        raise ValueError("it has neither bytes nor a path")
+        raise LiVTError("it has neither bytes nor a path")
     if "://" in path:
         with fsspec.open(path, "rb") as file:
             return file.read()
@@ -75,14 +77,14 @@ def _by_pillow(data: bytes) -> torch.Tensor:
     try:
         opened = Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:  # Pillow's words name a buffer in memory
-        raise ValueError("its format is not known; it may be no picture at all") from error
+        raise LiVTError("its format is not known; it may be no picture at all") from error
     with opened as image:
         image.load()
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
     elif image.mode == "F":
-        raise ValueError("it holds floating-point values, whose range is unknown; convert it to 8 bits")
+        raise LiVTError("it holds floating-point values, whose range is unknown; convert it to 8 bits")
     opaque = image.mode == "RGB" and "transparency" not in image.info
     pixels = np.array(image) if opaque else convert_to_rgb(image, return_numpy=True)
     return torch.from_numpy(pixels).permute(2, 0, 1)

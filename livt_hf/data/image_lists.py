@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Dataset, DatasetInfo, Features, Image, NamedSplit
 
+from livt_hf.errors import LiVTError
+
 LIST_NAME = re.compile(r"(?P<prefix>.*?)_?(?P<split>train|val|test)\.txt(\.gz|\.xz)?$")
 SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
@@ -47,20 +49,20 @@ def read_list(path: Path) -> ImageList:
         with openers.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             lines = file.read().splitlines()
     except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise ValueError(f"{path} cannot be read as an image list: {error}.") from error
+        raise LiVTError(f"{path} cannot be read as an image list: {error}.") from error
     paths, labels = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         name, _, label = line.rstrip().rpartition(" ")
         if not name or not label.isdecimal() or len(label) > 7:
-            raise ValueError(f"{path}, line {number}: {line!r} is not `path label` with a label 0, 1, 2 and so on.")
+            raise LiVTError(f"{path}, line {number}: {line!r} is not `path label` with a label 0, 1, 2 and so on.")
         if name[0] in "/\\" or ".." in name and ".." in re.split(r"[/\\]", name) or ":" in name[:2]:
-            raise ValueError(f"{path}, line {number}: {name!r} leads out of the image folder; paths must stay inside.")
+            raise LiVTError(f"{path}, line {number}: {name!r} leads out of the image folder; paths must stay inside.")
         paths.append(name)
         labels.append(label)
     if not paths:
-        raise ValueError(f"{path} is empty: an image list has `path label` on every line.")
+        raise LiVTError(f"{path} is empty: an image list has `path label` on every line.")
     return ImageList(path, paths, np.array(labels, dtype=np.int64))
 
 
@@ -89,7 +91,7 @@ def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing
     for split, images in lists.items():
         missing = missing_files(images, root)
         if len(missing) and not skip_missing:
-            raise ValueError(
+            raise LiVTError(
                 f"{len(missing)} of the {len(images.paths)} files of {images.file} are not below {root}, the first is "
                 f'{images.paths[missing[0]]}: pass the right folder as source, or on_broken="skip" to leave them out.'
             )

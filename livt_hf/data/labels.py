@@ -8,6 +8,7 @@ import pyarrow as pa
 from datasets import ClassLabel, Dataset, IterableDataset
 
 from livt_hf.data.splits import label_counts
+from livt_hf.errors import LiVTError
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def labels_of(dataset: Dataset, column: str = "label") -> np.ndarray | LabelList
     takes seconds for a million rows.
     """
     if isinstance(dataset, IterableDataset):
-        raise ValueError("a stream cannot be counted without reading it all: pass class_counts.")
+        raise LiVTError("a stream cannot be counted without reading it all: pass class_counts.")
     values, rows = dataset.data.column(column), rows_of(dataset)
     if not _is_list(values.type):
         values = values.to_numpy()

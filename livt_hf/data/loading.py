@@ -17,6 +17,7 @@ from livt_hf.data.decoding import read_image
 from livt_hf.data.labels import labels_of, multi_hot_of, number_of_classes
 from livt_hf.data.streaming import StreamLoader
 from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation
+from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed, purpose_seed
 
 Augmentation = PretrainAugmentation | FinetuneAugmentation
@@ -48,7 +49,7 @@ def train_loader(
     if batch_size % per_step:
         lower = batch_size // per_step * per_step
         near = " or ".join(str(b) for b in (lower, lower + per_step) if b > 0)
-        raise ValueError(
+        raise LiVTError(
             f"batch_size {batch_size} is no multiple of {world_size} processes x {accumulation} accumulation steps: "
             f"use {near}."
         )
@@ -77,7 +78,7 @@ class TrainLoader:
         self.num_images = len(dataset)
         if batch_size > self.num_images:
             usable = self.num_images // (world_size * accumulation) * (world_size * accumulation)
-            raise ValueError(
+            raise LiVTError(
                 f"batch_size is {batch_size}, but there are {self.num_images} images only: "
                 + (f"use at most {usable}." if usable else "lower the accumulation or the number of processes too.")
             )
@@ -153,7 +154,7 @@ class StoredImages:
 
     def __init__(self, dataset: Dataset):
         if len(dataset) == 0:
-            raise ValueError("the data set has no image: check the split, the labels or the rule that made it.")
+            raise LiVTError("the data set has no image: check the split, the labels or the rule that made it.")
         self._rows = dataset.select_columns(["image"]).cast_column("image", Image(decode=False)).with_format(None)
         self.num_classes = number_of_classes(dataset)
         self._labels = labels_of(dataset)

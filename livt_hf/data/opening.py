@@ -12,6 +12,7 @@ from datasets.data_files import SPLIT_KEYWORDS
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.image_lists import ImageList, datasets_from_lists, find_lists, is_image_list, read_list
 from livt_hf.data.labels import labels_of, rows_of
+from livt_hf.errors import LiVTError
 
 SPLIT_OF_WORD = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 # Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
@@ -28,19 +29,19 @@ def open_benchmark(name: str, benchmark: Benchmark, source, lists, streaming: bo
     found = [f for prefix in benchmark.lists if folder.is_dir() and (f := find_lists(folder, prefix)) and "train" in f]
     if not found:
         if source is None or lists is not None:
-            raise ValueError(
+            raise LiVTError(
                 f"{name} needs its list {benchmark.lists[0]}_train.txt, which is not in {folder}: it is usually found "
                 f"in {benchmark.lists_from}; pass its folder as lists and the images as source."
             )
         splits = _open(str(source), None, streaming, on_broken, hint=name)
         if not streaming and len(splits["train"]) != benchmark.train_images:
-            raise ValueError(
+            raise LiVTError(
                 f"{source} has {len(splits['train'])} training images, but {name} has {benchmark.train_images}: pass "
                 f"the folder of its lists ({benchmark.lists[0]}_train.txt) as lists."
             )
         return splits
     if streaming:
-        raise ValueError(f"{name} is picked by its lists, which a stream cannot do: load it without streaming.")
+        raise LiVTError(f"{name} is picked by its lists, which a stream cannot do: load it without streaming.")
     candidates = [{split: read_list(path) for split, path in files.items()} for files in found]
     if source is not None:
         for candidate in candidates:  # two styles of paths are in use; the one that finds its first image is meant
@@ -48,7 +49,7 @@ def open_benchmark(name: str, benchmark: Benchmark, source, lists, streaming: bo
                 return datasets_from_lists(candidate, Path(source).expanduser(), on_broken == "skip")
     if benchmark.hub is None:
         train = candidates[0]["train"]
-        raise ValueError(f"{train.paths[0]} of {train.file} is not below {source}: pass the images' folder as source.")
+        raise LiVTError(f"{train.paths[0]} of {train.file} is not below {source}: pass the images' folder as source.")
     images = _open(str(source or benchmark.hub), None, False, on_broken, hint=name)
     return _joined(images, candidates[0])
 
@@ -64,14 +65,14 @@ def _joined(images: dict[str, Dataset], lists: dict[str, ImageList]) -> dict[str
         rows = pc.index_in(_stems(pa.array(wanted.paths)), value_set=_stems(stored).combine_chunks())
         if rows.null_count:
             first = wanted.paths[int(np.argmax(rows.is_null()))]
-            raise ValueError(
+            raise LiVTError(
                 f"{rows.null_count} of {len(rows)} images of {wanted.file} are not in the data set, the first is "
                 f"{first}: is it ILSVRC 2012?"
             )
         part = published.select(rows.to_numpy())
         differ = np.flatnonzero(labels_of(part) != wanted.labels)
         if len(differ):
-            raise ValueError(
+            raise LiVTError(
                 f"{wanted.file} and the data set disagree on the class of {wanted.paths[differ[0]]}: "
                 f"{wanted.labels[differ[0]]} and {labels_of(part)[differ[0]]}."
             )
@@ -94,25 +95,25 @@ def _open(where: str, root, streaming: bool, on_broken: str, hint: str) -> dict:
         )
         return {"train": splits["train"].to_iterable_dataset(num_shards=64)} if streaming else splits
     if root is not None:
-        raise ValueError(f"source is for benchmarks and image lists, but {where} is neither: drop it.")
+        raise LiVTError(f"source is for benchmarks and image lists, but {where} is neither: drop it.")
     if path.is_file():
         splits = _load(path.suffix[1:], {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, on_broken)
     elif where.startswith((".", "/", "~")) or where.count("/") > 1:
-        raise ValueError(f"{where} does not exist: pass an image folder, a parquet or arrow file, a list or a Hub id.")
+        raise LiVTError(f"{where} does not exist: pass an image folder, a parquet or arrow file, a list or a Hub id.")
     else:
         repository, _, config = where.partition(":")
         try:
             splits = load_dataset(repository, config or None, streaming=streaming)
         except (ConnectionError, FileNotFoundError) as error:
-            raise ValueError(
+            raise LiVTError(
                 f"{repository} cannot be had from the Hub ({error}): without internet or access rights, pass a local "
                 f'copy, as in load_long_tailed("{hint}", source="FOLDER").'
             ) from error
     if "train" not in splits:
         if len(splits) != 1:
-            raise ValueError(f"{where} has no split called train, but {', '.join(splits)}: rename one.")
+            raise LiVTError(f"{where} has no split called train, but {', '.join(splits)}: rename one.")
         splits = {"train": next(iter(splits.values()))}
     aliases = {"val": "validation", "valid": "validation", "dev": "validation"}
     splits = {aliases.get(split, split): dataset for split, dataset in splits.items()}
@@ -135,14 +136,12 @@ def _open_folder(path: Path, streaming: bool, on_broken: str) -> dict:
     try:
         return dict(load_dataset("imagefolder", data_dir=str(path), streaming=streaming))
     except FileNotFoundError as error:
-        raise ValueError(f"{path} holds no images, parquet or arrow files or lists: check the folder.") from error
+        raise LiVTError(f"{path} holds no images, parquet or arrow files or lists: check the folder.") from error
 
 
 def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:
     if kind not in ("parquet", "arrow"):
-        raise ValueError(
-            f"{files['train'][0]} is no parquet or arrow file and no image list (.txt, .txt.gz, .txt.xz)."
-        )
+        raise LiVTError(f"{files['train'][0]} is no parquet or arrow file and no image list (.txt, .txt.gz, .txt.xz).")
     # One by one: loaded together, all splits get the class names of the first file.
     return {
         split: load_dataset(kind, data_files={split: own}, split=split, streaming=streaming)
@@ -161,7 +160,7 @@ def _by_split(files: list[str], folder: Path) -> dict[str, list[str]]:
         words = SPLIT_WORD.findall(Path(file).relative_to(folder).as_posix().lower())
         (splits.setdefault(SPLIT_OF_WORD[words[-1]], []) if words else unnamed).append(file)
     if unnamed and "train" in splits:
-        raise ValueError(
+        raise LiVTError(
             f"{unnamed[0]} names no split, but {splits['train'][0]} does: put train, validation or test into its "
             "name, or move it elsewhere."
         )

@@ -23,6 +23,7 @@ from livt_hf.data.splits import (
     pareto_counts,
     stratified_split,
 )
+from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def load_long_tailed(
     imbalance_factor = benchmark.imbalance_factor if imbalance_factor is None else imbalance_factor
     images_per_class = benchmark.images_per_class if images_per_class is None else images_per_class
     if streaming and rule is not None:
-        raise ValueError(f'a stream cannot be thinned out by the rule "{rule}": load it without streaming.')
+        raise LiVTError(f'a stream cannot be thinned out by the rule "{rule}": load it without streaming.')
 
     splits = open_benchmark(name, benchmark, source, lists, streaming, on_broken)
     label_column = label_column or (benchmark.label_column if _has_column(splits, benchmark.label_column) else None)
@@ -87,7 +88,7 @@ def load_long_tailed(
 
 def _glyphs(imbalance_factor, seed, rule, images_per_class, source, streaming) -> DatasetDict:
     if rule not in (None, "exponential") or source is not None or streaming:
-        raise ValueError("glyphs are made by the exponential rule, without source or streaming: drop those options.")
+        raise LiVTError("glyphs are made by the exponential rule, without source or streaming: drop those options.")
     options = {"imbalance_factor": imbalance_factor, "max_count": images_per_class}
     return glyphs.glyphs(seed=seed, **{key: value for key, value in options.items() if value is not None})
 
@@ -121,14 +122,14 @@ def _carved_test(train: Dataset, test_fraction: float, seed: int) -> dict[str, D
 def _thinned(train: Dataset, rule, imbalance_factor, images_per_class, seed: int, cap: bool) -> Dataset:
     """Pick the training images that a rule asks for."""
     if is_multi_label(train):
-        raise ValueError(
+        raise LiVTError(
             "a rule needs one label an image, but this data set has several: drop rule and imbalance_factor."
         )
     available = class_counts(train)
     if not isinstance(rule, str):
         counts = np.asarray(rule, dtype=np.int64)
         if len(counts) != len(available):
-            raise ValueError(f"rule gives {len(counts)} counts for {len(available)} classes: pass one for each class.")
+            raise LiVTError(f"rule gives {len(counts)} counts for {len(available)} classes: pass one for each class.")
     else:
         counts = _counts_by_rule(available, rule, imbalance_factor, images_per_class, cap)
     return train.select(long_tail_indices(labels_of(train), counts, seed, cap))
@@ -141,12 +142,12 @@ def _counts_by_rule(available: np.ndarray, rule: str, imbalance_factor, images_p
         make = partial(balanced_counts, len(available))
     elif rule in ("exponential", "pareto"):
         if imbalance_factor is None:
-            raise ValueError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
+            raise LiVTError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
         count, gamma = int(available.max()), imbalance_factor
         by_name = {"exponential": exponential_counts, "pareto": pareto_counts}
         make = partial(by_name[rule], len(available), imbalance_factor=imbalance_factor)
     else:
-        raise ValueError(f'rule is "{rule}": pass "exponential", "pareto", "balanced" or a count for each class.')
+        raise LiVTError(f'rule is "{rule}": pass "exponential", "pareto", "balanced" or a count for each class.')
     count = count if images_per_class is None else images_per_class
     counts = np.empty(len(available), dtype=np.int64)
     counts[np.argsort(-available, kind="stable")] = make(count)  # equal classes keep the order of their labels
@@ -154,7 +155,7 @@ def _counts_by_rule(available: np.ndarray, rule: str, imbalance_factor, images_p
     if len(short) and not cap:
         fitting = largest_fitting(make, available, math.ceil(gamma), count)
         c = short[0]
-        raise ValueError(
+        raise LiVTError(
             f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
             + (f"pass --images_per_class {fitting} or less" if fitting else "pass a larger --imbalance_factor")
             + " (or in Python cap=True, which takes all that such a class has)."
@@ -166,7 +167,7 @@ def _refuse_empty_classes(train: Dataset) -> None:
     empty = np.flatnonzero(class_counts(train) == 0)
     if len(empty):
         names = [class_feature(train).names[c] for c in empty[:5]]
-        raise ValueError(
+        raise LiVTError(
             f"{len(empty)} classes have no training image, so their prior is undefined (such as {', '.join(names)}): "
             "pass --drop_empty (in Python drop_empty=True) to remove them, or other counts."
         )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from livt_hf.errors import LiVTError
+
 
 def exponential_counts(num_classes: int, max_count: int, imbalance_factor: float) -> np.ndarray:
     """The CIFAR-LT rule: class i of C keeps int(max_count * gamma^(-i / (C - 1))) images."""
@@ -23,7 +25,7 @@ def pareto_counts(num_classes: int, max_count: int, imbalance_factor: float, alp
     """
     _check_rule(num_classes, max_count, imbalance_factor)
     if alpha <= 0:
-        raise ValueError(f"alpha is {alpha}, but a Pareto distribution needs a positive power, such as 6.")
+        raise LiVTError(f"alpha is {alpha}, but a Pareto distribution needs a positive power, such as 6.")
     survival = (np.arange(num_classes) + 0.5) / num_classes
     quantile = survival ** (-1 / alpha)
     spread = max(quantile[0] - quantile[-1], np.finfo(float).tiny)
@@ -57,13 +59,13 @@ def largest_fitting(rule: Callable[[int], np.ndarray], available: np.ndarray, sm
 
 def _check_rule(num_classes: int, max_count: int, imbalance_factor: float) -> None:
     if num_classes < 1:
-        raise ValueError(f"num_classes is {num_classes}, but a split needs at least one class.")
+        raise LiVTError(f"num_classes is {num_classes}, but a split needs at least one class.")
     if imbalance_factor < 1:
-        raise ValueError(
+        raise LiVTError(
             f"imbalance_factor is {imbalance_factor}, but it is largest / smallest class: pass 1 or more, such as 100."
         )
     if max_count / imbalance_factor < 1 - 1e-9:
-        raise ValueError(
+        raise LiVTError(
             f"imbalance_factor {imbalance_factor} leaves the smallest class without an image when the largest has "
             f"{max_count}: pass an imbalance_factor of at most {max_count}."
         )
@@ -82,7 +84,7 @@ def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, 
     short = np.flatnonzero(counts > available)
     if len(short) and not cap:
         c = short[0]
-        raise ValueError(
+        raise LiVTError(
             f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
             "lower the counts or pass cap=True to take all such a class has."
         )
@@ -103,7 +105,7 @@ def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
     outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(outside):
         row = outside[0]
-        raise ValueError(
+        raise LiVTError(
             f"row {row} has label {labels[row]}, but there are {num_classes} classes (0 to {num_classes - 1}): "
             f"drop the {len(outside)} rows with such labels or name more classes."
         )
@@ -113,7 +115,7 @@ def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
 def stratified_split(labels: np.ndarray, test_fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Rows for training and rows for test: the fraction of each class, but one image of a class stays in training."""
     if not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction is {test_fraction}, but it must lie between 0 and 1, such as 0.2.")
+        raise LiVTError(f"test_fraction is {test_fraction}, but it must lie between 0 and 1, such as 0.2.")
     labels = np.asarray(labels)
     order = np.lexsort((np.random.RandomState(seed).rand(len(labels)), labels))
     available = np.bincount(labels)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from livt_hf.data.decoding import WAY_OUT, BrokenImageError, read_image
 from livt_hf.data.labels import class_feature, is_multi_label
+from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed, purpose_seed
 
 logger = logging.getLogger(__name__)
@@ -43,14 +44,12 @@ class StreamLoader:
         if num_images is None:
             splits = dataset.info.splits or {}
             if dataset.split not in splits or not splits[dataset.split].num_examples:
-                raise ValueError(
-                    "the stream does not know its length: pass num_images, which sets the epoch's length."
-                )
+                raise LiVTError("the stream does not know its length: pass num_images, which sets the epoch's length.")
             num_images = splits[dataset.split].num_examples
         if batch_size > num_images:
-            raise ValueError(f"batch_size is {batch_size}, but there are {num_images} images only: lower it.")
+            raise LiVTError(f"batch_size is {batch_size}, but there are {num_images} images only: lower it.")
         if dataset.num_shards < world_size:
-            raise ValueError(
+            raise LiVTError(
                 f"the stream has {dataset.num_shards} shards for {world_size} processes: write it in at least "
                 f"{world_size} files (or use its reshard())."
             )
@@ -150,4 +149,4 @@ class _EndlessBatches(torch.utils.data.IterableDataset):
                         place += 1
                 seen += place
             if not seen:
-                raise ValueError(f"shards {shards.tolist()} of the stream hold no image.")
+                raise LiVTError(f"shards {shards.tolist()} of the stream hold no image.")

@@ -19,6 +19,7 @@ from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import ColorJitter
 from transformers import ViTImageProcessor
 
+from livt_hf.errors import LiVTError
 from livt_hf.randomness import kept_rng, keyed_rng, keyed_uniform, purpose_seed, seed_generators
 
 CROP_TRIES = 10
@@ -67,9 +68,9 @@ class FinetuneAugmentation:
 
     def __post_init__(self):
         if self.policy not in ("resized-crop", "pad-crop"):
-            raise ValueError(f'policy is "{self.policy}": pass "resized-crop" or "pad-crop".')
+            raise LiVTError(f'policy is "{self.policy}": pass "resized-crop" or "pad-crop".')
         if self.rand_augment is not None and not self.rand_augment.startswith(("rand", "3a")):
-            raise ValueError(
+            raise LiVTError(
                 f'rand_augment is "{self.rand_augment}": pass a timm policy such as "rand-m9-mstd0.5-inc1" or "3a", '
                 "or None for no colour policy."
             )
@@ -169,7 +170,7 @@ def _pad_crops(images: Images, seed, epoch, indices, size: int, pad: int, flip: 
         )
     height, width = images.shape[-2:]
     if min(height, width) + 2 * pad < size:
-        raise ValueError(
+        raise LiVTError(
             f"pad-crop cannot cut {size} x {size} pixels from an image of {height} x {width}: lower image_size "
             'or use policy="resized-crop".'
         )
@@ -277,7 +278,7 @@ class DeviceTransform:
         self._mix = None
         if mixup > 0 or cutmix > 0:
             if num_classes is None:
-                raise ValueError("mixup and cutmix make soft labels: pass num_classes.")
+                raise LiVTError("mixup and cutmix make soft labels: pass num_classes.")
             self._mix = Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, label_smoothing=0.0, num_classes=num_classes)
 
     def __call__(self, batch: dict, *, epoch: int, update: int, micro: int = 0, rank: int = 0) -> dict:
@@ -291,7 +292,7 @@ class DeviceTransform:
         labels = batch["labels"]
         if self._mix is not None:
             if len(images) % 2:
-                raise ValueError(
+                raise LiVTError(
                     f"mixup pairs the images of a micro-batch, but this one has {len(images)}: choose a batch_size "
                     "that gives each process and accumulation step an even number, or set mixup and cutmix to 0."
                 )

@@ -1,8 +1,8 @@
 """Publishing to the Hugging Face Hub: cards, results files, models and data sets."""
 
-from .cards import eval_result_files, model_card
-from .datasets import dataset_card, publish_dataset
-from .publishing import PublishError, prepare_publication, publish
+from livt_hf.hub.cards import eval_result_files, model_card
+from livt_hf.hub.datasets import dataset_card, publish_dataset
+from livt_hf.hub.publishing import PublishError, prepare_publication, publish
 
 __all__ = [
     "PublishError",

@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from ..data.benchmarks import BENCHMARKS
-from ..paper import paper_result
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.hub.paper import paper_result
 
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
 CITATION = """\

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from ..paper import paper_result
-from .cards import CITATION, GROUPS, PAPER_URL, card_data, count_row, dataset_names, percent, render
+from livt_hf.errors import LiVTError
+from livt_hf.hub.cards import CITATION, GROUPS, PAPER_URL, card_data, count_row, dataset_names, percent, render
+from livt_hf.hub.paper import paper_result
 
 SOURCE_URL = "https://github.com/XuZhengzhuo/LiVT"
 DATA = {
@@ -50,7 +51,7 @@ def converted_names() -> list[str]:
 def converted_card(name: str, organisation: str = "org") -> ModelCard:
     """The card of one of `converted_names()`; every number in it is the paper's."""
     if name not in converted_names():
-        raise ValueError(f"{name!r} is none of the authors' checkpoints; they are {', '.join(converted_names())}.")
+        raise LiVTError(f"{name!r} is none of the authors' checkpoints; they are {', '.join(converted_names())}.")
     dataset, pretraining = (
         name.removeprefix("livt-base-").removesuffix("-384").removesuffix("-mgp"),
         name.endswith("-mgp"),

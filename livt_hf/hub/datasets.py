@@ -4,10 +4,10 @@ import numpy as np
 from datasets import DatasetDict
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
-from ..data import class_counts
-from ..data.labels import class_feature
-from ..metrics import group_sizes
-from .cards import number, template
+from livt_hf.data import class_counts
+from livt_hf.data.labels import class_feature
+from livt_hf.hub.cards import number, template
+from livt_hf.metrics import group_sizes
 
 LISTED_CLASSES = 1000  # more than this many, and the card lists the largest and smallest only
 

@@ -11,13 +11,14 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HTTPError
 from transformers import AutoImageProcessor
 
-from ..conversion import save_timm, to_beit
-from ..modeling_livit import LiViTForImageClassification
-from ..reports.biases import class_distribution
-from ..runs import ARGUMENTS, LOG, RESULTS, Run
-from ..version import __version__
-from .cards import eval_result_files, hub_ids, model_card
-from .scrubbing import refuse_secrets, scrub_file
+from livt_hf.conversion import save_timm, to_beit
+from livt_hf.errors import LiVTError
+from livt_hf.hub.cards import eval_result_files, hub_ids, model_card
+from livt_hf.hub.scrubbing import refuse_secrets, scrub_file
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.reports.biases import class_distribution
+from livt_hf.runs import ARGUMENTS, LOG, RESULTS, Run
+from livt_hf.version import __version__
 
 MAX_SHARD_SIZE = "5GB"
 PICTURES = (".png", ".svg", ".jpg")
@@ -27,7 +28,7 @@ COUNTS_PICTURE = "class_counts.png"
 REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/")
 
 
-class PublishError(RuntimeError):
+class PublishError(LiVTError):
     """The Hub could not be reached or refused; the run itself is untouched."""
 
 
@@ -35,7 +36,7 @@ def finished_run(folder: str | Path) -> Run:
     """The run in a folder, refused unless everything a publication is made from is there."""
     missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (Path(folder) / name).is_file()]
     if missing:
-        raise ValueError(
+        raise LiVTError(
             f"{folder} is not a finished run: {', '.join(missing)} missing; finish it, or name its folder."
         )
     return Run(Path(folder))
@@ -51,7 +52,7 @@ def prepare_publication(
     results, run, folder = finished_run(run).results, Path(run), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty; give an empty or a new folder for the publication.")
+        raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the publication.")
     counts = _write_model(run, folder, results["stage"], form)
     known = hub_ids(results)
     for name in (RESULTS, ARGUMENTS, LOG):
@@ -110,7 +111,7 @@ def publish(
 def _upload(api: HfApi, folder: Path, repo_id: str, private: bool, tag: str | None) -> CommitInfo:
     api.create_repo(repo_id, private=private, exist_ok=True)
     if private and not api.model_info(repo_id).private:
-        raise ValueError(f"{repo_id} exists and is public; make it private on the Hub first, or choose another name.")
+        raise LiVTError(f"{repo_id} exists and is public; make it private on the Hub first, or choose another name.")
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     stale = [name for name in api.list_repo_files(repo_id) if name.startswith(REPLACED) and name not in paths]
     operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
@@ -134,7 +135,7 @@ def _write_model(run: Path, folder: Path, stage: str, form: str) -> list[int] | 
     """The weights in the form others can load; returns the class counts if the model knows them."""
     if stage == "pretrain":
         if form != "transformers":
-            raise ValueError(f"a pretraining run has no {form} form; publish the fine-tuned classifier instead.")
+            raise LiVTError(f"a pretraining run has no {form} form; publish the fine-tuned classifier instead.")
         for pattern in ("config.json", "preprocessor_config.json", "model*.safetensors", "model*.index.json"):
             for path in run.glob(pattern):
                 shutil.copyfile(path, folder / path.name)

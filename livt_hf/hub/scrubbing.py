@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from livt_hf.errors import LiVTError
+
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
 # A path inside a sentence. Its first slash stands after a space, quote, bracket, `=` or at the start, which leaves
 # alone URLs, "many/medium/few", closing HTML tags and base64. One folder at least, so that a lone "/" is none.
@@ -74,7 +76,7 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
         name = path.relative_to(folder)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if TOKEN.search(content):
-                raise ValueError(
+                raise LiVTError(
                     f"{name} looks as if it held a Hub token (hf_...); remove it from the run and revoke it."
                 )
             for pattern in [
@@ -83,4 +85,4 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
             ]:
                 if found := pattern.search(content):
                     near = content[max(0, found.start() - 20) : found.end() + 20].decode(errors="replace")
-                    raise ValueError(f"{name} names a private place or secret (…{near!r}…); remove it from the run.")
+                    raise LiVTError(f"{name} names a private place or secret (…{near!r}…); remove it from the run.")

@@ -1,9 +1,9 @@
 """What a model does to head and tail: accuracy by shot group, calibration, confusions, mAP."""
 
-from .classification import LongTailMetrics, long_tail_metrics
-from .confusion import ConfusionPairs
-from .groups import GROUPS, group_sizes, shot_groups
-from .multilabel import MultiLabelMetrics
+from livt_hf.metrics.classification import LongTailMetrics, long_tail_metrics
+from livt_hf.metrics.confusion import ConfusionPairs
+from livt_hf.metrics.groups import GROUPS, group_sizes, shot_groups
+from livt_hf.metrics.multilabel import MultiLabelMetrics
 
 __all__ = [
     "GROUPS",

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_labels, check_scores, shot_groups
+from livt_hf.errors import LiVTError
+from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_labels, check_scores, shot_groups
 
 # Confidences are summed as multiples of 2^-32: integers add to the same sum in any order, on any number of processes,
 # and the rounding is far below that of a float32 confidence. 2^31 images fit.
@@ -39,9 +40,9 @@ class LongTailMetrics:
         confidence: Literal["softmax", "sigmoid", "given"] = "softmax",
     ):
         if confidence not in ("softmax", "sigmoid", "given"):
-            raise ValueError(f"confidence={confidence!r} is unknown; use 'softmax', 'sigmoid' or 'given'.")
+            raise LiVTError(f"confidence={confidence!r} is unknown; use 'softmax', 'sigmoid' or 'given'.")
         if bins < 1:
-            raise ValueError(f"bins={bins}; calibration needs at least one.")
+            raise LiVTError(f"bins={bins}; calibration needs at least one.")
         self.class_counts = as_counts(class_counts)
         self.groups = shot_groups(self.class_counts, many_above, few_below)
         self.num_classes = len(self.class_counts)
@@ -111,7 +112,7 @@ class LongTailMetrics:
         """Refuse logits passed as probabilities; a rounding error above 1 is let through."""
         wrong = confidence[(confidence < 0) | (confidence > 1.001)]
         if len(wrong):
-            raise ValueError(
+            raise LiVTError(
                 f"a confidence of {wrong[0].item():.4g} is not in [0, 1]; pass probabilities, "
                 "or logits with confidence='softmax' or 'sigmoid'."
             )
@@ -123,7 +124,7 @@ class LongTailMetrics:
     def load_state_tensor(self, state: Tensor) -> None:
         """Replace all that was counted, for instance by `accelerator.reduce(state.to(accelerator.device), "sum")`."""
         if state.shape != self._state.shape or state.dtype != torch.int64:
-            raise ValueError(
+            raise LiVTError(
                 f"a {state.dtype} state of shape {tuple(state.shape)} does not belong to {self.num_classes} classes "
                 f"and {self.num_bins} bins; load what state_tensor() of equal settings gave."
             )
@@ -137,7 +138,7 @@ class LongTailMetrics:
         """All metrics as fractions; what has no image to be measured on is None."""
         images = self.num_images
         if images == 0:
-            raise ValueError("no image was counted; call update first.")
+            raise LiVTError("no image was counted; call update first.")
         accuracies, present = self._accuracies()
         calibrated = int(self._bin_images.sum())
         filled = self._bin_images > 0
@@ -205,7 +206,7 @@ class LongTailMetrics:
         matters at three test images a class (iNat18). A class with one image has no measurable variance and adds none.
         """
         if not 0 < level < 1:
-            raise ValueError(f"level={level} is not between 0 and 1; 0.95 is usual.")
+            raise LiVTError(f"level={level} is not between 0 and 1; 0.95 is usual.")
         accuracies, present = self._accuracies()
         values, images = accuracies[present].numpy(), self._images[present].numpy()
         groups = self.groups[present].numpy()

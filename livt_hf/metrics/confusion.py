@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .groups import as_counts, check_labels
+from livt_hf.errors import LiVTError
+from livt_hf.metrics.groups import as_counts, check_labels
 
 _PENDING = 2**16
 
@@ -48,7 +49,7 @@ class ConfusionPairs:
     def merge(self, other: "ConfusionPairs") -> None:
         """Add what another one counted."""
         if self.num_classes != other.num_classes:
-            raise ValueError(f"pairs of {self.num_classes} and of {other.num_classes} classes cannot be merged.")
+            raise LiVTError(f"pairs of {self.num_classes} and of {other.num_classes} classes cannot be merged.")
         self._compact()
         other._compact()
         keys = torch.cat([self._keys, other._keys])

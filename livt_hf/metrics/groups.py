@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from livt_hf.errors import LiVTError
+
 GROUPS = ("many", "medium", "few")
 MANY_ABOVE, FEW_BELOW = 100, 20  # training images; the paper's
 
@@ -14,7 +16,7 @@ def shot_groups(
 ) -> Tensor:
     """The group of each class, as an index into `GROUPS`; classes at the thresholds themselves are medium."""
     if few_below > many_above + 1:
-        raise ValueError(
+        raise LiVTError(
             f"few_below={few_below} is above many_above={many_above}, so a class would be in both groups; lower it."
         )
     counts = as_counts(class_counts)
@@ -30,15 +32,15 @@ def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:
     """Training images of each class as a 1-D int64 tensor; a class may have none."""
     counts = torch.as_tensor(class_counts).cpu()
     if counts.ndim != 1 or len(counts) == 0:
-        raise ValueError(f"class_counts has shape {tuple(counts.shape)}; give one number of training images a class.")
+        raise LiVTError(f"class_counts has shape {tuple(counts.shape)}; give one number of training images a class.")
     if (counts < 0).any() or counts.is_floating_point() and (counts != counts.round()).any():
-        raise ValueError("class_counts must be whole numbers of images, none below 0; pass counts, not shares.")
+        raise LiVTError("class_counts must be whole numbers of images, none below 0; pass counts, not shares.")
     return counts.long()
 
 
 def check_scores(scores: Tensor, num_classes: int) -> None:
     if scores.ndim != 2 or scores.shape[1] != num_classes:
-        raise ValueError(
+        raise LiVTError(
             f"scores have shape {tuple(scores.shape)} but class_counts name {num_classes} classes; "
             f"pass (images, {num_classes})."
         )
@@ -47,15 +49,15 @@ def check_scores(scores: Tensor, num_classes: int) -> None:
 def check_labels(labels: Tensor, num_images: int, num_classes: int) -> None:
     """Refuse what is not one class of `class_counts` an image."""
     if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(
+        raise LiVTError(
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}, not one class id an image; "
             "for several labels an image use MultiLabelMetrics."
         )
     if len(labels) != num_images:
-        raise ValueError(f"{num_images} rows of logits but {len(labels)} labels; pass one label a row.")
+        raise LiVTError(f"{num_images} rows of logits but {len(labels)} labels; pass one label a row.")
     outside = labels[(labels < 0) | (labels >= num_classes)]
     if len(outside):
-        raise ValueError(
+        raise LiVTError(
             f"label {outside[0].item()} is outside the {num_classes} classes of class_counts; "
             "pass the counts of all classes, in the order of the model's outputs."
         )

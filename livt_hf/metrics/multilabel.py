@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_scores, shot_groups
+from livt_hf.errors import LiVTError
+from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_scores, shot_groups
 
 _BLOCK = 2**22  # scores sorted at a time
 
@@ -31,18 +32,16 @@ class MultiLabelMetrics:
         scores, targets = torch.as_tensor(scores).detach().cpu().float(), torch.as_tensor(targets).cpu()
         check_scores(scores, self.num_classes)
         if targets.shape != scores.shape:
-            raise ValueError(
-                f"targets have shape {tuple(targets.shape)} and scores {tuple(scores.shape)}; match them."
-            )
+            raise LiVTError(f"targets have shape {tuple(targets.shape)} and scores {tuple(scores.shape)}; match them.")
         if not ((targets == 0) | (targets == 1)).all():
-            raise ValueError("targets must be 0 or 1 for each class; soft labels have no average precision.")
+            raise LiVTError("targets must be 0 or 1 for each class; soft labels have no average precision.")
         self._scores.append(scores)
         self._targets.append(targets.bool())
 
     def merge(self, other: "MultiLabelMetrics") -> None:
         """Add what another one kept."""
         if not torch.equal(self.class_counts, other.class_counts):
-            raise ValueError("metrics of different class_counts cannot be merged.")
+            raise LiVTError("metrics of different class_counts cannot be merged.")
         self._scores += other._scores
         self._targets += other._targets
 
@@ -79,7 +78,7 @@ class MultiLabelMetrics:
 
     def _all(self) -> tuple[Tensor, Tensor]:
         if not self._scores:
-            raise ValueError("no image was kept; call update first.")
+            raise LiVTError("no image was kept; call update first.")
         self._scores, self._targets = [torch.cat(self._scores)], [torch.cat(self._targets)]
         return self._scores[0], self._targets[0]
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from livt_hf.losses import balanced_bce_bias, balanced_ce_bias
+from livt_hf.long_tail.losses import balanced_bce_bias, balanced_ce_bias
 from livt_hf.metrics import GROUPS, shot_groups
-
-from .style import BLUE, ORANGE, VERMILLION, label_classes, new_figure, plain, save, shade_groups
+from livt_hf.reports.style import BLUE, ORANGE, VERMILLION, label_classes, new_figure, plain, save, shade_groups
 
 # With many classes the two nearly coincide: thin dashes over a wide line show both.
 _CE = {"color": BLUE, "linestyle": "--", "linewidth": 1.6}

@@ -9,8 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from .sheets import labelled_rows
-from .style import BLUE, GROUP_COLOURS, SKY, VERMILLION, label_classes, new_figure, plain, save, shade_groups, shorten
+from livt_hf.errors import LiVTError
+from livt_hf.reports.sheets import labelled_rows
+from livt_hf.reports.style import (
+    BLUE,
+    GROUP_COLOURS,
+    SKY,
+    VERMILLION,
+    label_classes,
+    new_figure,
+    plain,
+    save,
+    shade_groups,
+    shorten,
+)
 
 _NAMED = 40  # so many classes have room for a marker and a name each
 
@@ -19,7 +31,7 @@ def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | 
     """Accuracy against confidence, bin by bin, with the gap to the diagonal, over the share of images in each bin."""
     total = sum(row["images"] for row in bins)
     if total == 0:
-        raise ValueError("no bin holds an image; update the metrics before drawing them.")
+        raise LiVTError("no bin holds an image; update the metrics before drawing them.")
     filled = [row for row in bins if row["images"]]
     lows = np.array([row["low"] for row in filled])
     width = bins[0]["high"] - bins[0]["low"]
@@ -51,7 +63,7 @@ def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, title:
     """Accuracy of each class from head to tail, groups shaded, their means marked; running mean over many classes."""
     rows = sorted((row for row in per_class if row["accuracy"] is not None), key=lambda row: -row["count"])
     if not rows:
-        raise ValueError("no class has a test image; update the metrics before drawing them.")
+        raise LiVTError("no class has a test image; update the metrics before drawing them.")
     ranks, accuracy = np.arange(len(rows)), 100 * np.array([row["accuracy"] for row in rows])
     groups = [row["group"] for row in rows]
     figure = new_figure(9, 4.5)
@@ -133,7 +145,7 @@ def best_and_worst(per_class: Sequence[Mapping], samples: Mapping[int, Sequence]
     by_id = {row["class"]: row for row in per_class if len(samples.get(row["class"], ()))}
     best, worst = best_and_worst_classes(list(by_id.values()))
     if not best:
-        raise ValueError("samples name no class with test images; give images of the classes to be shown.")
+        raise LiVTError("samples name no class with test images; give images of the classes to be shown.")
     rows = []
     for word, colour, ids in (("best", BLUE, best), ("worst", VERMILLION, worst)):
         for place, i in enumerate(ids, start=1):

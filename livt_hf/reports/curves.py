@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from .style import GROUP_COLOURS, GROUP_MARKERS, GROUP_NAMES, PALETTE, new_figure, plain, save, shorten
+from livt_hf.errors import LiVTError
+from livt_hf.reports.style import GROUP_COLOURS, GROUP_MARKERS, GROUP_NAMES, PALETTE, new_figure, plain, save, shorten
 
 _LINES = ("-", "--", ":", "-.")
 
@@ -28,7 +29,7 @@ def read_log(path: str | Path) -> list[dict]:
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
-            raise ValueError(f"line {number} of {path} is not JSON; mend or remove it.") from error
+            raise LiVTError(f"line {number} of {path} is not JSON; mend or remove it.") from error
         if "update" in row:
             rows[("eval" in row, row["update"])] = row
     return sorted(rows.values(), key=lambda row: row["update"])
@@ -41,7 +42,7 @@ def training_curves(logs: Mapping[str, str | Path], path: str | Path) -> Path:
     """
     runs = {name: read_log(log) for name, log in logs.items()}
     if not any(runs.values()):
-        raise ValueError(
+        raise LiVTError(
             f"no line with an update in {[str(log) for log in logs.values()]}; give the log.jsonl of runs."
         )
     by_epoch = all("epoch" in row for rows in runs.values() for row in rows)
@@ -118,7 +119,7 @@ def sweep_plot(rows: Sequence[Mapping], path: str | Path, xlabel: str, title: st
     xs = np.array(places if numeric else range(len(rows)), dtype=float)
     groups = [name for name in GROUP_NAMES if any(row.get(name) is not None for row in rows)]
     if not groups:
-        raise ValueError("no row has an accuracy; run the sweep before drawing it.")
+        raise LiVTError("no row has an accuracy; run the sweep before drawing it.")
     figure = new_figure(max(6, min(12, 0.9 * len(rows) + 2.5)), 4.2)
     ax = plain(figure.add_subplot(), xlabel, "accuracy (%)", title)
     for i, name in enumerate(groups):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 
+from livt_hf.errors import LiVTError
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 70rem; margin: 2rem auto;
        padding: 0 1rem; }
@@ -71,7 +73,7 @@ def _html_table(rows: Sequence[Mapping]) -> str:
 def _picture(caption: str, path: str | Path) -> str:
     kind = mimetypes.guess_type(str(path))[0]
     if kind is None or not kind.startswith("image/"):
-        raise ValueError(f"{path} is not a picture a browser shows; save it as .png or .svg.")
+        raise LiVTError(f"{path} is not a picture a browser shows; save it as .png or .svg.")
     data = base64.b64encode(Path(path).read_bytes()).decode()
     caption = html.escape(caption)
     return f'<figure><figcaption>{caption}</figcaption><img alt="{caption}" src="data:{kind};base64,{data}"></figure>'

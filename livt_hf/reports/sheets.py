@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from .style import DPI, save, shorten
+from livt_hf.errors import LiVTError
+from livt_hf.reports.style import DPI, save, shorten
 
 _GAP = 8
 
@@ -21,7 +22,7 @@ def as_uint8(image) -> np.ndarray:
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
-        raise ValueError(f"an image of shape {np.shape(image)} is not H x W x channels; move the channels last.")
+        raise LiVTError(f"an image of shape {np.shape(image)} is not H x W x channels; move the channels last.")
     if array.dtype != np.uint8:  # reconstructions leave [0, 1] a little
         array = (np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).round().astype(np.uint8)
     return np.repeat(array, 3, axis=2) if array.shape[2] == 1 else array[:, :, :3]
@@ -62,7 +63,7 @@ def _sheet(
 def contact_sheet(images: Sequence, captions: Sequence[str], path: str | Path, columns: int = 8) -> Path:
     """Pictures in rows of `columns`, each over its caption (two lines; longer ones are cut in the middle)."""
     if len(images) == 0 or len(images) != len(captions):
-        raise ValueError(f"{len(images)} images and {len(captions)} captions; give at least one and as many of each.")
+        raise LiVTError(f"{len(images)} images and {len(captions)} captions; give at least one and as many of each.")
     cell, letters = 128, 18
     rows = [list(images[i : i + columns]) for i in range(0, len(images), columns)]
     figure, corners = _sheet(rows, cell, below=36)
@@ -88,7 +89,7 @@ def reconstruction_sheet(rows: Sequence[Sequence], path: str | Path, titles: Seq
     """One row an image (image, masked, reconstruction, perhaps another model's), one title a column."""
     widths = {len(row) for row in rows}
     if widths != {len(titles)}:
-        raise ValueError(f"rows of {sorted(widths)} pictures under {len(titles)} titles; give one title a column.")
+        raise LiVTError(f"rows of {sorted(widths)} pictures under {len(titles)} titles; give one title a column.")
     cell = 144
     figure, corners = _sheet([list(row) for row in rows], cell, above=24)
     for (x, _), title in zip(corners[0], titles, strict=True):

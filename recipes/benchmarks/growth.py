@@ -8,8 +8,8 @@ from datasets import ClassLabel, Dataset, Features
 
 from livt_hf.data import class_counts, exponential_counts, long_tail_indices
 from livt_hf.data.labels import labels_of
-from livt_hf.devices import available_cores
 from livt_hf.metrics import LongTailMetrics
+from livt_hf.training.machine import available_cores
 
 FACTORS = (1, 2, 4, 8)
 

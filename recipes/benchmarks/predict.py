@@ -14,7 +14,7 @@ from transformers import pipeline
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
-from livt_hf.predict import Predictor
+from livt_hf.evaluation.prediction import Predictor
 
 BATCH = 32
 # One layer of 64: what is left is reading, decoding, resizing and normalising.

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEForPreTraining
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
-from livt_hf.head import LongTailHead
-from livt_hf.optim import layer_decay_groups
+from livt_hf.long_tail.head import LongTailHead
+from livt_hf.training.optim import layer_decay_groups
 
 # Preset, images a step.
 SHAPES = {"micro at 32 px": ("micro", 128), "ViT-S/16 at 224 px": ("small", 16)}

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoImageProcessor
 
 from livt_hf import LiViTForPreTraining
-from livt_hf.arguments import PretrainArguments
 from livt_hf.commands import load_data, run_command
 from livt_hf.pretraining import held_out_images, reconstruction_rows
 from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
 from livt_hf.runs import LOG, RESULTS, Run
+from livt_hf.settings import PretrainArguments
 
 
 def biases(folder: Path) -> list[Path]:

@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from transformers.image_processing_backends import TorchvisionBackend
 from transformers.utils.logging import disable_progress_bar
 
-from .data.decoding import DAMAGED, decode_rgb
-from .modeling_livit import LiViTForImageClassification
-from .priors import Prior, read_prior
+from livt_hf.data.decoding import DAMAGED, decode_rgb
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.priors import Prior, read_prior
+from livt_hf.modeling_livit import LiViTForImageClassification
 
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
 
@@ -34,7 +35,7 @@ class Predictor:
     def __init__(self, model: str, prior: Prior = None, device: str | None = None):
         config = AutoConfig.from_pretrained(model)
         if config.model_type == "vit_mae":
-            raise ValueError(f"{model} is a pretraining, which knows no classes; fine-tune it first.")
+            raise LiVTError(f"{model} is a pretraining, which knows no classes; fine-tune it first.")
         self.ours = config.model_type == "livit" or "livit" in config.to_dict()
         kind = LiViTForImageClassification if self.ours else AutoModelForImageClassification
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -50,7 +51,7 @@ class Predictor:
         """Give probabilities for a world with these class frequencies; None leaves the model's own choice."""
         if prior is not None and not self.ours:
             kind = self.model.config.model_type
-            raise ValueError(
+            raise LiVTError(
                 f"this is a stock {kind} classifier, whose training prior is unknown; leave the prior out."
             )
         self.prior = prior

@@ -11,12 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from .runs import Run
+from livt_hf.errors import LiVTError
+from livt_hf.runs import Run
 
 STATE = "state.json"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(LiVTError):
     """A checkpoint could not be written or read; the message says what is still there."""
 
 

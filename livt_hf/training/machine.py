@@ -1,11 +1,18 @@
-"""Devices, precision and threads: everything the machine has and nothing it only pretends to have."""
+"""The machine: devices, precision, threads and signals; all that it has and nothing that it only pretends to have."""
 
+import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import torch
 from accelerate.utils import DistributedType, parse_flag_from_env
+
+from livt_hf.errors import LiVTError
+
+logger = logging.getLogger(__name__)
 
 # Each gives a process a part of the model; the loop, its checkpoints and its evaluations take whole ones.
 _SPLITTING = {
@@ -33,7 +40,7 @@ def check_processes(num_processes: int) -> None:
     """Refuse processes that were launched together and do not see each other."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != num_processes:
-        raise ValueError(
+        raise LiVTError(
             f"{launched} processes were launched and none sees the others: Accelerate wants ACCELERATE_USE_CPU=1 in "
             "the environment for several processes without a GPU."
         )
@@ -42,7 +49,7 @@ def check_processes(num_processes: int) -> None:
 def check_distribution(distributed_type: DistributedType) -> None:
     """Refuse launchers that split the model over processes."""
     if distributed_type in _SPLITTING:
-        raise ValueError(
+        raise LiVTError(
             f"{_SPLITTING[distributed_type]} is not supported: every model of the paper fits one GPU, so use DDP, "
             "that is plain `accelerate launch --num_processes N`, with no such plugin in Accelerate's own config."
         )
@@ -57,9 +64,9 @@ def choose_precision(asked: str) -> str:
             return "no"
         return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     if cpu and asked == "fp16":
-        raise ValueError("mixed_precision fp16 needs a GPU; use no.")
+        raise LiVTError("mixed_precision fp16 needs a GPU; use no.")
     if cpu and asked == "bf16" and not cpu_computes_bf16():
-        raise ValueError("this CPU has no bf16 or only emulates it, far slower than float32; use mixed_precision no.")
+        raise LiVTError("this CPU has no bf16 or only emulates it, far slower than float32; use mixed_precision no.")
     return asked
 
 
@@ -73,3 +80,36 @@ def cpu_computes_bf16() -> bool:
         "raise SystemExit(seconds(torch.bfloat16) > seconds(torch.float32))"
     )
     return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
+
+
+class StopOnSignal:
+    """Turns SIGINT and SIGTERM into a request; asked again after some seconds, they act as usual."""
+
+    # Schedulers and terminals signal launcher and processes, and the launcher passes it on: one wish arrives twice.
+    patience = 3.0
+
+    def __init__(self, announce: bool = True):
+        # Data loading workers inherit the handler, so that they outlive the signal, but say nothing.
+        self._speaker = os.getpid() if announce else None
+        self._since: float | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self._since is not None
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame):
+        if self._since is None:
+            self._since = time.monotonic()
+            if os.getpid() == self._speaker:
+                logger.warning("stopping after this update; the run will be saved")
+        elif time.monotonic() - self._since > self.patience:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)

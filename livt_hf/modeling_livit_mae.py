@@ -16,6 +16,19 @@ from transformers.models.vit_mae.modeling_vit_mae import (
     eager_attention_forward,
 )
 
+from livt_hf.configuration_livit import encoder_preset
+from livt_hf.errors import LiVTError
+
+_MICRO_DECODER = dict(decoder_hidden_size=96, decoder_num_hidden_layers=2, decoder_num_attention_heads=4)
+_MAE_DECODER = dict(decoder_hidden_size=512, decoder_num_hidden_layers=8, decoder_num_attention_heads=16)
+
+
+def pretraining_config(size: str = "base", **overrides) -> ViTMAEConfig:
+    """A `ViTMAEConfig` with what MAE used and stock defaults miss: eps 1e-6 and per-patch normalised pixels."""
+    decoder = _MICRO_DECODER if size == "micro" else _MAE_DECODER
+    decoder = decoder | {"decoder_intermediate_size": 4 * decoder["decoder_hidden_size"]}
+    return ViTMAEConfig(**(encoder_preset(size) | decoder | dict(layer_norm_eps=1e-6, norm_pix_loss=True) | overrides))
+
 
 def sin_cos_positions(image_size: int, patch_size: int, width: int) -> Tensor:
     """MAE's fixed position table, class token first; its column half comes before its row half. (1, 1 + patches, D)"""
@@ -93,7 +106,7 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         """`noise` (B, patches) decides the mask: the patches with the smallest values stay visible."""
         _check_pixels(pixel_values, self.config)
         if noise is not None and noise.shape != (len(pixel_values), self.num_patches):
-            raise ValueError(
+            raise LiVTError(
                 f"noise has shape {tuple(noise.shape)}; expected one number a patch, "
                 f"({len(pixel_values)}, {self.num_patches})."
             )
@@ -201,26 +214,24 @@ def _patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_config(config: ViTMAEConfig, decode_ratio: float) -> None:
     if config.image_size % config.patch_size:
-        raise ValueError(f"image_size {config.image_size} is not a multiple of patch_size {config.patch_size}.")
+        raise LiVTError(f"image_size {config.image_size} is not a multiple of patch_size {config.patch_size}.")
     patches = (config.image_size // config.patch_size) ** 2
     visible = int(patches * (1 - config.mask_ratio))
     if not 0 < visible < patches:
-        raise ValueError(
+        raise LiVTError(
             f"mask_ratio {config.mask_ratio} leaves {visible} of {patches} patches visible; both kinds are needed."
         )
     if not 0 < decode_ratio <= 1:
-        raise ValueError(f"decode_ratio {decode_ratio} must be above 0 and at most 1 (the paper's).")
+        raise LiVTError(f"decode_ratio {decode_ratio} must be above 0 and at most 1 (the paper's).")
 
 
 def _check_pixels(pixel_values: Tensor, config: ViTMAEConfig) -> None:
     expected = (config.num_channels, config.image_size, config.image_size)
     if pixel_values.shape[1:] != expected:
-        raise ValueError(
-            f"pixel_values have shape {tuple(pixel_values.shape)}; this model takes (batch, *{expected})."
-        )
+        raise LiVTError(f"pixel_values have shape {tuple(pixel_values.shape)}; this model takes (batch, *{expected}).")
 
 
 for _name, _stock in (("LiViTMAEModel", "ViTModel"), ("LiViTForPreTraining", "ViTMAEForPreTraining")):
     register_checkpoint_conversion_mapping(_name, get_checkpoint_conversion_mapping(_stock), overwrite=True)
 
-__all__ = ["LiViTForPreTraining"]
+__all__ = ["LiViTForPreTraining", "pretraining_config"]

@@ -22,9 +22,9 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
-from livt_hf.arguments import FinetuneArguments, PretrainArguments, parse
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.reports import markdown_table
+from livt_hf.settings import FinetuneArguments, PretrainArguments, parse
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"

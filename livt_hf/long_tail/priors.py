@@ -14,6 +14,8 @@ import torch
 import yaml
 from torch import Tensor
 
+from livt_hf.errors import LiVTError
+
 Prior = Literal["uniform"] | Sequence[float] | Tensor | None
 
 
@@ -34,22 +36,22 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
     """A prior given as "uniform" or numbers, checked; zeros are allowed and give their classes probability zero."""
     if isinstance(prior, str):
         if prior != "uniform":
-            raise ValueError(f"{what}={prior!r} is not known; use 'uniform' or {num_classes} probabilities.")
+            raise LiVTError(f"{what}={prior!r} is not known; use 'uniform' or {num_classes} probabilities.")
         if multi_label:
-            raise ValueError(f"{what}='uniform' has no meaning with several labels an image; pass one prior a class.")
+            raise LiVTError(f"{what}='uniform' has no meaning with several labels an image; pass one prior a class.")
         return torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
     prior = torch.as_tensor(prior, dtype=torch.float64)
     if prior.shape != (num_classes,):
-        raise ValueError(
+        raise LiVTError(
             f"{what} has shape {tuple(prior.shape)}; it needs one number for each of {num_classes} classes."
         )
     if not torch.isfinite(prior).all() or (prior < 0).any() or (prior > 1).any():
-        raise ValueError(
+        raise LiVTError(
             f"{what} spans {prior.min():g} to {prior.max():g}; probabilities lie between 0 and 1: divide counts by "
             "their sum."
         )
     if not multi_label and abs(prior.sum().item() - 1) > 1e-4:
-        raise ValueError(f"{what} sums to {prior.sum().item():g}; divide it by its sum so that it is a distribution.")
+        raise LiVTError(f"{what} sums to {prior.sum().item():g}; divide it by its sum so that it is a distribution.")
     return prior
 
 
@@ -61,12 +63,12 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is no readable JSON or YAML file with a number for each class: {error}") from error
+        raise LiVTError(f"{path} is no readable JSON or YAML file with a number for each class: {error}") from error
     if isinstance(content, dict):
         names = {str(name): value for name, value in content.items()}
         wrong = sorted(set(labels) ^ set(names))
         if wrong:
-            raise ValueError(
+            raise LiVTError(
                 f"the prior in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
             )
         content = [names[label] for label in labels]
@@ -75,9 +77,9 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
         or len(content) != len(labels)
         or not all(isinstance(v, int | float) for v in content)
     ):
-        raise ValueError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
+        raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
     if min(content) < 0 or sum(content) <= 0:
-        raise ValueError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
+        raise LiVTError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
     if multi_label:
         return as_prior(content, len(labels), multi_label=True, what=f"the prior in {path}").tolist()
     return [value / sum(content) for value in content]
@@ -110,9 +112,9 @@ def estimate_prior(
     prior, so the start does not matter; `floor` keeps a class that looks absent from sticking at zero too early.
     """
     if posterior.ndim != 2 or len(posterior) == 0:
-        raise ValueError(f"estimating a prior needs posteriors (images, classes), got shape {tuple(posterior.shape)}.")
+        raise LiVTError(f"estimating a prior needs posteriors (images, classes), got shape {tuple(posterior.shape)}.")
     if not torch.isfinite(posterior).all():
-        raise ValueError("the posteriors contain NaN or infinity; evaluate the model first and drop those images.")
+        raise LiVTError("the posteriors contain NaN or infinity; evaluate the model first and drop those images.")
     posterior = posterior.double()
     source = source.to(posterior)
     ratio = posterior / posterior.sum(-1, keepdim=True) / source  # (B, C): likelihoods up to a factor

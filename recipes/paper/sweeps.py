@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .paper import paper_table
+from livt_hf.hub.paper import paper_table
 
 METRICS = ("accuracy", "many", "medium", "few", "ece")
 

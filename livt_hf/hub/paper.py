@@ -5,13 +5,15 @@ from importlib.resources import files
 
 import yaml
 
+from livt_hf.errors import LiVTError
+
 # Where the method itself is reported: the comparison tables first, the ablations for other sizes, losses and CIFAR.
 _MAIN_TABLES = ("performance-imagenet-lt", "performance-iNat", "performance-place", "bias-ablation", "loss-on-vit")
 
 
 @cache
 def _tables() -> dict[str, list[dict]]:
-    text = (files("livt_hf") / "paper.yaml").read_text(encoding="utf-8")
+    text = (files("livt_hf.hub") / "paper.yaml").read_text(encoding="utf-8")
     tables = yaml.safe_load(text)
     return {
         label: [{"table": label, **table["common"], **row} for row in table["rows"]] for label, table in tables.items()
@@ -23,7 +25,7 @@ def paper_table(label: str) -> list[dict]:
     tables = _tables()
     label = label.removeprefix("tab:")
     if label not in tables:
-        raise ValueError(f"the paper has no result table {label!r}; it has {', '.join(tables)}.")
+        raise LiVTError(f"the paper has no result table {label!r}; it has {', '.join(tables)}.")
     return [dict(row) for row in tables[label]]
 
 

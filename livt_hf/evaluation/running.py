@@ -19,13 +19,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .arguments import DataArguments, EvalArguments, words_of, yaml_argv
-from .data.labels import class_feature, is_multi_label
-from .metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
-from .modeling_livit import LiViTForImageClassification
-from .modeling_pretraining import LiViTForPreTraining
-from .priors import as_prior, estimate_prior, has_collapsed, read_prior
-from .runs import Run, newest_finished, runs_folder
+from livt_hf.data.labels import class_feature, is_multi_label
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.priors import as_prior, estimate_prior, has_collapsed, read_prior
+from livt_hf.metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.modeling_livit_mae import LiViTForPreTraining
+from livt_hf.runs import Run, newest_finished, runs_folder
+from livt_hf.settings import DataArguments, EvalArguments, words_of, yaml_argv
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +49,12 @@ def inherited_eval_options(argv: list[str]) -> list[str]:
     else:
         run = newest_finished("finetune")
         if run is None:
-            raise ValueError(
-                f"there is no finished fine-tuning under {runs_folder()}; name a checkpoint with --model."
-            )
+            raise LiVTError(f"there is no finished fine-tuning under {runs_folder()}; name a checkpoint with --model.")
         named = ["--model", str(run.folder)]
     if "--dataset" in said:
         return named
     if not run.finished:
-        raise ValueError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
+        raise LiVTError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
     saved = run.arguments
     given = [name for name in _DATA_OPTIONS if saved[name] is not None and f"--{name}" not in said]
     return named + [word for name in given for word in (f"--{name}", str(saved[name]))]
@@ -66,14 +65,14 @@ def load_checkpoint_and_processor(path: str) -> tuple[PreTrainedModel, BaseImage
     try:
         config, _ = PreTrainedConfig.get_config_dict(path)
     except OSError as error:
-        raise ValueError(f"{path} is neither a checkpoint folder nor a model the Hub has: {error}") from error
+        raise LiVTError(f"{path} is neither a checkpoint folder nor a model the Hub has: {error}") from error
     kind = config.get("model_type")
     if kind is None:
-        raise ValueError(f"{path} holds no model: it has no config.json with a model_type.")
+        raise LiVTError(f"{path} holds no model: it has no config.json with a model_type.")
     try:
         processor = AutoImageProcessor.from_pretrained(path)
     except OSError as error:
-        raise ValueError(
+        raise LiVTError(
             f"{path} has no image processor (preprocessor_config.json), so it is unknown how its pictures are "
             "prepared; save the one it was trained with beside it."
         ) from error
@@ -100,17 +99,17 @@ def check_options(model: PreTrainedModel, arguments: EvalArguments, num_processe
     if arguments.prior is not None or arguments.adapt_prior:
         why = no_posterior(model)
         if why is not None:
-            raise ValueError(
+            raise LiVTError(
                 f"{arguments.model} gives no probabilities under a prior ({why}); leave --prior and --adapt_prior out."
             )
     if arguments.adapt_prior and model.config.label_smoothing:
-        raise ValueError(
+        raise LiVTError(
             f"{arguments.model} was trained with label_smoothing {model.config.label_smoothing}, which flattens its "
             "posteriors, so no prior can be estimated from them; leave --adapt_prior out."
         )
     if num_processes > 1 and (arguments.adapt_prior or isinstance(model, LiViTForPreTraining)):
         what = "--adapt_prior looks" if arguments.adapt_prior else "kNN and the linear probe look"
-        raise ValueError(f"{what} at all images at once; run it on one process.")
+        raise LiVTError(f"{what} at all images at once; run it on one process.")
 
 
 def serving_prior(path: str, model: PreTrainedModel) -> Tensor:
@@ -122,11 +121,11 @@ def serving_prior(path: str, model: PreTrainedModel) -> Tensor:
 def check_data(model: PreTrainedModel, data: DatasetDict, arguments: EvalArguments) -> None:
     """Refuse data a checkpoint cannot be measured on."""
     if arguments.split not in data:
-        raise ValueError(f"{arguments.dataset} has no split {arguments.split!r}; it has {', '.join(data)}.")
+        raise LiVTError(f"{arguments.dataset} has no split {arguments.split!r}; it has {', '.join(data)}.")
     if not isinstance(model, LiViTForPreTraining):
         check_labels_match(model, data["train"])
     elif is_multi_label(data["train"]):
-        raise ValueError(
+        raise LiVTError(
             f"images of {arguments.dataset} have several labels, and kNN and the linear probe answer with one; "
             "fine-tune the checkpoint and evaluate that."
         )
@@ -136,11 +135,11 @@ def check_labels_match(model: PreTrainedModel, dataset: Dataset) -> None:
     """Refuse to measure a model on classes that are not its own."""
     names, known = class_feature(dataset).names, [model.config.id2label[i] for i in range(model.config.num_labels)]
     if len(names) != len(known):
-        raise ValueError(f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first.")
+        raise LiVTError(f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first.")
     unnamed = known == [f"LABEL_{i}" for i in range(len(known))]
     if not unnamed and known != names:
         first = next(i for i in range(len(names)) if names[i] != known[i])
-        raise ValueError(
+        raise LiVTError(
             f"class {first} is {known[first]!r} to the model and {names[first]!r} in the data; "
             "bring the classes into the order of the model's id2label."
         )

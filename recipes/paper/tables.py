@@ -13,8 +13,9 @@ import re
 import sys
 from pathlib import Path
 
+from livt_hf.recipes.paper.sweeps import table_rows
+
 from livt_hf.reports import markdown_table
-from livt_hf.sweeps import table_rows
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
-from .arguments import EvalArguments
-from .commands import percent
-from .data.labels import class_feature, labels_of
-from .data.loading import StoredImages
-from .metrics import ConfusionPairs, LongTailMetrics
-from .reports import (
+from livt_hf.commands import percent
+from livt_hf.data.labels import class_feature, labels_of
+from livt_hf.data.loading import StoredImages
+from livt_hf.errors import LiVTError
+from livt_hf.metrics import ConfusionPairs, LongTailMetrics
+from livt_hf.reports import (
     accuracy_by_frequency,
     best_and_worst,
     best_and_worst_classes,
@@ -22,7 +22,8 @@ from .reports import (
     reliability_diagram,
     training_curves,
 )
-from .runs import LOG
+from livt_hf.runs import LOG
+from livt_hf.settings import EvalArguments
 
 SAMPLES = 6
 
@@ -31,7 +32,7 @@ def choose_folder(arguments: EvalArguments) -> Path:
     """Where the report goes: the folder asked for, if there is none yet, or report, report-2, ... beside the model."""
     if arguments.report is not None:
         if Path(arguments.report).exists():
-            raise ValueError(f"the report folder {arguments.report} exists; pass another --report.")
+            raise LiVTError(f"the report folder {arguments.report} exists; pass another --report.")
         return Path(arguments.report)
     folder = Path(arguments.model, "report") if Path(arguments.model).is_dir() else Path("report")
     numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))

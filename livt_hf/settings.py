@@ -10,6 +10,8 @@ from typing import Literal
 import yaml
 from transformers import HfArgumentParser
 
+from livt_hf.errors import LiVTError
+
 
 def option(default, help: str, **metadata):
     return field(default=default, metadata={"help": help} | metadata)
@@ -91,7 +93,7 @@ class TrainingArguments(DataArguments):
         super().__post_init__()
         for name, value in vars(self).items():
             if name in _COUNTS and value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+                raise LiVTError(f"{name} is {value}; it must be at least 1.")
 
 
 @dataclass

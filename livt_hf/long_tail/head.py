@@ -3,9 +3,16 @@
 import torch
 from torch import Tensor, nn
 
-from .configuration_livit import LiViTConfig
-from .losses import LOSSES, balanced_bce_bias, balanced_ce_bias, effective_number_weights, ldam_margins
-from .priors import Prior, as_prior, class_prior, log_training_posterior, shift_odds, shift_prior
+from livt_hf.configuration_livit import LiViTConfig
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.losses import (
+    LOSSES,
+    balanced_bce_bias,
+    balanced_ce_bias,
+    effective_number_weights,
+    ldam_margins,
+)
+from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_training_posterior, shift_odds, shift_prior
 
 
 class LongTailHead(nn.Module):
@@ -56,7 +63,7 @@ class LongTailHead(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
         config = self.config
         if self.spec.uses_counts and config.class_counts is None:
-            raise ValueError(f"loss {config.loss!r} needs class_counts; pass them to the config or from_pretrained.")
+            raise LiVTError(f"loss {config.loss!r} needs class_counts; pass them to the config or from_pretrained.")
         targets = self._targets(labels, len(logits))
         if self.training and config.label_smoothing:
             targets = targets * (1 - config.label_smoothing) + config.label_smoothing / config.num_labels
@@ -70,23 +77,21 @@ class LongTailHead(nn.Module):
         ids = not (config.multi_label or labels.is_floating_point())
         if labels.shape != (images, classes) and not (ids and labels.shape == (images,)):
             kind = "multi-hot" if config.multi_label else f"integer class ids ({images},) or soft"
-            raise ValueError(
+            raise LiVTError(
                 f"labels are {labels.dtype} of shape {tuple(labels.shape)}; "
                 f"expected {kind} labels ({images}, {classes})."
             )
         if labels.ndim == 1:
             if look and images and not 0 <= labels.min() <= labels.max() < classes:
-                raise ValueError(f"labels span {labels.min()} to {labels.max()}; the classes are 0 to {classes - 1}.")
+                raise LiVTError(f"labels span {labels.min()} to {labels.max()}; the classes are 0 to {classes - 1}.")
             return nn.functional.one_hot(labels.long(), classes).float()
         if not self.spec.soft_labels:
-            raise ValueError(f"loss {config.loss!r} is defined for class ids only; turn mixup and cutmix off.")
+            raise LiVTError(f"loss {config.loss!r} is defined for class ids only; turn mixup and cutmix off.")
         labels = labels.float()
         if look and not ((labels >= 0) & (labels <= 1)).all():
-            raise ValueError(
-                "soft labels lie between 0 and 1, but some are NaN or outside; check how they were mixed."
-            )
+            raise LiVTError("soft labels lie between 0 and 1, but some are NaN or outside; check how they were mixed.")
         if look and not config.multi_label and not ((labels.sum(-1) - 1).abs() < 0.01).all():
-            raise ValueError(
+            raise LiVTError(
                 "soft labels sum to 1 in every image, but some do not; if an image may have several labels, set "
                 "problem_type='multi_label_classification'."
             )
@@ -96,11 +101,9 @@ class LongTailHead(nn.Module):
         """log P_s(j|x) under the training prior (log-odds for multi-label); refuses losses that do not estimate it."""
         config = self.config
         if config.no_posterior:
-            raise ValueError(
-                f"loss {config.loss!r} gives no probabilities: {config.no_posterior}; rank by the logits."
-            )
+            raise LiVTError(f"loss {config.loss!r} gives no probabilities: {config.no_posterior}; rank by the logits.")
         if config.class_counts is None:
-            raise ValueError("probabilities need the training prior; pass class_counts to from_pretrained.")
+            raise LiVTError("probabilities need the training prior; pass class_counts to from_pretrained.")
         if config.multi_label:
             return logits.float() + self.logit_bias
         log_posterior = log_training_posterior(logits, self.logit_bias, self.spec.activation)

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
-from .arguments import TrainingArguments
-from .checkpoints import (
+from livt_hf.errors import LiVTError
+from livt_hf.randomness import keyed_seed
+from livt_hf.runs import Run, check_same_settings, new_run, unfinished_run
+from livt_hf.settings import TrainingArguments
+from livt_hf.training.checkpoints import (
     checkpoints,
     independent_of_processes,
     keep_in_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
-from .devices import check_distribution, check_processes, choose_precision, use_all_cores
-from .optim import WarmupCosine, layer_decay_groups, scaled_lr
-from .randomness import keyed_seed
-from .runs import Run, check_same_settings, new_run, unfinished_run
-from .stopping import StopOnSignal
+from livt_hf.training.machine import StopOnSignal, check_distribution, check_processes, choose_precision, use_all_cores
+from livt_hf.training.optim import WarmupCosine, layer_decay_groups, scaled_lr
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in trackers:  # Accelerate leaves out in silence what is not installed
         if tracker not in available:
-            raise ValueError(
+            raise LiVTError(
                 f"the tracker {tracker!r} is not installed; install it or leave it out (log.jsonl is always written)."
             )
     precision = choose_precision(arguments.mixed_precision)
@@ -58,7 +58,7 @@ def open_run(accelerator: Accelerator, arguments: TrainingArguments) -> Run:
     if accelerator.is_main_process:
         run = unfinished_run(arguments) if arguments.resume else None
         if run is not None and run.finished:
-            raise ValueError(f"{run.folder} is finished; there is nothing to resume.")
+            raise LiVTError(f"{run.folder} is finished; there is nothing to resume.")
         if run is None:
             run = new_run(arguments)
             run.begin(arguments)
@@ -260,9 +260,7 @@ class Loop:
     def _diverged(self, what: str, update: int) -> NoReturn:
         kept = checkpoints(self.run)
         rest = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-        raise FloatingPointError(
-            f"{what} at update {update}; {rest}. Lower base_lr or clip gradients (--clip_grad 1)."
-        )
+        raise LiVTError(f"{what} at update {update}; {rest}. Lower base_lr or clip gradients (--clip_grad 1).")
 
     def _log(self) -> dict:
         self._check_finite()

@@ -1,0 +1,1 @@
+"""Running models over images: metrics under decision rules, probes, predictions for files."""

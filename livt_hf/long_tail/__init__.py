@@ -1,0 +1,1 @@
+"""What a long tail asks of a classifier: losses, priors, the head that carries them."""

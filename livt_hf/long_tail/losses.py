@@ -1,0 +1,204 @@
+"""The paper's logit biases (Theorems 1-3) and the losses it compares, as pure functions of logits and targets.
+
+Every loss takes `logits` (B, C) and `targets` (B, C): one-hot, soft or, for sigmoid losses, multi-hot; it sums over
+classes and averages over images. `LOSSES` says of each what a model needs to know. Half-precision logits are raised
+to float32 first.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_odds
+
+
+def balanced_ce_bias(class_counts: Sequence[int], test_prior: Prior = None) -> Tensor:
+    """Theorem 1: log pi_s, and with a test prior log pi_s - log pi_t. (C,)"""
+    bias = class_prior(class_counts).log()
+    if test_prior is not None:
+        bias = bias - as_prior(test_prior, len(class_counts), what="test_prior").log()
+    return bias.float()
+
+
+def balanced_bce_bias(
+    class_counts: Sequence[int], test_prior: Prior = "uniform", *, num_images: int | None = None
+) -> Tensor:
+    """Theorem 2, logit(pi_s), and with a test prior Theorem 3, logit(pi_s) - logit(pi_t). (C,)
+
+    "uniform" gives Eq. 13: log pi - log(1 - pi) + log(C - 1). With several labels an image pass `num_images`.
+    """
+    bias = log_odds(class_counts, num_images)
+    if test_prior is not None:
+        prior = as_prior(test_prior, len(class_counts), multi_label=num_images is not None, what="test_prior")
+        bias = bias - torch.logit(prior)
+    return bias.float()
+
+
+def effective_number_weights(class_counts: Sequence[int], beta: float) -> Tensor:
+    """Class-balanced weights (1 - beta) / (1 - beta^n), scaled to sum C (Cui et al., 2019). (C,)"""
+    counts = torch.as_tensor(class_counts, dtype=torch.float64)
+    weights = 1 / -torch.expm1(counts * torch.tensor(beta, dtype=torch.float64).log())
+    return (weights * len(weights) / weights.sum()).float()
+
+
+def ldam_margins(class_counts: Sequence[int], max_margin: float) -> Tensor:
+    """Margins n^(-1/4), scaled so that the rarest class has `max_margin` (Cao et al., 2019). (C,)"""
+    margins = torch.as_tensor(class_counts, dtype=torch.float64) ** -0.25
+    return (margins * max_margin / margins.max()).float()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    return -(weight * targets * _raised(logits).log_softmax(-1)).sum(dim=-1).mean()
+
+
+def binary_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    logits = _raised(logits)
+    loss = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none")
+    return (weight * loss).sum(dim=-1).mean()
+
+
+def negative_tolerant_bce(logits: Tensor, targets: Tensor, tolerance: float) -> Tensor:
+    """NT-BCE: the negative term is softplus(lambda z) / lambda, which forgives small negatives (Wu et al., 2020)."""
+    logits = _raised(logits)
+    positive = targets * F.softplus(-logits)
+    negative = (1 - targets) * F.softplus(tolerance * logits) / tolerance
+    return (positive + negative).sum(dim=-1).mean()
+
+
+def ldam(logits: Tensor, targets: Tensor, margins: Tensor, scale: float) -> Tensor:
+    """Cross-entropy of s (z_k - m_y [k = y]); for soft targets the mixture of the hard losses.
+
+    For every y at once it is softplus(R_y - s (z_y - m_y)) with R_y the logsumexp of the other classes: that of all
+    classes plus log(1 - p_y), which is accurate where p_y is at most 1/2. The top class is summed without itself.
+    """
+    logits = scale * _raised(logits)  # (B, C)
+    top = logits.argmax(-1, keepdim=True)  # (B, 1)
+    below_top = logits.softmax(-1).scatter(-1, top, 0.0)
+    rest = logits.logsumexp(-1, keepdim=True) + torch.log1p(-below_top)  # (B, C)
+    rest = rest.scatter(-1, top, logits.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True))
+    return (targets * F.softplus(rest - logits + scale * margins)).sum(dim=-1).mean()
+
+
+def lade_regulariser(logits: Tensor, targets: Tensor, prior: Tensor, strength: float) -> Tensor:
+    """LADE's Donsker-Varadhan term (Hong et al., 2021): pulls each f_c towards a log density ratio. Hard labels only.
+
+    A class without an image in the batch has no mean logit; its partition term stays.
+    """
+    logits = _raised(logits)
+    images, classes = logits.shape
+    present = targets.sum(dim=0)  # (C,)
+    mean_logit = (targets * logits).sum(dim=0) / present.clamp_min(1)  # (C,)
+    spread = logits - prior.log() - math.log(classes)
+    partition = spread.logsumexp(dim=0) - math.log(images)  # (C,)
+    return -(prior * (mean_logit - partition - strength * partition**2)).sum()
+
+
+def influence_balanced(logits: Tensor, targets: Tensor, features: Tensor, alpha: float) -> Tensor:
+    """IB: cross-entropy over the influence ||softmax - y||_1 ||h||_1 (Park et al., 2021). Hard labels only."""
+    logits = _raised(logits)
+    influence = (logits.softmax(-1) - targets).abs().sum(-1) * features.float().abs().sum(-1)  # (B,)
+    loss = -(targets * logits.log_softmax(-1)).sum(dim=-1)
+    return (loss * alpha / (influence + 1e-3)).mean()
+
+
+def _raised(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A loss and what the head must know of it.
+
+    `function(adjusted, targets, head, logits, features)`: `adjusted` is z + tau B for a balanced loss and z otherwise,
+    `head` the `LongTailHead` with the config and the tensors made of the class counts.
+    """
+
+    function: Callable[..., Tensor]
+    activation: Literal["softmax", "sigmoid"]
+    balanced: bool = False
+    needs_counts: bool = False
+    soft_labels: bool = True
+    # Why activation(z + tau B) does not estimate the training posterior, if it does not.
+    no_posterior: str | None = None
+
+    @property
+    def uses_counts(self) -> bool:
+        return self.balanced or self.needs_counts
+
+
+LOSSES: dict[str, LossSpec] = {}
+
+
+def register_loss(name: str, **spec) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Make a function a loss a config can name; keyword arguments are those of `LossSpec`."""
+
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if name in LOSSES:
+            raise LiVTError(f"a loss named {name!r} exists already; choose another name.")
+        LOSSES[name] = LossSpec(function, **spec)
+        return function
+
+    return register
+
+
+_REWEIGHTED = "its class weights change what the outputs estimate"
+
+
+@register_loss("ce", activation="softmax")
+@register_loss("bal_ce", activation="softmax", balanced=True)
+def _ce(adjusted, targets, head, logits, features):
+    return cross_entropy(adjusted, targets)
+
+
+@register_loss("bce", activation="sigmoid")
+@register_loss("bal_bce", activation="sigmoid", balanced=True)
+def _bce(adjusted, targets, head, logits, features):
+    return binary_cross_entropy(adjusted, targets)
+
+
+@register_loss("cb_ce", activation="softmax", needs_counts=True, no_posterior=_REWEIGHTED)
+def _cb_ce(adjusted, targets, head, logits, features):
+    return cross_entropy(adjusted, targets, head.class_weight)
+
+
+# A weight on both terms of a class does not move its optimum, so these outputs stay posteriors.
+@register_loss("cb_bce", activation="sigmoid", needs_counts=True)
+def _cb_bce(adjusted, targets, head, logits, features):
+    return binary_cross_entropy(adjusted, targets, head.class_weight)
+
+
+@register_loss(
+    "ldam", activation="softmax", needs_counts=True, no_posterior="its margins and scale make the outputs scores"
+)
+def _ldam(adjusted, targets, head, logits, features):
+    return ldam(adjusted, targets, head.margin, head.config.ldam_scale)
+
+
+@register_loss(
+    "lade", activation="softmax", balanced=True, soft_labels=False, no_posterior="its regulariser moves the outputs"
+)
+def _lade(adjusted, targets, head, logits, features):
+    regulariser = lade_regulariser(logits, targets, head.prior, head.config.lade_lambda)
+    return cross_entropy(adjusted, targets) + head.config.lade_weight * regulariser
+
+
+@register_loss("ib", activation="softmax", soft_labels=False, no_posterior="its image weights move the outputs")
+def _ib(adjusted, targets, head, logits, features):
+    if not head.ib_active:
+        return cross_entropy(adjusted, targets)
+    return influence_balanced(adjusted, targets, features, head.config.ib_alpha)
+
+
+_TOLERANT = "its negative term is not a log likelihood unless nt_lambda is 1"
+
+
+@register_loss("nt_bce", activation="sigmoid", no_posterior=_TOLERANT)
+@register_loss("bal_nt_bce", activation="sigmoid", balanced=True, no_posterior=_TOLERANT)
+def _nt_bce(adjusted, targets, head, logits, features):
+    return negative_tolerant_bce(adjusted, targets, head.config.nt_lambda)

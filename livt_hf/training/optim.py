@@ -1,0 +1,53 @@
+"""Learning rates: scaled by the batch, decayed by depth, warmed up and lowered along a cosine."""
+
+import math
+
+import torch
+from torch import nn
+
+
+def scaled_lr(base_lr: float, batch_size: int) -> float:
+    """The linear rule of MAE: base rates are for 256 images an update."""
+    return base_lr * batch_size / 256
+
+
+def layer_decay_groups(model: nn.Module, weight_decay: float, layer_decay: float = 1.0) -> list[dict]:
+    """Parameter groups with `lr_scale` = decay^(depth + 1 - layer), without weight decay where the model says so.
+
+    The model is asked (`parameter_depths`, `no_weight_decay`): every trainable parameter is in exactly one group.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    undecayed = model.no_weight_decay()
+    depths = model.parameter_depths() if layer_decay != 1 else dict.fromkeys(trainable, 0)
+    last = max(depths.values())
+    groups: dict[tuple[int, bool], dict] = {}
+    for name, parameter in trainable.items():
+        key = depths[name], name in undecayed
+        if key not in groups:
+            scale = layer_decay ** (last - depths[name])
+            groups[key] = {"params": [], "weight_decay": 0.0 if key[1] else weight_decay, "lr_scale": scale}
+        groups[key]["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
+
+
+def warmup_cosine(step: float, warmup: float, total: float, peak: float, floor: float) -> float:
+    """The rate of update `step` (from 0): linear from 0 to `peak`, then half a cosine down to `floor`."""
+    if step < warmup:
+        return peak * step / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+class WarmupCosine:
+    """Sets an optimizer's rates for a given update: a function of the update alone, so resuming needs no state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, peak: float, floor: float, warmup: int, total: int):
+        self.optimizer = optimizer
+        self.peak, self.floor, self.warmup, self.total = peak, floor, warmup, total
+
+    def set(self, step: int) -> float:
+        """Apply the rate of update `step` to every group, each times its `lr_scale`; returns the unscaled rate."""
+        lr = warmup_cosine(step, self.warmup, self.total, self.peak, self.floor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        return lr

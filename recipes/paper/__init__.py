@@ -1,0 +1,1 @@
+"""The paper's ablations, figures, tables and costs."""
