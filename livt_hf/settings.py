@@ -1,223 +1,388 @@
-"""What each command can be told: one dataclass a command, YAML under command line. Defaults are the paper's."""
+"""What each command can be told: one dataclass per command, and one declaration per option that holds its facts.
 
+A value comes from the command line, else from `--config`, else from an earlier run that is gone on with or built on,
+else from the dataset's own config, else from the defaults, which are the paper's. All of them are merged once, as
+values. Nothing here imports torch, so `--help` is fast.
+"""
+
+import argparse
 import dataclasses
 import difflib
 import sys
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
 from livt_hf.errors import LiVTError
+from livt_hf.plugins import load_plugin
 
 
-def option(default, help: str, **metadata):
-    return field(default=default, metadata={"help": help} | metadata)
+def option(default: Any, help: str, **facts) -> Any:
+    """Declare an option with everything that is known about it.
+
+    `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them.
+    `selects_data`: it decides which images are trained on. `place`: it may name a place on this machine.
+    `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
+    `alone`: its value when it is named without one. `positional`: its value stands without `--name`.
+    """
+    return field(default=default, metadata={"help": help} | facts)
+
+
+def loss_names() -> list[str]:
+    from livt_hf.long_tail.losses import LOSSES  # imports torch
+
+    return sorted(LOSSES)
 
 
 @dataclass
-class DataArguments:
-    dataset: str = option("glyphs", "benchmark name, image folder, image list (.txt), parquet folder or Hub dataset")
-    source: str | None = option(None, "local copy of a named benchmark, or the root folder of an image list")
-    imbalance_factor: float | None = option(None, "largest over smallest class; derives a long tail where given")
-    rule: str | None = option(
-        None, "how the tail is made: exponential, pareto or balanced; default: the dataset's own"
+class CommandSettings:
+    """What every command can be told."""
+
+    stage: ClassVar[str] = ""
+
+    plugin: str | None = option(
+        None, "Python file or module to import first, with losses and datasets of your own", place=True, free=True
     )
-    images_per_class: int | None = option(
-        None, "of the largest class; ImageNet-BAL: 160 (the appendix) or 116 (the text)"
-    )
-    lists: str | None = option(None, "folder of a benchmark's split lists, where they are not in source")
-    image_column: str | None = option(None, "column of the pictures, where it cannot be told")
-    label_column: str | None = option(None, "column of the labels, where it cannot be told")
-    drop_empty: bool = option(False, "leave out classes without a training image instead of refusing them")
-    split_seed: int = option(0, "of the images picked for the tail and the test; 0 picks the community's CIFAR-LT")
-    test_fraction: float = option(0.2, "share of each class set aside when a dataset has no test split")
-    on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be decoded")
-    num_workers: int = option(0, "data loading processes for each training process")
 
     def __post_init__(self):
+        for declared in dataclasses.fields(self):
+            self._check(declared)
+
+    def _check(self, declared: dataclasses.Field) -> None:
+        """Refuse a value that the option's declaration does not allow."""
+        name, value, lowest = declared.name, getattr(self, declared.name), declared.metadata.get("at_least")
+        if lowest is not None and value is not None and not value >= lowest:
+            raise LiVTError(f"{name} is {value}; it must be at least {lowest}.")
+        choices = _choices(type(self), declared)
+        if choices and isinstance(value, str) and value not in choices:
+            raise LiVTError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+
+    @classmethod
+    def names(cls, fact: str | None = None) -> list[str]:
+        """The options of which a fact is true, or all of them."""
+        return [f.name for f in dataclasses.fields(cls) if fact is None or f.metadata.get(fact)]
+
+    @classmethod
+    def parse(
+        cls,
+        argv: Sequence[str] | None = None,
+        configs: Path | None = None,
+        inherit: Callable[[dict], dict] = lambda asked: {},
+    ) -> Self:
+        """The settings of a command.
+
+        The dataset's own config is `<stage>-<dataset>.yaml` in the folder `configs`; `--config` takes its place, so a
+        config file is complete over the defaults. `inherit` gets what was asked for and returns the values that an
+        earlier run lends.
+        """
+        asked = command_line(cls, sys.argv[1:] if argv is None else argv)
+        config = asked.pop("config", None)
+        if config is not None:
+            asked = read_settings(cls, Path(config)) | asked
+        load_plugin(asked.get("plugin"))
+        inherited = inherit(asked)
+        load_plugin(inherited.get("plugin"))
+        values = inherited | asked
+        if config is None and configs is not None:
+            dataset = values.get("dataset", cls.__dataclass_fields__["dataset"].default)
+            own = configs / f"{cls.stage}-{str(dataset).replace('/', '-')}.yaml"
+            values = (read_settings(cls, own) if own.exists() else {}) | values
+        return cls(**values)
+
+
+@dataclass
+class DataSettings(CommandSettings):
+    """Which images, from where, divided how."""
+
+    dataset: str = option(
+        "glyphs",
+        "benchmark name, image folder, image list (.txt), parquet folder or Hub dataset",
+        selects_data=True,
+        place=True,
+    )
+    source: str | None = option(
+        None, "local copy of a named benchmark, or the root folder of an image list", place=True, free=True
+    )
+    imbalance_factor: float | None = option(
+        None, "largest class over smallest class; a long tail is derived where this is given", selects_data=True
+    )
+    rule: str | None = option(
+        None,
+        "how the long tail is made; default: the dataset's own rule",
+        choices=("exponential", "pareto", "balanced"),
+        selects_data=True,
+    )
+    images_per_class: int | None = option(
+        None,
+        "images of the largest class; ImageNet-BAL: 160 (the appendix) or 116 (the text)",
+        selects_data=True,
+        at_least=1,
+    )
+    cap: bool = option(
+        False, "take all images of a class that has fewer than the rule asks for, or refuse", selects_data=True
+    )
+    lists: str | None = option(
+        None, "folder of a benchmark's split lists, where they are not in source", place=True, free=True
+    )
+    image_column: str | None = option(None, "column of the images, where it cannot be told")
+    label_column: str | None = option(None, "column of the labels, where it cannot be told", selects_data=True)
+    drop_empty: bool = option(
+        False, "leave out classes without a training image instead of refusing them", selects_data=True
+    )
+    split_seed: int = option(
+        0,
+        "seed of the images picked for the tail and the test set; 0 picks the community's CIFAR-LT",
+        selects_data=True,
+        at_least=0,
+    )
+    test_fraction: float = option(
+        0.2, "share of each class set aside when a dataset has no test split", selects_data=True
+    )
+    on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be decoded")
+    num_workers: int = option(0, "data loading processes per training process", free=True, at_least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.dataset is not None:
             self.dataset = self.dataset.rstrip("/") or "/"  # as shells complete folders; runs are found by this name
 
 
-_COUNTS = {
-    "epochs", "batch_size", "accumulation", "image_size", "patch_size", "max_steps", "save_steps", "save_total_limit",
-    "log_steps", "eval_epochs", "threads",
-}  # fmt: skip
-
-
 @dataclass
-class TrainingArguments(DataArguments):
+class TrainingSettings(DataSettings):
     """What both stages share."""
 
     model_size: Literal["micro", "tiny", "small", "base", "large"] = option("base", "preset of the encoder")
-    image_size: int | None = option(None, "pixels; default: the preset's")
-    patch_size: int | None = option(None, "pixels; default: the preset's")
-    epochs: int = option(100, "passes over the training set")
-    warmup_epochs: float = option(10, "epochs of linear warm-up")
-    batch_size: int = option(1024, "images an update, over all processes and accumulation steps")
-    accumulation: int = option(1, "micro-batches an update on each process")
-    base_lr: float = option(1e-3, "learning rate for 256 images an update; scaled by batch_size / 256")
-    min_lr: float = option(0.0, "floor of the cosine, not scaled by the batch")
-    weight_decay: float = option(0.05, "AdamW's decoupled decay")
+    image_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
+    patch_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
+    epochs: int = option(100, "passes over the training set", at_least=1)
+    warmup_epochs: float = option(10, "epochs of linear warm-up", at_least=0)
+    batch_size: int = option(1024, "images per update, over all processes and accumulation steps", at_least=1)
+    accumulation: int = option(1, "micro-batches per update on each process", at_least=1)
+    base_lr: float = option(1e-3, "learning rate for 256 images per update; scaled by batch_size / 256", at_least=0)
+    min_lr: float = option(0.0, "floor of the cosine, not scaled by the batch", at_least=0)
+    weight_decay: float = option(0.05, "AdamW's decoupled decay", at_least=0)
     adam_beta2: float = option(0.95, "AdamW's second beta")
     clip_grad: float | None = option(None, "largest gradient norm; default: no clipping, as in the paper")
-    flip: bool = option(True, "mirror training pictures at random; not for pictures with a handedness, such as text")
-    seed: int = option(0, "of everything random but the split: order, crops, masks, initial weights")
-    output_dir: str | None = option(None, "run folder; default runs/<stage>-<dataset>-<model>/<n>")
-    resume: str | None = option(
-        None, "go on with an interrupted run: its folder, or auto (the newest unfinished one)", nargs="?", const="auto"
+    flip: bool = option(True, "mirror training images at random; not for images with a handedness, such as text")
+    seed: int = option(0, "seed of everything random except the split: order, crops, masks, initial weights")
+    output_dir: str | None = option(
+        None, "run folder; default: runs/<stage>-<dataset>-<model>/<n>", place=True, free=True
     )
-    max_steps: int | None = option(None, "stop after so many updates, the schedule shortened to fit")
-    max_hours: float | None = option(None, "save and stop after so many hours")
-    save_steps: int | None = option(None, "updates between checkpoints")
-    save_minutes: float = option(10.0, "minutes between checkpoints")
-    save_total_limit: int = option(2, "checkpoints to keep")
-    log_steps: int = option(10, "updates between lines of log.jsonl")
-    trackers: str | None = option(None, "also log to these, comma-separated: tensorboard, wandb, trackio")
+    resume: str | None = option(
+        None,
+        "go on with an interrupted run: its folder, or auto (the newest unfinished one)",
+        alone="auto",
+        place=True,
+        free=True,
+    )
+    max_steps: int | None = option(None, "stop after this many updates, the schedule shortened to fit", at_least=1)
+    max_hours: float | None = option(None, "save and stop after this many hours", free=True)
+    save_steps: int | None = option(None, "updates between checkpoints", free=True, at_least=1)
+    save_minutes: float = option(10.0, "minutes between checkpoints", free=True)
+    save_total_limit: int = option(2, "number of checkpoints to keep", free=True, at_least=1)
+    log_steps: int = option(10, "updates between lines of log.jsonl", at_least=1)
+    trackers: str | None = option(
+        None, "also log to these, separated by commas: tensorboard, wandb, trackio", free=True
+    )
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
         "auto", "auto: bf16 or fp16 on a GPU, none on a CPU"
     )
     compile: bool = option(False, "torch.compile the model")
     gradient_checkpointing: bool = option(False, "trade a third more time for less memory")
     ema_decay: float | None = option(None, "keep a moving average of the weights and publish that")
-    threads: int | None = option(None, "CPU threads a process; default: the machine's cores shared out")
-    push_to_hub: bool = option(False, "publish the finished run")
-    hub_model_id: str | None = option(None, "organisation/name on the Hub")
-    hub_private: bool = option(False, "make the Hub repository private")
-    hub_license: str = option("apache-2.0", "licence of the published weights, as the Hub spells it")
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name, value in vars(self).items():
-            if name in _COUNTS and value is not None and value < 1:
-                raise LiVTError(f"{name} is {value}; it must be at least 1.")
+    threads: int | None = option(
+        None, "CPU threads per process; default: the machine's cores shared out", free=True, at_least=1
+    )
+    push_to_hub: bool = option(False, "publish the finished run", free=True)
+    hub_model_id: str | None = option(None, "organisation/name on the Hub", free=True)
+    hub_public: bool = option(False, "make the Hub repository public; without it the repository is private", free=True)
+    hub_license: str | None = option(
+        None, "licence of the published weights, as the Hub spells it; must be named for own data", free=True
+    )
 
 
 @dataclass
-class PretrainArguments(TrainingArguments):
+class PretrainSettings(TrainingSettings):
     """Masked generative pretraining (MGP)."""
 
-    stage = "pretrain"
-    epochs: int = option(800, "passes over the training set")
-    warmup_epochs: float = option(40, "epochs of linear warm-up")
-    batch_size: int = option(4096, "images an update, over all processes and accumulation steps")
-    base_lr: float = option(1.5e-4, "learning rate for 256 images an update; scaled by batch_size / 256")
+    stage: ClassVar[str] = "pretrain"
+
+    epochs: int = option(800, "passes over the training set", at_least=1)
+    warmup_epochs: float = option(40, "epochs of linear warm-up", at_least=0)
+    batch_size: int = option(4096, "images per update, over all processes and accumulation steps", at_least=1)
+    base_lr: float = option(1.5e-4, "learning rate for 256 images per update; scaled by batch_size / 256", at_least=0)
     mask_ratio: float = option(0.75, "share of patches hidden from the encoder")
     decode_ratio: float = option(1.0, "share of hidden patches decoded: 1 is the paper, less is faster and different")
-    crop_scale: float = option(0.2, "smallest area of a random resized crop; 1 keeps the whole picture")
-    streaming: bool = option(False, "read the data as a stream, for sets that do not fit")
-    num_images: int | None = option(None, "images of a stream that does not know its length")
+    crop_scale: float = option(0.2, "smallest area of a random resized crop; 1 keeps the whole image")
+    streaming: bool = option(False, "read the data as a stream, for datasets that do not fit")
+    num_images: int | None = option(None, "number of images of a stream that does not know its length", at_least=1)
 
 
 @dataclass
-class FinetuneArguments(TrainingArguments):
+class FinetuneSettings(TrainingSettings):
     """Balanced fine-tuning (BFT)."""
 
-    stage = "finetune"
-    image_size: int | None = option(None, "pixels; default: the checkpoint's, or the preset's")
+    stage: ClassVar[str] = "finetune"
+
+    image_size: int | None = option(None, "pixels; default: the checkpoint's, or the preset's", at_least=1)
     pretrained: str | None = option(
-        None, "MGP run, ViT or ViTMAE checkpoint or Hub id; 'none' trains from scratch; default: the newest MGP run"
+        None,
+        "MGP run, ViT or ViTMAE checkpoint or Hub id; 'none' trains from scratch; default: the newest MGP run",
+        place=True,
     )
-    min_lr: float = option(1e-6, "floor of the cosine, not scaled by the batch")
+    min_lr: float = option(1e-6, "floor of the cosine, not scaled by the batch", at_least=0)
     adam_beta2: float = option(0.99, "AdamW's second beta")
     optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
     layer_decay: float = option(0.75, "learning rate factor from each layer to the one below")
     drop_path: float = option(0.1, "stochastic depth of the last layer")
-    pooling: Literal["mean", "cls"] = option("mean", "features: mean of patch tokens, or the class token")
-    loss: str = option("bal_bce", "see livt_hf.losses.LOSSES")
+    pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
+    loss: str = option("bal_bce", "loss of the head", choices=loss_names)
     tau: float = option(1.0, "strength of the logit bias")
-    test_prior: str = option("uniform", "uniform, none, or a JSON file of class probabilities")
-    bias: Literal["bce", "ce"] = option("bce", "whose theorem's bias a balanced sigmoid loss gets")
+    test_prior: str = option("uniform", "uniform, none, or a JSON file of class probabilities", place=True)
+    bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
-    label_smoothing: float = option(0.0, "mass moved to all classes, in the loss")
+    label_smoothing: float = option(0.0, "probability mass moved to all classes, in the loss")
     nt_lambda: float = option(2.0, "lambda of the NT-BCE losses")
     ib_warmup: float = option(0.5, "share of the epochs on cross-entropy before the IB loss starts")
     augmentation: Literal["rand_augment", "three_augment", "crop", "pad_crop"] = option(
-        "rand_augment", "the paper's, DeiT III's, random resized crops alone, or pad-and-crop for small pictures"
+        "rand_augment", "the paper's, DeiT III's, random resized crops alone, or pad-and-crop for small images"
     )
-    crop_scale: float = option(0.08, "smallest area of a random resized crop; 1 keeps the whole picture")
+    crop_scale: float = option(0.08, "smallest area of a random resized crop; 1 keeps the whole image")
     erase: float = option(0.25, "probability of random erasing")
-    mixup: float = option(0.8, "mixup alpha; 0 is off")
-    cutmix: float = option(1.0, "cutmix alpha; 0 is off")
-    eval_epochs: int = option(5, "epochs between evaluations")
+    mixup: float = option(0.8, "mixup alpha; 0 is off", at_least=0)
+    cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
+    eval_epochs: int = option(5, "epochs between evaluations", at_least=1)
     select: Literal["last", "best"] = option("last", "weights to keep: the last, or the best on the validation split")
 
 
 @dataclass
-class EvalArguments(DataArguments):
-    """Measure a checkpoint."""
+class EvalSettings(DataSettings):
+    """Measure a checkpoint and write a report."""
 
-    model: str = option("auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning")
-    dataset: str | None = option(None, "default: the one the run was trained on")
+    stage: ClassVar[str] = "eval"
+
+    model: str = option("auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True)
+    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
     split: str = option("test", "split to measure on")
-    batch_size: int = option(256, "images a forward pass on each process")
-    prior: str | None = option(None, "JSON file with the class probabilities the model will meet")
+    batch_size: int = option(256, "images per forward pass on each process", at_least=1)
+    prior: str | None = option(None, "JSON file with the class probabilities the model will meet", place=True)
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
-    report: str | None = option(None, "folder for the report; default: report/ in a run folder")
-    seed: int = option(0, "of the linear probe")
-    threads: int | None = option(None, "CPU threads a process; default: the machine's cores shared out")
+    report: str | None = option(None, "folder for the report; default: report/ in a run folder", place=True)
+    seed: int = option(0, "seed of the linear probe")
+    threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
 
 
-def parse(cls, argv: list[str] | None = None, configs: Path | None = None, underneath: Path | None = None):
-    """An instance of `cls` from the command line over a YAML file over the defaults.
-
-    The file is `--config` or, without it, the dataset's own: `<stage>-<dataset>.yaml` in the folder `configs`. So a
-    config is complete over the defaults, which are the paper's. `underneath` is a file that lies below both: the
-    settings of a run to resume. YAML goes through the same parser as the command line, so a type is checked in one
-    place.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(cls, allow_abbrev=False, description=cls.__doc__)
-    parser.add_argument("--config", default=None, help="YAML file with any of these options")
-    given = _parse_known(parser, argv)
-    config = given.config
-    if config is None and configs is not None:
-        named = configs / f"{cls.stage}-{given.dataset.replace('/', '-')}.yaml"
-        config = named if named.exists() else None
-    files = [path for path in (underneath, config) if path is not None]
-    values = _parse_known(parser, [word for path in files for word in yaml_argv(path, cls)] + argv)
-    return cls(**{f.name: getattr(values, f.name) for f in dataclasses.fields(cls)})
-
-
-def words_of(argv: list[str]) -> list[str]:
-    """Command-line words with `--option=value` in two; a value may contain the sign itself."""
-    return [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
-
-
-def yaml_argv(path: str | Path, cls) -> list[str]:
-    """A YAML file as command-line words; unknown keys are errors."""
-    if not Path(path).exists():
-        raise SystemExit(f"the config file {path} does not exist.")
-    # The base loader leaves every value as it is written: `mixed_precision: no` is "no", and 1e-3 needs no point.
-    values = yaml.load(Path(path).read_text(), Loader=yaml.BaseLoader) or {}
-    if not isinstance(values, dict):
-        raise SystemExit(f"{path} must hold 'option: value' lines, not a {type(values).__name__}.")
-    names = [f.name for f in dataclasses.fields(cls)]
-    argv = []
-    for name, value in values.items():
-        if name not in names:
-            raise SystemExit(f"{path}: there is no option {name!r}{_nearest(name, names)}")
-        if not isinstance(value, str):
-            raise SystemExit(f"{path}: {name} must be a single value, not a {type(value).__name__}.")
-        if value not in ("", "~", "null"):
-            argv.append(f"--{name}={value}")
-    return argv
-
-
-def save_yaml(arguments, path: Path) -> None:
-    path.write_text(yaml.safe_dump(dataclasses.asdict(arguments), sort_keys=False))
-
-
-def _parse_known(parser, argv: list[str]):
-    values, unknown = parser.parse_known_args(argv)
+def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, Any]:
+    """The options that were named, with their values."""
+    parser = make_parser(cls)
+    named, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        names = [action.dest for action in parser._actions]
         word = unknown[0].split("=")[0]
-        raise SystemExit(f"there is no option {word!r}{_nearest(word.lstrip('-'), names, '--')}")
+        names = [*cls.names(), "config"]
+        raise LiVTError(f"there is no option {word!r}{_nearest(word.lstrip('-'), names, '--')}")
+    declared = {f.name: f for f in dataclasses.fields(cls)}
+    values = dict(vars(named))
+    return {name: _typed(cls, declared[name], text) if name in declared else text for name, text in values.items()}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but what it refuses is refused like everything else."""
+
+    def error(self, message):
+        raise LiVTError(f"{message}; --help lists the options.")
+
+
+def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
+    """An argument parser that leaves values as they are written, and leaves out what was not named."""
+    command = f"livt {cls.stage}" if cls.stage else None
+    parser = _Parser(prog=command, description=cls.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
+    for declared in dataclasses.fields(cls):
+        facts, shape = declared.metadata, {}
+        if facts.get("positional"):
+            parser.add_argument(declared.name, help=_described(cls, declared), nargs=facts["positional"])
+            continue
+        if "alone" in facts or _kinds(cls, declared)[0] is bool:
+            shape = {"nargs": "?", "const": facts.get("alone", "true")}
+        metavar = declared.name.upper()
+        parser.add_argument(f"--{declared.name}", metavar=metavar, help=_described(cls, declared), **shape)
+    return parser
+
+
+def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
+    """The help of an option with its choices and its default."""
+    text = declared.metadata["help"]
+    choices = _choices(cls, declared)
+    if choices:
+        text += f"; one of {', '.join(choices)}"
+    if declared.default not in (None, dataclasses.MISSING):
+        text += f" (default: {declared.default})"
+    return text.replace("%", "%%")
+
+
+def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
+    """The values of a YAML file; unknown keys are refused. A null leaves an option as it is."""
+    if not path.exists():
+        raise LiVTError(f"the config file {path} does not exist.")
+    # The base loader leaves every value as it is written: `mixed_precision: no` is "no", and 1e-3 needs no point.
+    try:
+        texts = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LiVTError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(texts, dict):
+        raise LiVTError(f"{path} must hold 'option: value' lines, not a {type(texts).__name__}.")
+    declared = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for name, text in texts.items():
+        if name not in declared:
+            raise LiVTError(f"{path}: there is no option {name!r}{_nearest(name, list(declared))}")
+        if not isinstance(text, str):
+            raise LiVTError(f"{path}: {name} must be a single value, not a {type(text).__name__}.")
+        if text not in ("", "~", "null"):
+            values[name] = _typed(cls, declared[name], text)
     return values
+
+
+def save_settings(settings: CommandSettings, path: Path) -> None:
+    path.write_text(yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False), encoding="utf-8")
+
+
+def _kinds(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple:
+    """The types an option may have, None left out: (float,), (str,), or a Literal."""
+    hint = get_type_hints(cls)[declared.name]
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return tuple(part for part in parts if part is not type(None))
+
+
+def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
+    choices = declared.metadata.get("choices", ())
+    kind = _kinds(cls, declared)[0]
+    return get_args(kind) if get_origin(kind) is Literal else tuple(choices() if callable(choices) else choices)
+
+
+_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _typed(cls: type[CommandSettings], declared: dataclasses.Field, text: Any) -> Any:
+    """A value as it was written to the type of its option."""
+    kind = _kinds(cls, declared)[0]
+    if not isinstance(text, str):
+        return text
+    if kind is bool:
+        if text.lower() not in _TRUTHS:
+            raise LiVTError(f"{declared.name} is {text!r}; it must be true or false.")
+        return _TRUTHS[text.lower()]
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError as error:
+            wanted = "a whole number" if kind is int else "a number"
+            raise LiVTError(f"{declared.name} is {text!r}; it must be {wanted}.") from error
+    return text
 
 
 def _nearest(name: str, names: list[str], prefix: str = "") -> str:

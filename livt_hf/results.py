@@ -1,0 +1,93 @@
+"""`results.json`: the one record that a finished run leaves, written by both stages and read by everything after."""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from livt_hf.version import __version__
+
+
+@dataclass(kw_only=True)
+class Results:
+    """What was trained on what, and what came out. Fractions, not percent; None is what was not measured or not said.
+
+    `metrics` holds the numbers of the paper's rule, argmax z (of a pretraining, the loss on held-out images), and
+    `posterior` those of the posterior rule under the uniform prior, where the loss has one.
+    """
+
+    stage: str
+    dataset: str
+    metrics: dict = field(default_factory=dict)
+    posterior: dict | None = None
+
+    # The model.
+    model_size: str | None = None
+    parameters: int | None = None
+    image_size: int | None = None
+    loss: str | None = None
+    tau: float | None = None
+    mask_ratio: float | None = None
+    decode_ratio: float | None = None
+    # The data. `class_counts` is a summary: max, min, imbalance, and the number of classes in each shot group.
+    imbalance_factor: float | None = None
+    num_train_images: int | None = None
+    num_classes: int | None = None
+    class_counts: dict | None = None
+    split: str | None = None
+    num_images: int | None = None
+    # The training.
+    pretrained: str | None = None
+    epoch: float | None = None
+    epochs: float | None = None
+    updates: int | None = None
+    selection: str | None = None
+    weights: str = "model"
+    seed: int | None = None
+    seconds: float | None = None
+    # Where things came from. `data/birds` could be a folder or a Hub id, and a card must not guess.
+    dataset_local: bool = True
+    pretrained_local: bool = True
+    versions: dict | None = None
+    git_revision: str | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Self:
+        """Of a file of any version: what this one does not know is left out."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def provenance() -> dict:
+    """Versions and, where there is one, the revision of the code."""
+    packages = ("torch", "torchvision", "transformers", "datasets", "accelerate", "timm")
+    versions = {"python": platform.python_version(), "livt-hf": __version__}
+    versions |= {name: importlib.metadata.version(name) for name in packages}
+    return {"versions": versions, "git_revision": _git_revision(Path(__file__).resolve().parents[1])}
+
+
+def _git_revision(checkout: Path) -> str | None:
+    """The commit of a folder that is the root of a repository; None for any other, or without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    # An installed package may lie in somebody else's repository: the root has to be the folder itself.
+    asked = [git, "rev-parse", "--show-toplevel", "HEAD"]
+    answer = subprocess.run(asked, cwd=checkout, capture_output=True, text=True)
+    if answer.returncode != 0:
+        return None
+    root, revision = answer.stdout.splitlines()
+    return revision if Path(root).resolve() == checkout else None
