@@ -26,6 +26,14 @@ def encoder_preset(size: str) -> dict[str, int]:
     return PRESETS[size] | {"intermediate_size": 4 * PRESETS[size]["hidden_size"]}
 
 
+def size_name(config: dict) -> str:
+    """The preset that a model's config has the sizes of, or its sizes."""
+    for name, preset in PRESETS.items():
+        if all(config[key] == preset[key] for key in ("hidden_size", "num_hidden_layers")):
+            return name
+    return f"{config['hidden_size']}x{config['num_hidden_layers']}"
+
+
 def _whole(count) -> int:
     if count != int(count):
         raise LiVTError(f"class_counts holds {count}; counts of images are whole numbers.")

@@ -73,21 +73,29 @@ class CommandSettings:
         configs: Path | None = None,
         inherit: Callable[[dict], dict] = lambda asked: {},
     ) -> Self:
-        """The settings of a command.
+        """The settings of a command. `inherit` gets what was asked for and returns what an earlier run lends."""
+        asked = cls.asked(argv)
+        return cls.merged(asked, configs, inherit(asked))
 
-        The dataset's own config is `<stage>-<dataset>.yaml` in the folder `configs`; `--config` takes its place, so a
-        config file is complete over the defaults. `inherit` gets what was asked for and returns the values that an
-        earlier run lends.
-        """
+    @classmethod
+    def asked(cls, argv: Sequence[str] | None = None) -> dict[str, Any]:
+        """What the command line asks for and, below it, the file it names as `--config`."""
         asked = command_line(cls, sys.argv[1:] if argv is None else argv)
-        config = asked.pop("config", None)
-        if config is not None:
-            asked = read_settings(cls, Path(config)) | asked
+        if "config" in asked:
+            asked = read_settings(cls, Path(asked["config"])) | asked
         load_plugin(asked.get("plugin"))
-        inherited = inherit(asked)
-        load_plugin(inherited.get("plugin"))
-        values = inherited | asked
-        if config is None and configs is not None:
+        return asked
+
+    @classmethod
+    def merged(cls, asked: dict, configs: Path | None = None, inherited: dict | None = None) -> Self:
+        """What was asked for over what an earlier run lends over the dataset's own config over the defaults.
+
+        The dataset's own config is `<stage>-<dataset>.yaml` in the folder `configs`. A config that was asked for takes
+        its place, so a config file is complete over the defaults.
+        """
+        values = (inherited or {}) | asked
+        load_plugin(values.get("plugin"))
+        if values.pop("config", None) is None and configs is not None:
             dataset = values.get("dataset", cls.__dataclass_fields__["dataset"].default)
             own = configs / f"{cls.stage}-{str(dataset).replace('/', '-')}.yaml"
             values = (read_settings(cls, own) if own.exists() else {}) | values
