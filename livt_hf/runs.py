@@ -130,9 +130,7 @@ def unfinished_run(settings: TrainingSettings) -> Run | None:
     if settings.resume != "auto":
         run = Run(Path(settings.resume))
         if not (run.folder / ARGUMENTS).exists():
-            raise LiVTError(
-                f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in."
-            )
+            raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
         return run
     if settings.output_dir is not None:
         run = Run(Path(settings.output_dir))

@@ -67,7 +67,7 @@ def without_command(words: Sequence[str]) -> str | None:
 
 
 def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
-    """Run a stage under Accelerate; what the stage refuses ends with its sentence and not with the launcher's trace."""
+    """Run a stage under Accelerate; what the stage refuses ends with its sentence, without the launcher's trace."""
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
