@@ -1,8 +1,8 @@
 """Convert a checkpoint to another form, with its image processor.
 
-    livt convert FILE.pth OUT --dataset imagenet-lt   the authors' weights to LiViT, or to ViTMAE
-    livt convert RUN OUT --to beit                    a LiViT to stock BEiT: plain transformers serves it
-    livt convert RUN OUT --to timm                    a LiViT to timm.create_model("local-dir:OUT")
+livt convert FILE.pth OUT --dataset imagenet-lt   the authors' weights to LiViT, or to ViTMAE
+livt convert RUN OUT --to beit                    a LiViT to stock BEiT: plain transformers serves it
+livt convert RUN OUT --to timm                    a LiViT to timm.create_model("local-dir:OUT")
 """
 
 import json
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def convert_official(settings: ConvertSettings) -> None:
     if not settings.source.endswith(".pth"):
-        raise LiVTError(f"{settings.source} is not a .pth file of the authors; pass --to beit or --to timm for a LiViT.")
+        raise LiVTError(f"{settings.source} is not a .pth file of the authors; for a LiViT pass --to beit or timm.")
     counts = read_list(settings.class_counts) if settings.class_counts else None
     names = dict(enumerate(read_list(settings.labels))) if settings.labels else None
     order = settings.keep_class_order
