@@ -32,8 +32,8 @@ def workplace(tmp_path_factory) -> SimpleNamespace:
     """A folder of pictures, a fine-tuning and a pretraining on it, made at the same time."""
     place = tmp_path_factory.mktemp("eval")
     pictures = make_pictures(place / "pictures")
-    finetuning = RecipeRun("finetune.py", place / "finetuned", "--dataset", pictures, *FINETUNE)
-    pretraining = RecipeRun("pretrain.py", place / "pretrained", "--dataset", pictures, *TINY, "--epochs", 8)
+    finetuning = RecipeRun("finetune", place / "finetuned", "--dataset", pictures, *FINETUNE)
+    pretraining = RecipeRun("pretrain", place / "pretrained", "--dataset", pictures, *TINY, "--epochs", 8)
     runs = finetuning.finish().folder, pretraining.finish().folder
     return SimpleNamespace(place=place, pictures=pictures, finetuned=runs[0], pretrained=runs[1])
 
@@ -297,7 +297,7 @@ def test_nan_logits_are_reported_and_not_averaged_away(workplace, evaluate, tmp_
 
 def test_two_processes_count_each_image_once_and_measure_what_one_measures(workplace):
     options = ["--model", workplace.finetuned, "--batch_size", 5, "--threads", 1]
-    run = RecipeRun("eval.py", workplace.place / "together", *options, processes=2)
+    run = RecipeRun("eval", workplace.place / "together", *options, processes=2)
     rules = json.loads((run.finish().folder / "evaluation.json").read_text())["rules"]
     results = json.loads((workplace.finetuned / "results.json").read_text())
     assert numbers(rules[PAPER]) == pytest.approx(numbers(results["metrics"]), rel=1e-5)
@@ -308,7 +308,7 @@ def test_two_processes_count_each_image_once_and_measure_what_one_measures(workp
 
 def test_what_looks_at_all_images_at_once_is_refused_on_two_processes(workplace):
     options = ["--model", workplace.finetuned, "--adapt_prior", "--threads", 1]
-    run = RecipeRun("eval.py", workplace.place / "adapting", *options, processes=2)
+    run = RecipeRun("eval", workplace.place / "adapting", *options, processes=2)
     assert run.wait() == 1
     assert "--adapt_prior looks at all images at once; run it on one process." in run.printed
     assert "Traceback" not in run.printed and not run.folder.exists()

@@ -7,7 +7,7 @@ import sys
 import pytest
 from recipe_runs import RECIPES
 
-from livt_hf.settings import FinetuneArguments, PretrainArguments
+from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +16,13 @@ def scale() -> dict:
 
 
 def test_a_vit_b_step_is_three_forwards_of_17_6_billion_multiplications(scale):
-    cost = scale["step_cost"](FinetuneArguments, "base", 224, 1000, 2)
+    cost = scale["step_cost"](FinetuneSettings, "base", 224, 1000, 2)
     assert cost["operations"] / 2 == pytest.approx(3 * 2 * 17.6e9, rel=0.01)
     assert cost["parameters"] == pytest.approx(86.6e6, rel=0.01)
 
 
 def test_what_is_kept_for_the_backward_pass_grows_with_the_images(scale):
-    one, two, three = (scale["step_cost"](PretrainArguments, "tiny", 224, 10, images)["bytes"] for images in (1, 2, 3))
+    one, two, three = (scale["step_cost"](PretrainSettings, "tiny", 224, 10, images)["bytes"] for images in (1, 2, 3))
     assert three - two == two - one > 0  # the rest does not depend on the images
     # Of every token and block at least its input, queries, keys, values and the two halves of the MLP, in bfloat16.
     decoder = 8 * 197 * 512 * 2 * (4 + 4 + 4)

@@ -12,7 +12,7 @@ import pytest
 from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from recipe_runs import RECIPES, TINY, make_pictures
 
-from livt_hf.settings import FinetuneArguments, PretrainArguments, parse, save_yaml
+from livt_hf.settings import FinetuneSettings, PretrainSettings, parse, save_settings
 
 CONFIGS = RECIPES / "configs"
 
@@ -73,9 +73,9 @@ def test_every_option_of_a_sweep_is_one_its_stage_takes(name):
     labels = [variant.label for variant in SWEEPS[name].variants]
     assert len(set(labels)) == len(labels) > 1
     for variant in SWEEPS[name].variants:
-        for options, stage in ((variant.finetune, FinetuneArguments), (variant.pretrain or {}, PretrainArguments)):
+        for options, stage in ((variant.finetune, FinetuneSettings), (variant.pretrain or {}, PretrainSettings)):
             words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-            parsed = parse(stage, words)
+            parsed = stage.parse(words)
             assert {option: getattr(parsed, option) for option in options} == options
 
 
@@ -95,9 +95,9 @@ class Runs:
             return SimpleNamespace(returncode=1)
         finetune = script.endswith("finetune.py")
         words = command[command.index(script) + 1 :]
-        arguments = parse(FinetuneArguments if finetune else PretrainArguments, words, configs=CONFIGS)
+        arguments = FinetuneSettings.parse( if finetune else PretrainSettings, words, CONFIGS)
         folder.mkdir()
-        save_yaml(arguments, folder / "arguments.yaml")
+        save_settings(arguments, folder / "arguments.yaml")
         said = {"model_size": "micro", "num_train_images": 1234, "epochs": arguments.epochs, "seed": arguments.seed}
         accuracy = {"bal_bce": 0.6}.get(arguments.loss, 0.4) + arguments.seed / 10 if finetune else 0
         (folder / "results.json").write_text(json.dumps(result(accuracy) | said))
