@@ -106,6 +106,7 @@ def build_classifier(arguments: FinetuneArguments, train: Dataset) -> LiViTForIm
         "head_start": arguments.head_start,
         "label_smoothing": arguments.label_smoothing,
         "nt_lambda": arguments.nt_lambda,
+        "ib_warmup": arguments.ib_warmup,
         "test_prior": {"uniform": "uniform", "none": None}.get(arguments.test_prior, arguments.test_prior),
         "class_counts": counts.tolist(),
         "id2label": dict(enumerate(class_feature(train).names)),
@@ -176,11 +177,11 @@ def measure(
         world_size=accelerator.num_processes,
         num_workers=arguments.num_workers,
     )
-    counts = model.config.class_counts
-    if model.config.multi_label:
+    counts = model.config.long_tail.class_counts
+    if model.head.multi_label:
         return {"metrics": evaluate_multi_label(model, loader, accelerator, counts).compute(), "posterior": None}
     rules = {"metrics": None}
-    if model.config.no_posterior is None:
+    if model.head.no_posterior is None:
         rules["posterior"] = partial(model.head.posterior, prior="uniform")
     measured, _ = evaluate_classifier(model, loader, accelerator, counts, rules)
     return {name: measured[name].compute() if name in measured else None for name in ("metrics", "posterior")}
@@ -234,7 +235,7 @@ def results_of(arguments: FinetuneArguments, loop: Loop, counts: np.ndarray, mea
             "imbalance_factor": arguments.imbalance_factor,
             "split": "test",
             "num_images": measured["metrics"]["num_images"],
-            "num_train_images": model.config.num_train_images,
+            "num_train_images": model.config.long_tail.num_images,
             "num_classes": model.config.num_labels,
             "class_counts": counts_summary(counts),
             "loss": arguments.loss,

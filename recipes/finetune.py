@@ -83,7 +83,7 @@ def main():
     watched = data["validation"] if "validation" in data else data["test"]
 
     def before_epoch(epoch):
-        loop.bare_model.head.ib_active = epoch >= arguments.ib_warmup * arguments.epochs
+        loop.bare_model.head.set_epoch(epoch, arguments.epochs)
 
     def after_epoch(epoch):
         if (epoch + 1) % arguments.eval_epochs and loop.progress.update != loop.total:
