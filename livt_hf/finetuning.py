@@ -17,6 +17,7 @@ from livt_hf.data.labels import class_feature, is_multi_label
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
+from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
@@ -68,13 +69,8 @@ def build_classifier(settings: FinetuneSettings, train: Dataset) -> LiViTForImag
     if len(empty):
         names = [class_feature(train).names[label] for label in empty[:10]]
         raise LiVTError(f"classes {names} have no training image, so their prior is undefined; leave them out.")
-    head = {
-        "loss": settings.loss,
-        "tau": settings.tau,
-        "bias": settings.bias,
-        "head_start": settings.head_start,
-        "label_smoothing": settings.label_smoothing,
-        "nt_lambda": settings.nt_lambda,
+    head = {name: getattr(settings, name) for name in LongTailConfig.names() if name in settings.names()}
+    head |= {
         "test_prior": {"uniform": "uniform", "none": None}.get(settings.test_prior, settings.test_prior),
         "class_counts": counts.tolist(),
         "id2label": dict(enumerate(class_feature(train).names)),
@@ -138,11 +134,11 @@ def measure(
 ) -> dict:
     """Metrics of the paper's rule and, where the head gives probabilities, of the posterior rule."""
     loader = eval_loader(dataset, processor, shared_batches(256, accelerator, num_workers))
-    counts = model.config.class_counts
-    if model.config.multi_label:
+    counts = model.config.long_tail.class_counts
+    if model.head.multi_label:
         return {"metrics": evaluate_multi_label(model, loader, accelerator, counts).compute(), "posterior": None}
     rules = {"metrics": None}
-    if model.config.no_posterior is None:
+    if model.head.no_posterior is None:
         rules["posterior"] = partial(model.head.posterior, prior="uniform")
     measured, _ = evaluate_classifier(model, loader, accelerator, counts, rules)
     return {name: measured[name].compute() if name in measured else None for name in ("metrics", "posterior")}
@@ -190,7 +186,7 @@ def results_of(settings: FinetuneSettings, loop: Loop, counts: np.ndarray, measu
         image_size=model.config.image_size,
         split="test",
         num_images=measured["metrics"]["num_images"],
-        num_train_images=model.config.num_train_images,
+        num_train_images=model.config.long_tail.num_images,
         num_classes=model.config.num_labels,
         class_counts=counts_summary(counts),
         loss=settings.loss,

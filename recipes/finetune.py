@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     watched = data["validation"] if "validation" in data else data["test"]
 
     def before_epoch(epoch):
-        loop.bare_model.head.ib_active = epoch >= settings.ib_warmup * settings.epochs
+        loop.bare_model.head.set_epoch(epoch, settings.epochs)
 
     def after_epoch(epoch):
         if (epoch + 1) % settings.eval_epochs and loop.progress.update != loop.total:

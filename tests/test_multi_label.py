@@ -24,5 +24,5 @@ def test_fine_tuning_on_several_labels_an_image_reports_mean_average_precision(t
     run = RecipeRun("finetune", tmp_path / "run", *options, "--mixup", 0, "--cutmix", 0).finish()
     metrics, config = run.results["metrics"], LiViTForImageClassification.from_pretrained(run.folder).config
     assert 0 < metrics["map"] <= 1 and run.results["posterior"] is None
-    assert config.multi_label and config.num_train_images == 77  # 96 less a fifth
-    assert max(config.class_counts) < sum(config.class_counts)
+    assert config.problem_type == "multi_label_classification" and config.long_tail.num_images == 77  # 96 less a fifth
+    assert max(config.long_tail.class_counts) < sum(config.long_tail.class_counts)

@@ -89,7 +89,7 @@ class Predictor:
 
     def _batch_scores(self, batch: torch.Tensor) -> torch.Tensor:
         config = self.model.config
-        if self.ours and (self.prior is not None or (config.no_posterior is None and config.class_counts is not None)):
+        if self.ours and (self.prior is not None or self.model.head.no_posterior is None):
             return self.model.probabilities(batch, prior=self.prior).float()
         logits = self.model(batch).logits.float()
         return logits.sigmoid() if config.problem_type == "multi_label_classification" else logits.softmax(-1)

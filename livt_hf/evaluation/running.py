@@ -87,11 +87,11 @@ def no_posterior(model: PreTrainedModel) -> str | None:
     """Why a checkpoint gives no class probabilities under a prior, or None where it does."""
     if isinstance(model, LiViTForPreTraining):
         return "it is no classifier"
-    if not isinstance(model, LiViTForImageClassification) or model.config.class_counts is None:
+    if not isinstance(model, LiViTForImageClassification):
         return "it does not know its training prior"
-    if model.config.multi_label:
+    if model.head.multi_label:
         return "its images may have several labels"
-    return model.config.no_posterior
+    return model.head.no_posterior
 
 
 def check_options(model: PreTrainedModel, arguments: EvalArguments, num_processes: int) -> None:
@@ -102,10 +102,10 @@ def check_options(model: PreTrainedModel, arguments: EvalArguments, num_processe
             raise LiVTError(
                 f"{arguments.model} gives no probabilities under a prior ({why}); leave --prior and --adapt_prior out."
             )
-    if arguments.adapt_prior and model.config.label_smoothing:
+    if arguments.adapt_prior and model.head.settings.label_smoothing:
         raise LiVTError(
-            f"{arguments.model} was trained with label_smoothing {model.config.label_smoothing}, which flattens its "
-            "posteriors, so no prior can be estimated from them; leave --adapt_prior out."
+            f"{arguments.model} was trained with label_smoothing {model.head.settings.label_smoothing}, which "
+            "flattens its posteriors, so no prior can be estimated from them; leave --adapt_prior out."
         )
     if num_processes > 1 and (arguments.adapt_prior or isinstance(model, LiViTForPreTraining)):
         what = "--adapt_prior looks" if arguments.adapt_prior else "kNN and the linear probe look"
