@@ -1,10 +1,9 @@
 """The configs: they parse, say how they are run and what the paper got, agree with it, and run (shrunk)."""
 
 import dataclasses
+import importlib
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,11 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
 from livt_hf.configuration_livit import PRESETS
-from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.hub.paper import paper_table
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneSettings, PretrainSettings, parse
+from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.training.optim import scaled_lr
 
 ROOT = Path(__file__).parents[1]
@@ -263,9 +262,7 @@ def shrunk(pictures, monkeypatch):
         if arguments.stage == "finetune" and arguments.pretrained is None:
             own = f"pretrain-{arguments.dataset}"
             argv += ["--pretrained", str(run(own if own in NAMES else "pretrain-imagenet-1k").folder)]
-        recipe = ROOT / "recipes" / f"{stage_of(name)}.py"
-        monkeypatch.setattr(sys, "argv", [str(recipe), *argv])
-        runpy.run_path(str(recipe))["main"]()
+        importlib.import_module(f"livt_hf.recipes.{stage_of(name)}").main(argv)
         return result
 
     return run
@@ -274,10 +271,10 @@ def shrunk(pictures, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_three_updates_of_a_config_shrunk_end_with_results(name, shrunk):
     run, wanted = shrunk(name), settings(name)
-    assert run.results["updates"] == 3
-    assert run.results["weights"] == ("model" if wanted.ema_decay is None else "ema")
+    assert run.results.updates == 3
+    assert run.results.weights == ("model" if wanted.ema_decay is None else "ema")
     for key in ("loss", "optimizer", "augmentation", "mixup", "epochs", "base_lr"):
         assert run.arguments.get(key) == getattr(wanted, key, None)
     if stage_of(name) == "finetune":
-        assert run.results["num_images"] == 9
+        assert run.results.num_images == 9
         assert 0 <= run.results["metrics"]["accuracy"] <= 1

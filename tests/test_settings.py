@@ -17,7 +17,6 @@ from livt_hf.finetuning import build_classifier, lent_by_checkpoint
 from livt_hf.results import Results
 from livt_hf.runs import (
     Run,
-    check_same_settings,
     find_pretraining,
     lent_by_pretraining,
     new_run,

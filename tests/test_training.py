@@ -17,12 +17,12 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, LoggerType
 from torch import nn
 
-from livt_hf.settings import PretrainSettings
-from livt_hf.training.checkpoints import CheckpointError, checkpoints
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results
 from livt_hf.runs import Run, check_resumable
-from livt_hf.training.loop import Loop, Moment, make_accelerator, open_run
+from livt_hf.settings import PretrainSettings
+from livt_hf.training.checkpoints import CheckpointError, checkpoints
+from livt_hf.training.loop import Loop, make_accelerator, open_run
 from livt_hf.training.machine import StopOnSignal, available_cores, choose_precision, cpu_computes_bf16
 
 PER_EPOCH = 4
@@ -169,11 +169,11 @@ def test_a_run_that_dies_in_any_update_goes_on_from_the_last_checkpoint(tmp_path
     arguments = settings(tmp_path / "broken", ema_decay=0.5, log_steps=5, save_steps=3)
     calls = []
 
-    def dying(model, batch, epoch):
+    def dying(model, batch, moment):
         if len(calls) == last:
             raise Failing
         calls.append(epoch)
-        return squared_error(model, batch, epoch)
+        return squared_error(model, batch, moment)
 
     with pytest.raises(Failing):
         make_loop(arguments, dying).fit()
@@ -230,9 +230,9 @@ def test_resuming_runs_no_code_from_the_run_folder(tmp_path, name):
 def test_a_loss_that_becomes_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     calls = []
 
-    def nan_from_the_eighth(model, batch, epoch):
+    def nan_from_the_eighth(model, batch, moment):
         calls.append(epoch)
-        return squared_error(model, batch, epoch) * (math.nan if len(calls) >= 8 else 1)
+        return squared_error(model, batch, moment) * (math.nan if len(calls) >= 8 else 1)
 
     loop = make_loop(settings(tmp_path / "run", save_steps=3, log_steps=10), nan_from_the_eighth)
     with pytest.raises(LiVTError) as raised:
