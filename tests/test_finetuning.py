@@ -13,7 +13,7 @@ from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor, normalization
 from livt_hf.finetuning import BestWeights, build_classifier, measure, serving_processor
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneSettings, parse
+from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Progress
 
 

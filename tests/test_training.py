@@ -122,6 +122,17 @@ def test_two_micro_batches_of_four_make_the_step_of_eight(tmp_path):
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_every_micro_batch_of_every_update_draws_its_own_random_numbers(tmp_path):
+    drawn = []
+
+    def drawing(model, batch, moment):
+        drawn.append(torch.rand(()).item())  # as drop path does
+        return squared_error(model, batch, moment)
+
+    make_loop(settings(tmp_path / "run", accumulation=2), drawing).fit()
+    assert len(set(drawn)) == len(drawn) == 2 * 3 * PER_EPOCH
+
+
 def test_a_log_line_holds_the_mean_loss_since_the_one_before(tmp_path):
     every = make_loop(settings(tmp_path / "every"))
     every.fit()
@@ -172,7 +183,7 @@ def test_a_run_that_dies_in_any_update_goes_on_from_the_last_checkpoint(tmp_path
     def dying(model, batch, moment):
         if len(calls) == last:
             raise Failing
-        calls.append(epoch)
+        calls.append(moment.epoch)
         return squared_error(model, batch, moment)
 
     with pytest.raises(Failing):
@@ -231,7 +242,7 @@ def test_a_loss_that_becomes_nan_stops_the_run_and_keeps_the_last_good_checkpoin
     calls = []
 
     def nan_from_the_eighth(model, batch, moment):
-        calls.append(epoch)
+        calls.append(moment.epoch)
         return squared_error(model, batch, moment) * (math.nan if len(calls) >= 8 else 1)
 
     loop = make_loop(settings(tmp_path / "run", save_steps=3, log_steps=10), nan_from_the_eighth)
