@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import shlex
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +15,11 @@ from livt_hf.configuration_livit import PRESETS
 from livt_hf.data import load_long_tailed
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.loading import StoredImages
+from livt_hf.errors import LiVTError
 from livt_hf.hub import publish
 from livt_hf.metrics import group_sizes
 from livt_hf.runs import Run
-from livt_hf.settings import DataArguments, FinetuneArguments, TrainingArguments
+from livt_hf.settings import DataSettings, FinetuneSettings, TrainingSettings
 from livt_hf.training.loop import Interrupted
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
@@ -38,11 +38,7 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except Interrupted:
         sys.exit(EXIT_UNFINISHED)
-    except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        ours = {Path(__file__).parent, Path(sys.argv[0]).resolve().parent}
-        if not ours & set(Path(last.filename).parents) or not last.line.startswith("raise"):
-            raise
+    except LiVTError as error:
         sys.exit(f"error: {error}")
 
 
@@ -55,18 +51,23 @@ def launch_line(script: str, option: str, run: Run) -> str:
     return f"accelerate launch recipes/{script} {option} {shlex.quote(str(run.folder))}"
 
 
-def publish_if_asked(arguments: TrainingArguments, run: Run) -> None:
+def publish_if_asked(arguments: TrainingSettings, run: Run) -> None:
     """Of `--push_to_hub`. A Hub that cannot be reached leaves the run complete and a command to publish it later."""
     if arguments.push_to_hub:
         commit = publish(
-            run.folder, arguments.hub_model_id, private=arguments.hub_private, license=arguments.hub_license
+            run.folder, arguments.hub_model_id, private=not arguments.hub_public, license=arguments.hub_license
         )
         logging.getLogger(__name__).info("published: %s", commit.repo_url)
 
 
-def load_data(arguments: DataArguments, streaming: bool = False) -> DatasetDict:
+def load_data(arguments: DataSettings, streaming: bool = False) -> DatasetDict:
     """The dataset the arguments name."""
-    names = {field.name for field in dataclasses.fields(DataArguments)} - {"dataset", "num_workers", "split_seed"}
+    names = {field.name for field in dataclasses.fields(DataSettings)} - {
+        "dataset",
+        "num_workers",
+        "plugin",
+        "split_seed",
+    }
     options = {name: getattr(arguments, name) for name in names}
     return load_long_tailed(arguments.dataset, seed=arguments.split_seed, streaming=streaming, **options)
 
@@ -77,7 +78,7 @@ def is_native(dataset: Dataset, image_size: int) -> bool:
     return image_size <= 96 and (height, width) == (image_size, image_size)
 
 
-def image_size(arguments: TrainingArguments) -> int:
+def image_size(arguments: TrainingSettings) -> int:
     return arguments.image_size or PRESETS[arguments.model_size]["image_size"]
 
 
@@ -95,10 +96,10 @@ def counts_summary(counts: np.ndarray) -> dict:
     return sizes | group_sizes(counts)
 
 
-def local_places(arguments: TrainingArguments) -> dict[str, bool]:
+def local_places(arguments: TrainingSettings) -> dict[str, bool]:
     """For results.json: what was read from a disk. `data/birds` could be either, and a card must not guess."""
     dataset = arguments.dataset not in BENCHMARKS and Path(arguments.dataset).expanduser().exists()
-    if isinstance(arguments, FinetuneArguments):
+    if isinstance(arguments, FinetuneSettings):
         return {"dataset_local": dataset, "pretrained_local": Path(arguments.pretrained).expanduser().exists()}
     return {"dataset_local": dataset}
 

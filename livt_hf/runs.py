@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from livt_hf.errors import LiVTError
-from livt_hf.settings import parse, save_yaml
+from livt_hf.settings import save_settings
 from livt_hf.version import __version__
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
@@ -53,7 +53,7 @@ class Run:
             (self.folder / ARGUMENTS).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
         except FileExistsError as error:
             raise _holds_another(self.folder) from error
-        save_yaml(arguments, self.folder / ARGUMENTS)
+        save_settings(arguments, self.folder / ARGUMENTS)
 
     def log(self, line: dict) -> None:
         with (self.folder / LOG).open("a") as file:
@@ -141,10 +141,10 @@ def unfinished_run(arguments) -> Run | None:
 
 def parse_training(cls, argv: list[str] | None = None, configs: Path | None = None):
     """`parse`, with the settings of the run itself underneath where one is resumed."""
-    arguments = parse(cls, argv, configs)
+    arguments = cls.parse(argv, configs)
     run = unfinished_run(arguments) if arguments.resume else None
     if run is not None:
-        arguments = parse(cls, argv, underneath=run.folder / ARGUMENTS)
+        arguments = cls.parse(argv, inherit=lambda asked: run.arguments)
     if arguments.push_to_hub and not arguments.hub_model_id:
         raise LiVTError("--push_to_hub needs --hub_model_id organisation/name.")
     return arguments

@@ -27,7 +27,8 @@ def option(default: Any, help: str, **facts) -> Any:
     `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them.
     `selects_data`: it decides which images are trained on. `place`: it may name a place on this machine.
     `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
-    `alone`: its value when it is named without one. `positional`: its value stands without `--name`.
+    `alone`: its value when it is named without one. `positional`: it stands without `--name`; True is one
+    value, "+" several.
     """
     return field(default=default, metadata={"help": help} | facts)
 
@@ -269,7 +270,9 @@ class EvalSettings(DataSettings):
     dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
     split: str = option("test", "split to measure on")
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
-    prior: str | None = option(None, "JSON file with the class probabilities the model will meet", place=True)
+    prior: str | None = option(
+        None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
+    )
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
     report: str | None = option(None, "folder for the report; default: report/ in a run folder", place=True)
     seed: int = option(0, "seed of the linear probe")
@@ -304,7 +307,8 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
     for declared in dataclasses.fields(cls):
         facts, shape = declared.metadata, {}
         if facts.get("positional"):
-            parser.add_argument(declared.name, help=_described(cls, declared), nargs=facts["positional"])
+            number = None if facts["positional"] is True else facts["positional"]
+            parser.add_argument(declared.name, help=_described(cls, declared), nargs=number)
             continue
         if "alone" in facts or _kinds(cls, declared)[0] is bool:
             shape = {"nargs": "?", "const": facts.get("alone", "true")}

@@ -17,7 +17,7 @@ from livt_hf.commands import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit
 from livt_hf.data import normalization
 from livt_hf.data.transforms import eval_processor
-from livt_hf.evaluation.running import load_checkpoint_and_processor
+from livt_hf.evaluation.models import load_checkpoint, load_processor
 
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 
@@ -85,7 +85,7 @@ def convert_timm(options: argparse.Namespace) -> None:
 
 
 def load_classifier(source: str) -> tuple[LiViTForImageClassification, BaseImageProcessor]:
-    model, processor = load_checkpoint_and_processor(source)
+    model, processor = load_checkpoint(source), load_processor(source)
     if not isinstance(model, LiViTForImageClassification):
         raise ValueError(f"{source} holds {model.config.architectures[0]}; only a fine-tuned LiViT has this form.")
     return model, processor

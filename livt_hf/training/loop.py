@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed
 from livt_hf.runs import Run, check_same_settings, new_run, unfinished_run
-from livt_hf.settings import TrainingArguments
+from livt_hf.settings import TrainingSettings
 from livt_hf.training.checkpoints import (
     checkpoints,
     independent_of_processes,
@@ -35,7 +35,7 @@ from livt_hf.training.optim import WarmupCosine, layer_decay_groups, scaled_lr
 logger = logging.getLogger(__name__)
 
 
-def make_accelerator(arguments: TrainingArguments) -> Accelerator:
+def make_accelerator(arguments: TrainingSettings) -> Accelerator:
     trackers = arguments.trackers.split(",") if arguments.trackers else []
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in trackers:  # Accelerate leaves out in silence what is not installed
@@ -52,7 +52,7 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
     return accelerator
 
 
-def open_run(accelerator: Accelerator, arguments: TrainingArguments) -> Run:
+def open_run(accelerator: Accelerator, arguments: TrainingSettings) -> Run:
     """The folder this command works in, the same on every process: a new one, or the one to resume."""
     found: list = [None]
     if accelerator.is_main_process:
@@ -73,7 +73,7 @@ def open_run(accelerator: Accelerator, arguments: TrainingArguments) -> Run:
     return run
 
 
-def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, arguments: TrainingSettings) -> torch.optim.Optimizer:
     groups = layer_decay_groups(model, arguments.weight_decay, getattr(arguments, "layer_decay", 1.0))
     lr = scaled_lr(arguments.base_lr, arguments.batch_size)
     betas = 0.9, arguments.adam_beta2
@@ -111,7 +111,7 @@ class Loop:
     def __init__(
         self,
         accelerator: Accelerator,
-        arguments: TrainingArguments,
+        arguments: TrainingSettings,
         run: Run,
         model: nn.Module,
         loader,
