@@ -280,7 +280,9 @@ class EvalSettings(DataSettings):
     dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
     split: str = option("test", "split to measure on")
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
-    prior: str | None = option(None, "JSON file with the class probabilities the model will meet", place=True)
+    prior: str | None = option(
+        None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
+    )
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
     report: str | None = option(None, "folder for the report; default: report/ in a run folder", place=True)
     seed: int = option(0, "seed of the linear probe")

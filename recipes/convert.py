@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from livt_hf.evaluation.models import load_checkpoint_and_processor
 from timm.data import ImageNetInfo
 
 from livt_hf.commands import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.settings import REQUIRED, CommandSettings, option
 
@@ -25,7 +25,7 @@ from livt_hf.settings import REQUIRED, CommandSettings, option
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ConvertSettings(CommandSettings):
     """Convert a checkpoint to another form, with its image processor."""
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.to == "livit":
         convert_official(settings)
     else:
-        model, processor = load_checkpoint_and_processor(settings.source)
+        model, processor = load_checkpoint(settings.source), load_processor(settings.source)
         if not isinstance(model, LiViTForImageClassification):
             raise LiVTError(
                 f"{settings.source} holds {type(model).__name__}; only a fine-tuned LiViT has the form {settings.to}."
