@@ -106,8 +106,8 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
             raise LiVTError("a prior changes no mean average precision; leave --prior and --adapt_prior out.")
     if settings.adapt_prior and model.config.long_tail.label_smoothing:
         raise LiVTError(
-            f"{settings.model} was trained with label_smoothing {model.config.long_tail.label_smoothing}, which flattens its "
-            "posteriors, so no prior can be estimated from them; leave --adapt_prior out."
+            f"{settings.model} was trained with label_smoothing {model.config.long_tail.label_smoothing}, which "
+            "flattens its posteriors, so no prior can be estimated from them; leave --adapt_prior out."
         )
     if num_processes > 1 and (settings.adapt_prior or isinstance(model, LiViTForPreTraining)):
         what = "--adapt_prior looks" if settings.adapt_prior else "kNN and the linear probe look"
