@@ -10,9 +10,8 @@ from datasets import Dataset, DatasetDict, Image, IterableDataset, IterableDatas
 from torch import Tensor
 from transformers import BaseImageProcessor
 
-from livt_hf.data.broken import find_broken, without_broken
-from livt_hf.data.decoding import WAY_OUT, BrokenImageError
-from livt_hf.data.loading import eval_loader
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError, find_broken, without_broken
+from livt_hf.data.loading import Batches, eval_loader
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.randomness import keyed_uniform, purpose_seed
 
@@ -36,8 +35,8 @@ def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_brok
     else:
         chosen = split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
     if on_broken == "error" and (broken := find_broken(chosen)):
-        raise BrokenImageError(f"held-out {next(iter(broken.values()))}{WAY_OUT}")
-    return without_broken(chosen, on_broken)
+        raise BrokenImageError(f"held-out {next(iter(broken.values()))}", WAY_OUT)
+    return chosen if on_broken == "error" else without_broken(chosen)
 
 
 @torch.no_grad()
@@ -62,7 +61,7 @@ def reconstruction_rows(
     """(image, masked, reconstruction) pictures, height x width x 3 in 0..1, of images spread over a data set."""
     chosen = dataset.select(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int))
     device = next(model.parameters()).device
-    batch = next(iter(eval_loader(chosen, processor, batch_size=count)))
+    batch = next(iter(eval_loader(chosen, processor, Batches(count))))
     pixels, index = batch["pixel_values"].to(device), batch["index"].to(device)
     masked, reconstruction = model.reconstruct(pixels, noise=mask_noise(seed, 0, index, model.num_patches))
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
