@@ -10,8 +10,7 @@ from datasets import Dataset, DatasetDict, Image, IterableDataset, IterableDatas
 from torch import Tensor
 from transformers import BaseImageProcessor
 
-from livt_hf.data.broken import find_broken, without_broken
-from livt_hf.data.decoding import WAY_OUT, BrokenImageError
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError, find_broken, without_broken
 from livt_hf.data.loading import Batches, eval_loader
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.randomness import keyed_uniform, purpose_seed
@@ -36,8 +35,8 @@ def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_brok
     else:
         chosen = split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
     if on_broken == "error" and (broken := find_broken(chosen)):
-        raise BrokenImageError(f"held-out {next(iter(broken.values()))}{WAY_OUT}")
-    return without_broken(chosen, on_broken)
+        raise BrokenImageError(f"held-out {next(iter(broken.values()))}", WAY_OUT)
+    return chosen if on_broken == "error" else without_broken(chosen)
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def _split(rows: int, classes: int):
     labels = np.random.RandomState(0).permutation(np.arange(rows) % classes)
     dataset = Dataset.from_dict({"label": labels}, features=Features(label=ClassLabel(num_classes=classes)))
     counts = exponential_counts(classes, rows // classes, 10)
-    return lambda: class_counts(dataset.select(long_tail_indices(labels_of(dataset), counts)))
+    return lambda: class_counts(dataset.select(long_tail_indices(labels_of(dataset).values, counts)))
 
 
 def _metrics(images: int, classes: int):
