@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import shlex
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +15,14 @@ from livt_hf.configuration_livit import PRESETS
 from livt_hf.data import load_long_tailed
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.loading import StoredImages
-from livt_hf.hub import publish
+from livt_hf.errors import LiVTError
+from livt_hf.hub import Publication, publish
 from livt_hf.metrics import group_sizes
+from livt_hf.results import percent
 from livt_hf.runs import Run
-from livt_hf.settings import DataArguments, FinetuneArguments, TrainingArguments
+from livt_hf.settings import DataSettings as DataArguments
+from livt_hf.settings import FinetuneSettings as FinetuneArguments
+from livt_hf.settings import TrainingSettings as TrainingArguments
 from livt_hf.training.loop import Interrupted
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
@@ -38,11 +41,7 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except Interrupted:
         sys.exit(EXIT_UNFINISHED)
-    except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        ours = {Path(__file__).parent, Path(sys.argv[0]).resolve().parent}
-        if not ours & set(Path(last.filename).parents) or not last.line.startswith("raise"):
-            raise
+    except LiVTError as error:
         sys.exit(f"error: {error}")
 
 
@@ -58,9 +57,8 @@ def launch_line(script: str, option: str, run: Run) -> str:
 def publish_if_asked(arguments: TrainingArguments, run: Run) -> None:
     """Of `--push_to_hub`. A Hub that cannot be reached leaves the run complete and a command to publish it later."""
     if arguments.push_to_hub:
-        commit = publish(
-            run.folder, arguments.hub_model_id, private=arguments.hub_private, license=arguments.hub_license
-        )
+        publication = Publication(arguments.hub_model_id, license=arguments.hub_license, public=arguments.hub_public)
+        commit = publish(run.folder, publication)
         logging.getLogger(__name__).info("published: %s", commit.repo_url)
 
 
@@ -101,10 +99,6 @@ def local_places(arguments: TrainingArguments) -> dict[str, bool]:
     if isinstance(arguments, FinetuneArguments):
         return {"dataset_local": dataset, "pretrained_local": Path(arguments.pretrained).expanduser().exists()}
     return {"dataset_local": dataset}
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
 
 
 def accuracy_line(metrics: dict) -> str:

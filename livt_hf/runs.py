@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from livt_hf.errors import LiVTError
-from livt_hf.settings import parse, save_yaml
+from livt_hf.settings import save_settings as save_yaml
 from livt_hf.version import __version__
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"

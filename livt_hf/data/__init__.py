@@ -2,6 +2,7 @@
 
 from livt_hf.data.benchmarks import normalization
 from livt_hf.data.broken import find_broken
+from livt_hf.data.decoding import read_rgb
 from livt_hf.data.labels import class_counts, label_statistics
 from livt_hf.data.loading import eval_loader, train_loader
 from livt_hf.data.sources import load_long_tailed
@@ -23,5 +24,6 @@ __all__ = [
     "long_tail_indices",
     "normalization",
     "pareto_counts",
+    "read_rgb",
     "train_loader",
 ]

@@ -5,6 +5,7 @@ files.
 """
 
 import io
+import os
 import struct
 from collections.abc import Mapping
 
@@ -114,3 +115,8 @@ def _refuse_bomb(height: int, width: int) -> None:
         raise Image.DecompressionBombError(
             f"its {width} x {height} pixels look like a decompression bomb; PIL.Image.MAX_IMAGE_PIXELS sets the limit"
         )
+
+
+def read_rgb(path: str | os.PathLike) -> torch.Tensor:
+    """An image file as training decodes it: a uint8 RGB tensor (3, H, W), upright."""
+    return read_image({"bytes": None, "path": os.fspath(path)}, 0)

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed
 from livt_hf.runs import Run, check_same_settings, new_run, unfinished_run
-from livt_hf.settings import TrainingArguments
+from livt_hf.settings import TrainingSettings as TrainingArguments
 from livt_hf.training.checkpoints import (
     checkpoints,
     independent_of_processes,
