@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from tqdm.auto import tqdm
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
+from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, lent_by_pretraining, runs_folder

@@ -1,13 +1,17 @@
-"""Publishing to the Hugging Face Hub: cards, results files, models and data sets."""
+"""Publishing to the Hugging Face Hub: cards, results files, models and datasets."""
 
 from livt_hf.hub.cards import eval_result_files, model_card
-from livt_hf.hub.datasets import dataset_card, publish_dataset
-from livt_hf.hub.publishing import PublishError, prepare_publication, publish
+from livt_hf.hub.datasets import Origin, dataset_card, publish_dataset
+from livt_hf.hub.publication import Publication
+from livt_hf.hub.publishing import PublishError, listing, prepare_publication, publish
 
 __all__ = [
+    "Origin",
+    "Publication",
     "PublishError",
     "dataset_card",
     "eval_result_files",
+    "listing",
     "model_card",
     "prepare_publication",
     "publish",

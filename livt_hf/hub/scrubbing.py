@@ -9,15 +9,17 @@ from pathlib import Path
 import yaml
 
 from livt_hf.errors import LiVTError
+from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
 # A path inside a sentence. Its first slash stands after a space, quote, bracket, `=` or at the start, which leaves
-# alone URLs, "many/medium/few", closing HTML tags and base64. One folder at least, so that a lone "/" is none.
+# alone URLs, "many/medium/few", closing HTML tags and base64. At least one folder, so that a lone "/" is no path.
 _POSIX = re.compile(r"(?<![\w.:/<>+\\-])(?:file://)?~?/(?:[^\s/\"'<>|:;,()\\]+/)+[^\s/\"'<>|:;,()\\]*")
 _WINDOWS = re.compile(r"(?<!\w)[A-Za-z]:(?:\\{1,2}[^\s\"'<>|:;,()\\]+)+")
 _WHOLE = re.compile(r"(?:file://|~|/|[A-Za-z]:[\\/])[^\n]*")
-PLACES = ("source", "output_dir", "pretrained", "dataset", "resume", "config")
-# A home directory by its usual name, whoever's it is.
+# The options that may name a place on this machine, of the commands whose records are published.
+PLACES = {name for settings in (PretrainSettings, FinetuneSettings, EvalSettings) for name in settings.names("place")}
+# A home directory by its usual name, of any user.
 _HOME = re.compile(rb"(?<![\w+/.])(?:/home/|/Users/)\w|[A-Za-z]:\\{1,2}Users\\")
 
 
@@ -36,7 +38,7 @@ def _shorten(match: re.Match) -> str:
 
 
 def scrub_value(value, hub_ids: Collection[str] = ()):
-    """The same through dictionaries and lists; a string that is a path from end to end may contain spaces."""
+    """`scrub_text` through dictionaries and lists; a string that is a path from end to end may contain spaces."""
     if isinstance(value, dict):
         return {name: _scrub_field(name, item, hub_ids) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -55,7 +57,7 @@ def _scrub_field(name: str, value, hub_ids: Collection[str]):
 
 
 def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = ()) -> None:
-    """Copy a text file, JSON, JSON lines or YAML without its paths; `hub_ids` look like some but are none."""
+    """Copy a text file, JSON, JSON lines or YAML without its paths; `hub_ids` only look like paths."""
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".json":
         text = json.dumps(scrub_value(json.loads(text), hub_ids), indent=2, ensure_ascii=False) + "\n"
@@ -77,7 +79,7 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if TOKEN.search(content):
                 raise LiVTError(
-                    f"{name} looks as if it held a Hub token (hf_...); remove it from the run and revoke it."
+                    f"{name} seems to hold a Hub token (hf_...); remove the token from the run and revoke it."
                 )
             for pattern in [
                 _HOME,
@@ -85,4 +87,4 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
             ]:
                 if found := pattern.search(content):
                     near = content[max(0, found.start() - 20) : found.end() + 20].decode(errors="replace")
-                    raise LiVTError(f"{name} names a private place or secret (…{near!r}…); remove it from the run.")
+                    raise LiVTError(f"{name} names a private place or a secret (…{near!r}…); remove it from the run.")

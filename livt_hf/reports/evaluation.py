@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
-from livt_hf.commands import percent
 from livt_hf.data.labels import class_feature, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import LiVTError
@@ -22,10 +21,13 @@ from livt_hf.reports import (
     reliability_diagram,
     training_curves,
 )
+from livt_hf.results import percent
 from livt_hf.runs import LOG
 from livt_hf.settings import EvalSettings
 
 SAMPLES = 6
+# The files of a report that show numbers and no image of the dataset: they may be published without asking.
+NUMBERS = ("evaluation.json", "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
 
 
 def choose_folder(arguments: EvalSettings) -> Path:
@@ -89,7 +91,7 @@ def _rule_rows(rules: dict[str, dict], measured: dict[str, LongTailMetrics]) -> 
 
 
 def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:
-    """A few test pictures of each class the report shows."""
+    """A few test images of each class that the report shows."""
     labels, stored = labels_of(dataset).values, StoredImages(dataset)
     chosen = {
         label: np.flatnonzero(labels == label)[:SAMPLES].tolist()

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from livt_hf.recipes.paper.sweeps import table_rows
-
 from livt_hf.reports import markdown_table
 
 RECIPES = Path(__file__).parents[1]
