@@ -15,7 +15,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.head import CosineClassifier, LongTailHead
 from livt_hf.long_tail.priors import Prior
 from livt_hf.pretrained import ReadsOtherCheckpoints
 
@@ -94,13 +94,16 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
     def __init__(self, config: LiViTConfig):
         super().__init__(config)
         self.vit = LiViTModel(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        linear = CosineClassifier if config.long_tail.normalised_classifier else nn.Linear
+        self.classifier = linear(config.hidden_size, config.num_labels)
         self.head = LongTailHead(config)
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module):
-        if module is self.classifier:
+        if isinstance(module, CosineClassifier):
+            init.normal_(module.weight, std=module.in_features**-0.5)  # of length 1, so that steps turn it slowly
+        elif module is self.classifier:
             init.trunc_normal_(module.weight, std=2e-5)
             init.copy_(module.bias, self.head.classifier_start())
         elif module is self.head:

@@ -19,8 +19,8 @@ _NOT_ENCODER = ("decoder.", "classifier.", "pooler.", "layernorm.", "fc_norm.", 
 _ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
 # The stock-BEiT form a LiViT is published in (see conversion.to_beit), read back under our names.
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
-_LABEL_FIELDS = ("id2label", "label2id", "num_labels", "class_counts", "num_train_images", "test_prior")
-_LABEL_FIELDS += ("problem_type",)
+# What holds for one set of classes only.
+_OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior")
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
 
@@ -68,8 +68,9 @@ class ReadsOtherCheckpoints:
     @classmethod
     def _read_classifier(cls, path, source: dict, target: LiViTConfig, **kwargs):
         """The whole classifier where its head fits, and otherwise its encoder under a fresh head."""
-        same_features = _has_our_head(source) and _source_pooling(source) == target.pooling
-        if same_features and _labels_of(source) == _labels_of(target.to_dict()):
+        cosine = with_settings(source, {}).get("normalised_classifier", False)
+        same_kind = _source_pooling(source) == target.pooling and cosine == target.long_tail.normalised_classifier
+        if _has_our_head(source) and same_kind and _labels_of(source) == _labels_of(target.to_dict()):
             return cls._read(path, source, target, set(), **kwargs)
         if kwargs.pop("output_loading_info", False):
             raise LiVTError("output_loading_info is for a classifier loaded whole; this one gets a new head.")
@@ -145,8 +146,7 @@ def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConf
     known = _FIELDS - {"architectures", "transformers_version", "dtype"}
     values = {name: value for name, value in values.items() if name in known}
     if kind in ("vit", "vit_mae") or not _keeps_labels(values, overrides):
-        # Nothing the old label set said about its classes holds for the new one.
-        values = {name: value for name, value in values.items() if name not in _LABEL_FIELDS}
+        values = {name: value for name, value in values.items() if name not in _OF_LABELS}
     return LiViTConfig(**with_settings(values, overrides))
 
 

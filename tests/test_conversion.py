@@ -383,6 +383,9 @@ def test_forms_that_cannot_say_a_setting_refuse_it():
         to_timm(small_livit(layer_norm_eps=1e-12))
     with pytest.raises(ValueError, match="qkv_bias"):
         to_beit(small_livit(qkv_bias=False))
+    for convert in (to_beit, to_timm):
+        with pytest.raises(ValueError, match="normalised_classifier=True divides by the length of the features"):
+            convert(small_livit(loss="ldam", normalised_classifier=True))
 
 
 def mandelbrot(width: int, height: int) -> Image.Image:
