@@ -74,7 +74,7 @@ class CommandSettings:
         cls,
         argv: Sequence[str] | None = None,
         configs: Path | None = None,
-        inherit: Callable[[dict], dict] = lambda asked: {},
+        inherit: Callable[[dict], dict] = lambda _: {},
     ) -> Self:
         """The settings of a command. `inherit` gets what was asked for and returns what an earlier run lends."""
         asked = cls.asked(argv)
