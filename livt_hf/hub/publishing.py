@@ -45,7 +45,10 @@ def check_finished(run: Path) -> None:
     """Refuse a folder unless everything that a publication is made from is there."""
     missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (run / name).is_file()]
     if missing:
-        raise LiVTError(f"{run} is not a finished run: it has no {', no '.join(missing)}; finish it with --resume.")
+        raise LiVTError(
+            f"{run} is not a finished run: it has no {', no '.join(missing)}; give the folder of a finished run, or "
+            "finish this one with --resume."
+        )
 
 
 def prepare_publication(run: str | Path, folder: str | Path, publication: Publication) -> Path:
