@@ -1,4 +1,4 @@
-"""What the first stage needs around its model: masks, the held-out loss, and pictures to look at."""
+"""What the first stage needs around its model: masks, the loss on held-out images, and pictures to look at."""
 
 from collections.abc import Iterable
 
@@ -10,24 +10,23 @@ from datasets import Dataset, DatasetDict, Image, IterableDataset, IterableDatas
 from torch import Tensor
 from transformers import BaseImageProcessor
 
-from livt_hf.data.broken import find_broken, without_broken
-from livt_hf.data.decoding import WAY_OUT, BrokenImageError
-from livt_hf.data.loading import eval_loader
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError, find_broken, without_broken
+from livt_hf.data.loading import Batches, eval_loader
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.randomness import keyed_uniform, purpose_seed
 
 
 def mask_noise(seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
-    """The numbers that order an image's patches, the first quarter of which stays visible. (B, patches)"""
+    """The numbers that order an image's patches: those with the smallest stay visible. (B, patches)"""
     noise = keyed_uniform(purpose_seed(seed, "mask"), epoch, indices.cpu().numpy(), num_patches)
     return torch.from_numpy(noise.astype(np.float32)).to(indices.device)
 
 
 def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_broken: str = "error") -> Dataset:
-    """Images to judge by, spread over the test split; of a stream the first ones, of data without a test any.
+    """Images to judge by: spread over the test split, or the first of a stream; of the training split without a test.
 
-    They stay encoded. All are decoded once to find broken ones now and not after training: an error, or left out with
-    `on_broken="skip"`.
+    They stay encoded. All are decoded once, to find broken ones now and not after training: these are refused, or left
+    out with `on_broken="skip"`.
     """
     split = data["test"] if "test" in data else data["train"]
     if isinstance(split, IterableDataset):
@@ -36,8 +35,8 @@ def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_brok
     else:
         chosen = split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
     if on_broken == "error" and (broken := find_broken(chosen)):
-        raise BrokenImageError(f"held-out {next(iter(broken.values()))}{WAY_OUT}")
-    return without_broken(chosen, on_broken)
+        raise BrokenImageError(f"held-out {next(iter(broken.values()))}", WAY_OUT)
+    return chosen if on_broken == "error" else without_broken(chosen)
 
 
 @torch.no_grad()
@@ -59,12 +58,22 @@ def reconstruction_loss(
 def reconstruction_rows(
     model: LiViTForPreTraining, dataset: Dataset, processor: BaseImageProcessor, seed: int, count: int = 8
 ) -> list[tuple[np.ndarray, ...]]:
-    """(image, masked, reconstruction) pictures, height x width x 3 in 0..1, of images spread over a data set."""
+    """(image, masked, reconstruction) as height x width x 3 in 0..1, of images spread over a dataset."""
     chosen = dataset.select(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int))
     device = next(model.parameters()).device
-    batch = next(iter(eval_loader(chosen, processor, batch_size=count)))
+    batch = next(iter(eval_loader(chosen, processor, Batches(count))))
     pixels, index = batch["pixel_values"].to(device), batch["index"].to(device)
     masked, reconstruction = model.reconstruct(pixels, noise=mask_noise(seed, 0, index, model.num_patches))
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
     pictures = [(tensor * std + mean).clamp(0, 1) for tensor in (pixels, masked, reconstruction)]
     return list(zip(*(p.permute(0, 2, 3, 1).cpu().numpy() for p in pictures), strict=True))
+
+
+def update_advice(loss: float, zero_loss: float, updates: int) -> str | None:
+    """What to say of a pretraining that ended no better than predicting zero, or None."""
+    if loss < zero_loss:
+        return None
+    return (
+        f"This is no better than predicting zero: {updates:,} updates were too few to learn anything. Train for about "
+        f"{max(10 * updates, 1000):,} updates, with more epochs or a smaller batch_size."
+    )

@@ -1,56 +1,64 @@
-"""Look at a data set: `python -m livt_hf.data NAME` prints its table and writes two pictures."""
+"""Look at a dataset before training on it: its table, its broken images, and two pictures.
 
-import argparse
+livt data                                     # the embedded glyphs
+livt data FOLDER --imbalance_factor 100
+"""
+
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from PIL import Image
-from transformers.hf_argparser import string_to_bool
 
-from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
+from livt_hf.data.decoding import find_broken, listed
+from livt_hf.data.labels import class_counts, class_feature, labels_of
 from livt_hf.data.loading import StoredImages
-from livt_hf.data.sources import load_long_tailed
+from livt_hf.data.sources import load_data
 from livt_hf.metrics import group_sizes
+from livt_hf.reports import class_distribution, contact_sheet
 from livt_hf.runs import runs_folder
+from livt_hf.settings import DataSettings, option
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 5, 8
+_DATASET = DataSettings.__dataclass_fields__["dataset"]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Load, print, draw."""
-    parser = argparse.ArgumentParser(prog="python -m livt_hf.data", description=__doc__)
-    parser.add_argument(
-        "name", help="a benchmark, an image folder, parquet or arrow, an image list, or a Hub data set"
+@dataclass
+class LookSettings(DataSettings):
+    """Look at a dataset before training on it: its table, its broken images, and two pictures."""
+
+    stage: ClassVar[str] = "data"
+
+    dataset: str = dataclasses.field(default=_DATASET.default, metadata=_DATASET.metadata | {"positional": "?"})
+    output: str | None = option(
+        None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", place=True
     )
-    parser.add_argument("--imbalance_factor", type=float)
-    parser.add_argument("--source", help="local copy of a benchmark, or the images' folder of a list")
-    parser.add_argument("--lists", help="folder of a benchmark's lists, when not in source")
-    parser.add_argument("--rule", choices=["exponential", "pareto", "balanced"])
-    parser.add_argument("--images_per_class", type=int)
-    parser.add_argument("--image_column")
-    parser.add_argument("--label_column")
-    parser.add_argument("--drop_empty", type=string_to_bool, nargs="?", const=True, default=False)
-    parser.add_argument("--test_fraction", type=float, default=0.2)
-    parser.add_argument("--on_broken", choices=["error", "skip"], default="error")
-    parser.add_argument("--split_seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=Path, help="folder of the pictures (default: data-NAME in runs, or in $LIVT_RUNS)"
-    )
-    options = vars(parser.parse_args(arguments))
-    output = options.pop("output") or runs_folder() / f"data-{Path(options['name']).name}"
-    seed = options.pop("split_seed")
-    try:
-        data = load_long_tailed(**options, seed=seed)
-    except ValueError as error:
-        parser.error(str(error))
+    check_images: bool = option(True, "decode every image to find the broken ones, which takes as long as an epoch")
+
+
+def main(argv: list[str] | None = None) -> None:
+    settings = LookSettings.parse(argv)
+    data = load_data(settings)
+    # Those that --on_broken skip leaves out were looked for when the data was loaded.
+    checked = settings.check_images and settings.on_broken == "error"
+    broken = {split: find_broken(part) if checked else {} for split, part in data.items()}
     print(table(data))
-    for path in draw(data, output, seed):
+    for split, findings in broken.items():
+        if findings:
+            print(f"{len(findings)} broken images in {split}:{listed(findings.values())}")
+    if any(broken.values()):
+        print("Repair or remove them, or leave them out with --on_broken skip.")
+    rows = np.setdiff1d(np.arange(len(data["train"])), list(broken["train"]))
+    output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.dataset).name}"
+    for path in draw(data["train"].select(rows), output, settings.split_seed):
         print(f"wrote {path}")
 
 
 def table(data: DatasetDict) -> str:
-    """What users ask of a long-tailed data set, a column a split."""
+    """What users ask of a long-tailed dataset, one column per split."""
     lines = [["", *data]]
     counts = {split: class_counts(part) for split, part in data.items()}
     facts = {
@@ -72,12 +80,9 @@ def table(data: DatasetDict) -> str:
     )
 
 
-def draw(data: DatasetDict, folder: Path, seed: int = 0) -> list[Path]:
+def draw(train: Dataset, folder: Path, seed: int = 0) -> list[Path]:
     """The class distribution with the biases it leads to, and samples from head to tail."""
-    from livt_hf.reports import class_distribution, contact_sheet
-
     folder.mkdir(parents=True, exist_ok=True)
-    train = data["train"]
     counts, names = class_counts(train), class_feature(train).names
     rows, captions = sample(train, counts, names, seed)
     stored = StoredImages(train.select(rows))
@@ -88,20 +93,17 @@ def draw(data: DatasetDict, folder: Path, seed: int = 0) -> list[Path]:
     ]
 
 
-def sample(train, counts: np.ndarray, names: list[str], seed: int) -> tuple[list[int], list[str]]:
+def sample(train: Dataset, counts: np.ndarray, names: list[str], seed: int) -> tuple[list[int], list[str]]:
     """Rows of one training image of classes spread evenly from the most to the least frequent, with captions."""
     ranked = np.argsort(-counts, kind="stable")
     ranked = ranked[counts[ranked] > 0]
     chosen = ranked[np.unique(np.linspace(0, len(ranked) - 1, SAMPLE_ROWS * SAMPLE_COLUMNS).round().astype(int))]
-    labels = labels_of(train)
-    if is_multi_label(train):
-        owner, labels = labels.images, labels.values
-    else:
-        owner = np.arange(len(labels))
-    generator = np.random.RandomState(seed)
-    rows = [int(owner[generator.choice(np.flatnonzero(labels == c))]) for c in chosen]
+    labels, generator = labels_of(train), np.random.RandomState(seed)
+    rows = [int(labels.images[generator.choice(np.flatnonzero(labels.values == c))]) for c in chosen]
     return rows, [f"{names[c]}\n{counts[c]}" for c in chosen]
 
 
 if __name__ == "__main__":
-    main()
+    from livt_hf.commands import run_command
+
+    run_command(main)

@@ -1,12 +1,11 @@
-import dataclasses
-
 import pytest
-from livt_hf.data.__main__ import main, sample, table
+from livt_hf.recipes.data import main, sample, table
 from PIL import Image
 
 from livt_hf.data.glyphs import glyphs
 from livt_hf.data.labels import class_counts
-from livt_hf.settings import DataArguments
+from livt_hf.errors import LiVTError
+from livt_hf.settings import DataSettings
 
 
 def test_the_command_prints_the_table_and_writes_two_pictures(tmp_path, capsys):
@@ -36,19 +35,32 @@ def test_samples_show_each_class_once_from_head_to_tail():
     assert [names[train["label"][row]] for row in rows] == [caption.split("\n")[0] for caption in captions] == names
 
 
-def test_a_wrong_name_ends_with_the_reason_and_no_traceback(capsys):
-    with pytest.raises(SystemExit):
+def test_a_wrong_name_is_refused_by_that_name():
+    with pytest.raises(LiVTError, match="./nowhere does not exist"):
         main(["./nowhere"])
-    assert "./nowhere does not exist" in capsys.readouterr().err
 
 
-def test_the_command_takes_the_data_options_of_the_recipes(capsys):
+def test_the_command_takes_the_data_options_of_the_stages(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    options = {word.strip(",]") for word in capsys.readouterr().out.split() if "--" in word}
-    options = {word.lstrip("[") for word in options}
-    names = {field.name for field in dataclasses.fields(DataArguments)} - {"dataset", "num_workers"}
-    assert {f"--{name}" for name in names} <= options
+    options = {word.strip("[],") for word in capsys.readouterr().out.split()}
+    assert {f"--{name}" for name in DataSettings.names() if name != "dataset"} <= options
+
+
+def test_broken_images_are_named_up_to_ten_and_counted(tmp_path, capsys):
+    for label in ("a", "b"):
+        (tmp_path / "birds/train" / label).mkdir(parents=True)
+        (tmp_path / "birds/test" / label).mkdir(parents=True)
+        for i in range(16):
+            Image.new("RGB", (120, 100)).save(tmp_path / f"birds/train/{label}/{i:02d}.png")
+            Image.new("RGB", (120, 100)).save(tmp_path / f"birds/test/{label}/{i:02d}.png")
+    for i in range(12):
+        (tmp_path / f"birds/train/a/{i:02d}.png").write_bytes(b"broken")
+    main([str(tmp_path / "birds"), "--output", str(tmp_path / "look")])
+    printed = capsys.readouterr().out
+    assert "12 broken images in train:" in printed and printed.count("cannot be read") == 10
+    assert "and 2 more" in printed and "--on_broken skip" in printed
+    assert (tmp_path / "look/samples.png").exists()
 
 
 def test_pictures_go_to_the_folder_of_runs_in_the_environment(tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ from datasets import ClassLabel, Dataset, Features, Image, List
 from PIL import Image as PILImage
 
 from livt_hf.data import (
+    Batches,
     FinetuneAugmentation,
     PretrainAugmentation,
     class_counts,
@@ -16,7 +17,9 @@ from livt_hf.data import (
     label_statistics,
     train_loader,
 )
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError, without_broken
 from livt_hf.data.loading import StoredImages
+from livt_hf.errors import LiVTError
 
 
 def jpeg(seed: int, height: int, width: int) -> bytes:
@@ -55,13 +58,13 @@ def same(first: list[dict], second: list[dict]) -> bool:
 def test_any_number_of_workers_gives_the_same_batches_also_on_resume(size, request):
     dataset = request.getfixturevalue(size)
     augmentation = FinetuneAugmentation(16) if size == "photos" else PretrainAugmentation(32)
-    plain = train_loader(dataset, augmentation, batch_size=4, accumulation=2)
+    plain = train_loader(dataset, augmentation, Batches(4, accumulation=2))
     expected = list(plain.epoch(1))
     assert len(expected) == 2 * plain.updates_per_epoch
     assert not same(list(plain.epoch(2)), expected)
     assert same(list(plain.epoch(1, start_update=3)), expected[6:])
     for workers in (1, 2):
-        loader = train_loader(dataset, augmentation, batch_size=4, accumulation=2, num_workers=workers)
+        loader = train_loader(dataset, augmentation, Batches(4, accumulation=2, num_workers=workers))
         interrupted = loader.epoch(0)
         next(interrupted)
         assert same(list(loader.epoch(1)), expected)
@@ -69,7 +72,7 @@ def test_any_number_of_workers_gives_the_same_batches_also_on_resume(size, reque
 
 
 def test_a_batch_has_uint8_images_labels_and_row_numbers(photos):
-    batch = next(train_loader(photos, PretrainAugmentation(16), batch_size=4).epoch(0))
+    batch = next(train_loader(photos, PretrainAugmentation(16), Batches(4)).epoch(0))
     assert batch["pixel_values"].shape == (4, 3, 16, 16) and batch["pixel_values"].dtype == torch.uint8
     assert batch["labels"].dtype == batch["index"].dtype == torch.int64
     assert batch["labels"].tolist() == [photos["label"][i] for i in batch["index"].tolist()]
@@ -80,12 +83,11 @@ def test_an_update_has_the_same_images_for_any_accumulation_and_number_of_proces
         parts = [
             list(
                 train_loader(
-                    photos, PretrainAugmentation(16), batch_size=8, accumulation=accumulation, rank=rank,
-                    world_size=world_size,
+                    photos, PretrainAugmentation(16), Batches(8, accumulation, rank=rank, world_size=world_size)
                 ).epoch(5)
             )
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
         per_update = []
         for update in range(22 // 8):
             batches = [part[update * accumulation + a] for a in range(accumulation) for part in parts]
@@ -98,7 +100,7 @@ def test_an_update_has_the_same_images_for_any_accumulation_and_number_of_proces
 
 
 def test_an_epoch_takes_each_image_once_up_to_the_ragged_end(photos):
-    loader = train_loader(photos, PretrainAugmentation(16), batch_size=4)
+    loader = train_loader(photos, PretrainAugmentation(16), Batches(4))
     seen = torch.cat([batch["index"] for batch in loader.epoch(0)]).tolist()
     assert loader.updates_per_epoch == 5 and loader.num_images == 22
     assert len(seen) == len(set(seen)) == 20
@@ -106,13 +108,13 @@ def test_an_epoch_takes_each_image_once_up_to_the_ragged_end(photos):
 
 def test_resuming_does_not_read_what_it_skips(photos):
     broken = make(8)
-    loader = train_loader(broken, PretrainAugmentation(16), batch_size=2)
+    loader = train_loader(broken, PretrainAugmentation(16), Batches(2))
     first = [batch["index"] for batch in loader.epoch(0)][0].tolist()
     rows = broken.to_dict()
     for index in first:
         rows["image"][index] = {"bytes": b"broken", "path": None}
     broken = Dataset.from_dict(rows, features=broken.features)
-    loader = train_loader(broken, PretrainAugmentation(16), batch_size=2)
+    loader = train_loader(broken, PretrainAugmentation(16), Batches(2))
     assert len(list(loader.epoch(0, start_update=1))) == 3
     with pytest.raises(ValueError, match="cannot be read"):
         list(loader.epoch(0))
@@ -120,9 +122,9 @@ def test_resuming_does_not_read_what_it_skips(photos):
 
 def test_impossible_batch_sizes_name_possible_ones(photos):
     with pytest.raises(ValueError, match="use at most 20"):
-        train_loader(photos, PretrainAugmentation(16), batch_size=24, accumulation=2, world_size=2)
+        train_loader(photos, PretrainAugmentation(16), Batches(24, accumulation=2, world_size=2))
     with pytest.raises(ValueError, match="use 8 or 12"):
-        train_loader(photos, PretrainAugmentation(16), batch_size=10, accumulation=2, world_size=2)
+        train_loader(photos, PretrainAugmentation(16), Batches(10, accumulation=2, world_size=2))
 
 
 def test_small_images_of_one_size_are_decoded_once_and_others_when_needed(small, photos):
@@ -140,9 +142,7 @@ def test_evaluation_sees_each_image_once_over_all_processes(photos, workers, wor
     batches = [
         batch
         for rank in range(world_size)
-        for batch in eval_loader(
-            photos, processor, batch_size=4, rank=rank, world_size=world_size, num_workers=workers
-        )
+        for batch in eval_loader(photos, processor, Batches(4, rank=rank, world_size=world_size, num_workers=workers))
     ]
     assert torch.cat([batch["index"] for batch in batches]).tolist() == list(range(22))
     assert torch.cat([batch["labels"] for batch in batches]).tolist() == photos["label"][:]
@@ -152,7 +152,7 @@ def test_evaluation_sees_each_image_once_over_all_processes(photos, workers, wor
 
 def test_more_processes_than_images_leave_some_with_nothing_to_evaluate():
     processor = eval_processor(16, (0.5,) * 3, (0.5,) * 3)
-    sizes = [len(list(eval_loader(make(2), processor, batch_size=4, rank=r, world_size=3))) for r in range(3)]
+    sizes = [len(list(eval_loader(make(2), processor, Batches(4, rank=r, world_size=3)))) for r in range(3)]
     assert sum(sizes) == 2
 
 
@@ -162,7 +162,7 @@ def test_counts_look_through_selections(photos):
     assert class_counts(photos.select(range(5, 22)).shuffle(seed=0).select([0, 1, 2])).sum() == 3
 
 
-def test_several_labels_an_image_give_multi_hot_rows_and_counts_over_the_number_of_images():
+def test_several_labels_per_image_give_multi_hot_rows_and_counts_over_the_number_of_images():
     dataset = make(5, labels=[[0, 2], [], [1], [2], [0, 1, 2]])
     counts, images = label_statistics(dataset)
     assert counts.tolist() == [2, 2, 3] and images == 5
@@ -177,24 +177,48 @@ def test_a_label_that_an_image_has_twice_counts_one_image():
     assert counts.tolist() == [2, 1, 2] and images == 3
 
 
-def test_broken_images_are_found_and_left_out_of_loaders_and_counts():
-    dataset = make(6)
-    rows = dataset.to_dict()
+@pytest.fixture(scope="module")
+def damaged() -> Dataset:
+    """Six images, of which number 4 ends early."""
+    rows = make(6).to_dict()
     rows["image"][4] = {"bytes": rows["image"][4]["bytes"][:200], "path": "cut.jpg"}
-    dataset = Dataset.from_dict(rows, features=dataset.features)
-    assert list(find_broken(dataset)) == [4]
-    with pytest.raises(ValueError, match="image 4 .*cut.jpg"):
-        list(train_loader(dataset, PretrainAugmentation(16), batch_size=6, num_workers=1).epoch(0))
-    assert train_loader(dataset, PretrainAugmentation(16), batch_size=2, on_broken="skip").num_images == 5
-    with pytest.raises(ValueError, match='on_broken is "ignore"'):
-        train_loader(dataset, PretrainAugmentation(16), batch_size=2, on_broken="ignore")
+    return Dataset.from_dict(rows, features=make(1).features)
+
+
+def test_broken_images_are_found_and_left_out(damaged, caplog):
+    assert list(find_broken(damaged)) == [4]
+    assert class_counts(without_broken(damaged)).tolist() == [2, 1, 2]
+    assert "left out 1 broken of 6 images" in caplog.text and "cut.jpg" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["training", "evaluation", "stream"])
+def test_a_broken_image_is_the_same_sentence_from_any_process(damaged, kind, workers, monkeypatch):
+    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 2)
+    batches = Batches(6, num_workers=workers)
+    if kind == "evaluation":
+        batches = eval_loader(damaged, eval_processor(16, (0.5,) * 3, (0.5,) * 3), batches)
+    else:
+        dataset = damaged if kind == "training" else damaged.to_iterable_dataset()
+        batches = train_loader(dataset, PretrainAugmentation(16), batches, num_images=6).epoch(0)
+    with pytest.raises(BrokenImageError) as error:
+        list(batches)
+    assert str(error.value).startswith("image 4 (cut.jpg) cannot be read: ")
+    assert str(error.value).endswith(WAY_OUT) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_an_augmentation_refuses_is_one_sentence_from_any_process(small, workers):
+    augmentation = FinetuneAugmentation(64, policy="pad-crop")
+    with pytest.raises(LiVTError, match="^pad-crop cannot cut 64 x 64 pixels"):
+        list(train_loader(small, augmentation, Batches(4, num_workers=workers)).epoch(0))
 
 
 def test_loaders_leave_the_global_generator_alone(photos):
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    list(train_loader(photos, PretrainAugmentation(16), batch_size=4, num_workers=1).epoch(0))
+    list(train_loader(photos, PretrainAugmentation(16), Batches(4, num_workers=1)).epoch(0))
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -202,13 +226,12 @@ def test_loaders_leave_the_global_generator_alone(photos):
 
 
 def test_processes_and_workers_share_the_shards_of_a_stream(photos, monkeypatch):
-    monkeypatch.setattr("livt_hf.data.streaming.BUFFER", 4)
+    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 4)
     stream = photos.to_iterable_dataset(num_shards=8)
     shards = []
     for rank in range(2):
-        loader = train_loader(
-            stream, PretrainAugmentation(16), batch_size=4, rank=rank, world_size=2, num_workers=2, num_images=22
-        )
+        batches = Batches(4, rank=rank, world_size=2, num_workers=2)
+        loader = train_loader(stream, PretrainAugmentation(16), batches, num_images=22)
         assert loader.updates_per_epoch == 5
         batches = list(loader.epoch(0))
         assert len(batches) == 5 and batches[0]["pixel_values"].shape == (2, 3, 16, 16)
@@ -217,9 +240,9 @@ def test_processes_and_workers_share_the_shards_of_a_stream(photos, monkeypatch)
 
 
 def test_a_stream_repeats_itself_and_resumes_at_a_shard(photos, monkeypatch):
-    monkeypatch.setattr("livt_hf.data.streaming.BUFFER", 2)
+    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 2)
     stream = photos.to_iterable_dataset(num_shards=11)
-    loader = train_loader(stream, PretrainAugmentation(16), batch_size=2, num_images=22)
+    loader = train_loader(stream, PretrainAugmentation(16), Batches(2), num_images=22)
     expected = list(loader.epoch(0))
     assert same(list(loader.epoch(0)), expected) and not same(list(loader.epoch(1)), expected)
     resumed = list(loader.epoch(0, start_update=8))
@@ -229,21 +252,21 @@ def test_a_stream_repeats_itself_and_resumes_at_a_shard(photos, monkeypatch):
 
 
 def test_a_stream_says_what_it_needs(photos, monkeypatch):
-    monkeypatch.setattr("livt_hf.data.streaming.BUFFER", 2)
+    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 2)
     stream = photos.to_iterable_dataset(num_shards=2)
-    with pytest.raises(ValueError, match="pass num_images"):
-        train_loader(stream, PretrainAugmentation(16), batch_size=4)
+    with pytest.raises(ValueError, match="pass --num_images"):
+        train_loader(stream, PretrainAugmentation(16), Batches(4))
     with pytest.raises(ValueError, match="2 shards for 4 processes"):
-        train_loader(stream, PretrainAugmentation(16), batch_size=4, world_size=4, num_images=22)
+        train_loader(stream, PretrainAugmentation(16), Batches(4, world_size=4), num_images=22)
     with pytest.raises(ValueError, match="pass class_counts"):
         class_counts(stream)
 
 
 def test_a_stream_of_broken_images_ends_with_an_error_instead_of_looping(monkeypatch):
-    monkeypatch.setattr("livt_hf.data.streaming.BUFFER", 4)
+    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 4)
     rows = make(6).to_dict()
     rows["image"] = [{"bytes": b"broken", "path": None}] * 6
     stream = Dataset.from_dict(rows, features=make(1).features).to_iterable_dataset()
-    loader = train_loader(stream, PretrainAugmentation(16), batch_size=2, num_images=6, on_broken="skip")
+    loader = train_loader(stream, PretrainAugmentation(16), Batches(2), num_images=6, on_broken="skip")
     with pytest.raises(ValueError, match="cannot be read"):
         list(loader.epoch(0))

@@ -12,8 +12,18 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
 from PIL import Image as PILImage
 
-from livt_hf.data import class_counts, exponential_counts, label_statistics, load_long_tailed, normalization
-from livt_hf.data.image_lists import read_list
+from livt_hf.data import (
+    class_counts,
+    exponential_counts,
+    label_statistics,
+    load_long_tailed,
+    normalization,
+    register_dataset,
+)
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.tables import read_list
+from livt_hf.errors import LiVTError
+from livt_hf.settings import DataSettings
 
 needs_data = pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="needs real data (LIVT_DATA)")
 
@@ -183,6 +193,22 @@ def test_normalization_is_the_papers():
     )
 
 
+def test_a_function_registered_by_name_is_a_dataset_like_any_other(request):
+    request.addfinalizer(lambda: BENCHMARKS.pop("mine"))
+    asked = []
+
+    @register_dataset("mine", mean=(0.1, 0.2, 0.3))
+    def mine(settings: DataSettings) -> DatasetDict:
+        asked.append(settings.split_seed)
+        return DatasetDict(train=named_rows([0] * 20 + [1] * 10, ["a", "b"]))
+
+    data = load_long_tailed("mine", imbalance_factor=4, seed=3)
+    assert asked == [3] and normalization("mine")[0] == (0.1, 0.2, 0.3)
+    assert class_counts(data["test"]).tolist() == [4, 2] and class_counts(data["train"]).tolist() == [16, 4]
+    with pytest.raises(LiVTError, match="'mine' exists already"):
+        register_dataset("mine")(mine)
+
+
 # Own data
 
 
@@ -216,9 +242,10 @@ def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
     assert class_counts(load_long_tailed(folder, 2.0, cap=True)["train"]).tolist() == [10, 40, 20]
     for options, message in (
         ({"imbalance_factor": 2}, "fewer images than asked"),
-        ({"rule": "zipf"}, 'rule is "zipf"'),
+        ({"rule": "zipf"}, "rule is 'zipf'; choose one of exponential, pareto, balanced"),
         ({"rule": [1, 2]}, "2 counts for 3 classes"),
         ({"rule": "pareto"}, "needs an imbalance_factor"),
+        ({"imbalance_facto": 2}, "no option 'imbalance_facto'; did you mean imbalance_factor"),
     ):
         with pytest.raises(ValueError, match=message):
             load_long_tailed(folder, **options)
@@ -377,7 +404,7 @@ def test_text_and_number_labels_get_class_names(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [ClassLabel(names=["a", "b", "c"]), Value("string")])
-def test_several_labels_an_image_are_kept_as_lists(tmp_path, kind):
+def test_several_labels_per_image_are_kept_as_lists(tmp_path, kind):
     names = ["a", "b", "c"]
     lists = [[0, 2], [1], [2], [], [0, 1]] * 4
     lists = lists if isinstance(kind, ClassLabel) else [[names[i] for i in row] for row in lists]
@@ -385,7 +412,7 @@ def test_several_labels_an_image_are_kept_as_lists(tmp_path, kind):
     assert data["train"].features["label"] == List(ClassLabel(names=names))
     counts = sum(label_statistics(part)[0] for part in data.values())
     assert counts.tolist() == [8, 8, 8] and len(data["train"]) == 16
-    with pytest.raises(ValueError, match="one label an image"):
+    with pytest.raises(ValueError, match="one label per image"):
         load_long_tailed(str(tmp_path / "own.parquet"), imbalance_factor=10)
 
 
@@ -423,10 +450,12 @@ def test_a_class_without_training_images_is_refused_or_dropped(tmp_path):
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
 
 
-def test_a_hub_data_set_that_cannot_be_reached_asks_for_a_source(monkeypatch):
+def test_a_hub_dataset_that_cannot_be_reached_asks_for_a_local_copy(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match='load_long_tailed\\("cifar10-lt", source="FOLDER"\\)'):
+    with pytest.raises(LiVTError, match="uoft-cs/cifar10 could not be loaded from the Hub .*--source FOLDER"):
         load_long_tailed("cifar10-lt")
+    with pytest.raises(LiVTError, match="own/birds could not be loaded from the Hub .*--dataset FOLDER"):
+        load_long_tailed("own/birds")
 
 
 def test_places_that_do_not_exist_or_hold_nothing_are_named(tmp_path):

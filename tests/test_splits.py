@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,11 @@ from livt_hf.data.splits import (
     pareto_counts,
     stratified_split,
 )
+
+
+def test_splits_need_numpy_only():
+    code = "import sys, livt_hf.data.splits; print(*{'torch', 'datasets', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
 @pytest.mark.parametrize(

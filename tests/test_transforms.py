@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision import transforms as tv
 from transformers import AutoImageProcessor
 
-from livt_hf.data.decoding import BrokenImageError, decode_rgb, read_image
+from livt_hf.data.decoding import BrokenImageError, decode_rgb, read_image, read_rgb
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, PretrainAugmentation, eval_processor
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.27, 0.26, 0.28)
@@ -69,6 +69,21 @@ def test_a_rotated_photograph_comes_out_upright(kind):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_path_its_bytes_an_open_file_and_a_pillow_image_are_read_alike(tmp_path, kind):
+    exif = Image.Exif()
+    exif[274] = 6
+    data = encoded(smooth_picture(40, 30), kind, exif=exif)
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        for source in (path, str(path), data, file, Image.open(path)):
+            assert torch.equal(read_rgb(source), decode_rgb(data))
+    path.write_bytes(data[:50])
+    with pytest.raises(BrokenImageError, match=f"^{path} cannot be read: "):
+        read_rgb(path)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_one_pixel_is_enough_for_every_transform(kind):
     image = decode_rgb(encoded(smooth_picture(1, 1), kind))
     assert PretrainAugmentation(16)(image, (0, 0, 0)).shape == (3, 16, 16)
@@ -87,7 +102,7 @@ def test_a_broken_image_is_an_error_with_its_index(kind, damage):
 
 
 def test_a_text_file_named_as_a_picture_is_said_to_be_none():
-    with pytest.raises(BrokenImageError, match="cannot be read: its format is not known; it may be no picture at all"):
+    with pytest.raises(BrokenImageError, match="cannot be read: its format is not known; it may be no image at all"):
         read_image({"bytes": b"no image", "path": "notes.jpg"}, 0)
 
 

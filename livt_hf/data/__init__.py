@@ -1,29 +1,25 @@
-"""Long-tailed image data: splits, benchmarks, transforms and loaders."""
+"""Long-tailed image data: splits, sources, transforms and loaders. Names are looked up when they are first used."""
 
-from livt_hf.data.benchmarks import normalization
-from livt_hf.data.broken import find_broken
-from livt_hf.data.decoding import read_rgb
-from livt_hf.data.labels import class_counts, label_statistics
-from livt_hf.data.loading import eval_loader, train_loader
-from livt_hf.data.sources import load_long_tailed
-from livt_hf.data.splits import balanced_counts, exponential_counts, long_tail_indices, pareto_counts
-from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, PretrainAugmentation, eval_processor
+import importlib
 
-__all__ = [
-    "DeviceTransform",
-    "FinetuneAugmentation",
-    "PretrainAugmentation",
-    "balanced_counts",
-    "class_counts",
-    "eval_loader",
-    "eval_processor",
-    "exponential_counts",
-    "find_broken",
-    "label_statistics",
-    "load_long_tailed",
-    "long_tail_indices",
-    "normalization",
-    "pareto_counts",
-    "read_rgb",
-    "train_loader",
-]
+_NAMES = {
+    "benchmarks": ("normalization", "register_dataset"),
+    "decoding": ("find_broken", "read_rgb"),
+    "labels": ("class_counts", "label_statistics"),
+    "loading": ("Batches", "eval_loader", "train_loader"),
+    "sources": ("load_data", "load_long_tailed"),
+    "splits": ("balanced_counts", "exponential_counts", "long_tail_indices", "pareto_counts"),
+    "transforms": ("DeviceTransform", "FinetuneAugmentation", "PretrainAugmentation", "eval_processor"),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,27 +1,44 @@
-"""The named data sets: where they come from, how their long tail is made, and their channel statistics."""
+"""The named datasets: where they come from, how their long tail is made, and their channel statistics.
 
+Nothing here imports torch or `datasets`, so that commands can ask for a name before they load anything.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from livt_hf.errors import LiVTError
+from livt_hf.settings import DataSettings
 
-from livt_hf.data import glyphs
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+
+Channels = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where a named data set comes from and how its long tail is made."""
+    """Where a named dataset comes from and how its long tail is made."""
 
+    load: Callable[[DataSettings], "DatasetDict"] | None = None  # makes the dataset, instead of the Hub
+    own_tail: bool = False  # `load` follows the rule and the imbalance factor itself
     hub: str | None = None
     label_column: str | None = None
     lists: tuple[str, ...] = ()  # prefixes of the community's list files
     lists_from: str = ""
-    train_images: int | None = None  # to tell a ready-made copy from the full data set
+    train_images: int | None = None  # to tell a ready-made copy from the full dataset
     reports_validation: bool = False  # the paper reports on the set that is published as validation
     rule: str | None = None
     imbalance_factor: float | None = None
     images_per_class: int | None = None
-    mean: tuple[float, float, float] = IMAGENET_DEFAULT_MEAN
-    std: tuple[float, float, float] = IMAGENET_DEFAULT_STD
+    mean: Channels = (0.485, 0.456, 0.406)  # ImageNet's, also for data without numbers of their own
+    std: Channels = (0.229, 0.224, 0.225)
+
+
+def _glyphs(settings: DataSettings) -> "DatasetDict":
+    from livt_hf.data.glyphs import load  # imports matplotlib and `datasets`
+
+    return load(settings)
 
 
 CIFAR = {
@@ -32,7 +49,7 @@ CIFAR = {
 }
 OLTR = 'the data release of "Large-Scale Long-Tailed Recognition in an Open World" (Liu et al., CVPR 2019)'
 BENCHMARKS = {
-    "glyphs": Benchmark(mean=glyphs.MEAN, std=glyphs.STD),
+    "glyphs": Benchmark(load=_glyphs, own_tail=True, mean=(0.328, 0.327, 0.327), std=(0.183, 0.174, 0.189)),
     "cifar10-lt": Benchmark(hub="uoft-cs/cifar10", label_column="label", **CIFAR),
     "cifar100-lt": Benchmark(hub="uoft-cs/cifar100", label_column="fine_label", **CIFAR),
     "imagenet-1k": Benchmark(hub="ILSVRC/imagenet-1k", reports_validation=True),
@@ -64,7 +81,23 @@ BENCHMARKS = {
 }
 
 
-def normalization(name: str) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Mean and standard deviation of a data set's channels; ImageNet's for data without numbers of their own."""
+def register_dataset(name: str, **facts) -> Callable[[Callable], Callable]:
+    """Make a function a dataset that every command takes by name; keyword arguments are those of `Benchmark`.
+
+    The function gets the settings and returns a `DatasetDict` with the columns `image` and `label`. A missing test
+    split is cut from its training split, and a rule thins that out, as with any other dataset.
+    """
+
+    def register(load: Callable[[DataSettings], "DatasetDict"]) -> Callable:
+        if name in BENCHMARKS:
+            raise LiVTError(f"a dataset named {name!r} exists already; choose another name.")
+        BENCHMARKS[name] = Benchmark(load=load, **facts)
+        return load
+
+    return register
+
+
+def normalization(name: str) -> tuple[Channels, Channels]:
+    """Mean and standard deviation of a dataset's channels; ImageNet's for data without numbers of their own."""
     benchmark = BENCHMARKS.get(name, Benchmark())
     return benchmark.mean, benchmark.std

@@ -5,18 +5,25 @@ files.
 """
 
 import io
+import logging
 import os
 import struct
 from collections.abc import Mapping
+from typing import BinaryIO
 
 import fsspec
 import numpy as np
 import torch
+from datasets import Dataset
+from datasets import Image as ImageColumn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_jpeg
+from tqdm.auto import tqdm
 from transformers.image_transforms import convert_to_rgb
 
 from livt_hf.errors import LiVTError
+
+logger = logging.getLogger(__name__)
 
 # What Pillow raises on damaged files, depending on the format: OSError also covers files that are missing, truncated
 # or of unknown format, SyntaxError is its word for a broken PNG, RuntimeError for a broken AVIF.
@@ -24,26 +31,45 @@ DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError),
     *(struct.error, Image.DecompressionBombError),
 )
-
-
 WAY_OUT = ". Repair or remove it, or leave such images out with --on_broken skip (in Python on_broken='skip')."
+NAMED = 10  # broken images that a warning names
 
 
 class BrokenImageError(LiVTError):
-    """An image that cannot be read; the message says which one and why."""
+    """An image that cannot be read: which one and why, and for training the way out."""
+
+    @property
+    def finding(self) -> str:
+        return self.args[0]
+
+    def __str__(self) -> str:
+        return "".join(self.args)
+
+
+def read_rgb(source: str | os.PathLike | bytes | BinaryIO | Image.Image) -> torch.Tensor:
+    """An image as a uint8 tensor (3, H, W), upright: the way in which training, evaluation and prediction see it.
+
+    `source` is a path or URL, the bytes of an image file, an open file or a Pillow image.
+    """
+    named = source if isinstance(source, str | os.PathLike) else f"the {type(source).__name__}"
+    try:
+        if isinstance(source, Image.Image):
+            return _from_pillow(source)
+        if isinstance(source, str | os.PathLike):
+            return decode_rgb(_read_file(os.fspath(source)))
+        return decode_rgb(source if isinstance(source, bytes) else source.read())
+    except DAMAGED as error:
+        raise BrokenImageError(f"{named} cannot be read: {error}") from error
 
 
 def read_image(image: Mapping, index: int) -> torch.Tensor:
     """A row of an undecoded `datasets.Image` column (bytes or path) to a uint8 RGB tensor (3, H, W)."""
     data, path = image["bytes"], image["path"]
     try:
-        if data is None:
-            data = _read_file(path)
-        return decode_rgb(data)
+        return decode_rgb(_read_file(path) if data is None else data)
     except DAMAGED as error:
-        raise BrokenImageError(
-            f"image {index} ({path or 'embedded bytes'}) cannot be read: {error}{WAY_OUT}"
-        ) from error
+        finding = f"image {index} ({path or 'embedded bytes'}) cannot be read: {error}"
+        raise BrokenImageError(finding, WAY_OUT) from error
 
 
 def _read_file(path: str | None) -> bytes:
@@ -57,11 +83,7 @@ def _read_file(path: str | None) -> bytes:
 
 
 def decode_rgb(data: bytes) -> torch.Tensor:
-    """Bytes of an image file to a uint8 RGB tensor (3, H, W), upright.
-
-    Transparency is laid over white, as the image processors of transformers do it. 16-bit grey keeps its upper 8 bits
-    (Pillow's own conversion would clip almost everything to white).
-    """
+    """Bytes of an image file to a uint8 RGB tensor (3, H, W), upright."""
     if data[:2] == b"\xff\xd8":
         height, width, components = _jpeg_frame(data)
         if components in (1, 3):  # CMYK: Adobe writes it inverted, which Pillow knows
@@ -70,18 +92,21 @@ def decode_rgb(data: bytes) -> torch.Tensor:
             try:
                 return decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
             except RuntimeError:  # an exotic file, or a broken one: Pillow knows, and says what is wrong
-                return _by_pillow(data)
-    return _by_pillow(data)
-
-
-def _by_pillow(data: bytes) -> torch.Tensor:
+                pass
     try:
         opened = Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:  # Pillow's words name a buffer in memory
-        raise LiVTError("its format is not known; it may be no picture at all") from error
+        raise LiVTError("its format is not known; it may be no image at all") from error
     with opened as image:
-        image.load()
-        image = ImageOps.exif_transpose(image)
+        return _from_pillow(image)
+
+
+def _from_pillow(image: Image.Image) -> torch.Tensor:
+    """Transparency is laid over white, as the image processors of transformers do it. 16-bit grey keeps its upper
+    8 bits (Pillow's own conversion would clip almost everything to white).
+    """
+    image.load()
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
     elif image.mode == "F":
@@ -117,6 +142,37 @@ def _refuse_bomb(height: int, width: int) -> None:
         )
 
 
-def read_rgb(path: str | os.PathLike) -> torch.Tensor:
-    """An image file as training decodes it: a uint8 RGB tensor (3, H, W), upright."""
-    return read_image({"bytes": None, "path": os.fspath(path)}, 0)
+def encoded_images(dataset: Dataset) -> Dataset:
+    """The images alone, as they are stored: rows for `read_image`."""
+    return dataset.select_columns(["image"]).cast_column("image", ImageColumn(decode=False)).with_format(None)
+
+
+def find_broken(dataset: Dataset) -> dict[int, str]:
+    """Decode every image; row number -> what is wrong with it. Shows progress, for it takes as long as an epoch."""
+    rows = encoded_images(dataset)
+    broken = {}
+    with tqdm(total=len(rows), desc="Looking for broken images", unit="images", disable=None) as progress:
+        for start in range(0, len(rows), 256):
+            for index, encoded in enumerate(rows[start : start + 256]["image"], start):
+                try:
+                    read_image(encoded, index)
+                except BrokenImageError as error:
+                    broken[index] = error.finding
+                progress.update()
+    return broken
+
+
+def without_broken(dataset: Dataset) -> Dataset:
+    """The images that can be decoded; a warning names the others."""
+    broken = find_broken(dataset)
+    if not broken:
+        return dataset
+    logger.warning("left out %d broken of %d images:%s", len(broken), len(dataset), listed(broken.values()))
+    return dataset.select(np.setdiff1d(np.arange(len(dataset)), list(broken)))
+
+
+def listed(findings) -> str:
+    """One line for each of the first ten findings, and how many more there are."""
+    findings = list(findings)
+    more = [f"and {len(findings) - NAMED} more"] if len(findings) > NAMED else []
+    return "".join(f"\n  {finding}" for finding in findings[:NAMED] + more)

@@ -1,13 +1,14 @@
-"""Glyphs: the embedded data set, made on the spot from the fonts that matplotlib ships.
+"""Glyphs: the embedded dataset, made on the spot from the fonts that matplotlib ships.
 
-A real, if small, long-tailed problem for a first run without a download: 32 x 32 pictures of letters and digits in 16
+A real, if small, long-tailed problem for a first run without a download: 32 x 32 images of letters and digits in 16
 fonts under random pose, colour, shading, strokes, noise and with a part of another glyph in sight. The 40 classes stay
 distinct under the pose range (no b/d, 6/9, O/0, c/C; I and 1 look like strokes), but not under a mirror: train with
 `flip=False`. Every number is a function of (seed, split, class, k), and only operations that IEEE 754 defines exactly
-are used, so the pictures are the same on every machine with the same Pillow.
+are used, so the images are the same on every machine with the same Pillow.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -17,7 +18,9 @@ from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
 from livt_hf.data.splits import balanced_counts, exponential_counts
+from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_uniform
+from livt_hf.settings import DataSettings
 
 # In order of frequency. Mixed on purpose, so that a group of classes is not a kind of character.
 CLASSES = "Ka7RtW3eMgB2nXQ5SdGh8EPrZ4ULYDAF6TJOHVNC"
@@ -29,9 +32,16 @@ FONTS = (
 SIZE = 32
 CANVAS = 40  # a mask, with the glyph's longer side scaled to GLYPH and a margin around it
 GLYPH = 28
-MEAN, STD = (0.328, 0.327, 0.327), (0.183, 0.174, 0.189)  # of the default training set
 NUMBERS_PER_IMAGE = 64
 LUMA = (0.299, 0.587, 0.114)
+
+
+def load(settings: DataSettings) -> DatasetDict:
+    """The dataset that the settings ask for."""
+    if settings.rule not in (None, "exponential") or settings.source is not None:
+        raise LiVTError("glyphs are made by the exponential rule, without a source: drop those options.")
+    options = {"imbalance_factor": settings.imbalance_factor, "max_count": settings.images_per_class}
+    return glyphs(seed=settings.split_seed, **{name: value for name, value in options.items() if value is not None})
 
 
 def glyphs(
@@ -89,25 +99,26 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
     def colour() -> np.ndarray:  # (B, 3, 1, 1)
         return np.stack([next(draws) for _ in range(3)], axis=1)[:, :, None, None]
 
-    y, x = np.mgrid[:SIZE, :SIZE].astype(np.float32) - (SIZE - 1) / 2  # (SIZE, SIZE), the centre of the picture is 0
+    y, x = np.mgrid[:SIZE, :SIZE].astype(np.float32) - (SIZE - 1) / 2  # (SIZE, SIZE), the centre of the image is 0
     font = (next(draws) * len(FONTS)).astype(np.int64)
-    glyph = _place(
-        masks, labels * len(FONTS) + font, x, y,
+    pose = _Pose(
         half_angle_tangent=uniform(-0.09, 0.09),  # 10 degrees to both sides
         size=uniform(22, 27), stretch=uniform(0.9, 1.15), shear=uniform(-0.1, 0.1),
         left=uniform(-1.5, 1.5), top=uniform(-1.5, 1.5),
     )  # fmt: skip
+    glyph = _place(masks, labels * len(FONTS) + font, pose, x, y)
     # Another glyph, pushed to the border so that the one that counts is the central one.
     horizontal, sign = (
         next(draws)[:, None, None] < 0.5,
         np.where(next(draws) < 0.5, -1, 1).astype(np.float32)[:, None, None],
     )
     along, across = uniform(-12, 12), sign * uniform(20, 26)
-    neighbour = _place(
-        masks, (next(draws) * len(masks)).astype(np.int64), x, y,
+    other = (next(draws) * len(masks)).astype(np.int64)
+    pose = _Pose(
         half_angle_tangent=uniform(-0.13, 0.13), size=uniform(19, 27), stretch=1.0, shear=0.0,
         left=np.where(horizontal, across, along), top=np.where(horizontal, along, across),
     )  # fmt: skip
+    neighbour = _place(masks, other, pose, x, y)
 
     background, foreground = _colours(colour(), colour(), uniform(0.45, 0.6))
     shade = ((uniform(-1, 1) * x + uniform(-1, 1) * y) / SIZE * uniform(0, 0.1))[:, None]
@@ -122,14 +133,26 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
     return np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
-def _place(masks, which, x, y, half_angle_tangent, size, stretch, shear, left, top) -> np.ndarray:
-    """Sample masks bilinearly under rotation, scale, stretch, shear and shift: (B, SIZE, SIZE)."""
-    square = half_angle_tangent * half_angle_tangent  # rational rotation: sine and cosine differ between machines
-    cosine, sine = (1 - square) / (1 + square), 2 * half_angle_tangent / (1 + square)
-    step = GLYPH / size  # mask pixels a picture pixel
-    x, y = x - left, y - top
-    u, v = (cosine * x + sine * y) * step * stretch, (cosine * y - sine * x) * step
-    u = np.clip(u + shear * v + (CANVAS - 1) / 2, 0, CANVAS - 1.001)
+class _Pose(NamedTuple):
+    """How glyphs are turned, scaled, stretched, sheared and shifted: numbers, or arrays (B, 1, 1)."""
+
+    half_angle_tangent: np.ndarray
+    size: np.ndarray
+    stretch: np.ndarray | float
+    shear: np.ndarray | float
+    left: np.ndarray
+    top: np.ndarray
+
+
+def _place(masks: np.ndarray, which: np.ndarray, pose: _Pose, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Sample masks bilinearly under poses: (B, SIZE, SIZE)."""
+    tangent = pose.half_angle_tangent
+    square = tangent * tangent  # rational rotation: sine and cosine differ between machines
+    cosine, sine = (1 - square) / (1 + square), 2 * tangent / (1 + square)
+    step = GLYPH / pose.size  # mask pixels per image pixel
+    x, y = x - pose.left, y - pose.top
+    u, v = (cosine * x + sine * y) * step * pose.stretch, (cosine * y - sine * x) * step
+    u = np.clip(u + pose.shear * v + (CANVAS - 1) / 2, 0, CANVAS - 1.001)
     v = np.clip(v + (CANVAS - 1) / 2, 0, CANVAS - 1.001)
     column, row = u.astype(np.int32), v.astype(np.int32)
     u, v = u - column, v - row
@@ -159,13 +182,13 @@ def _stroke(x, y, uniform, thickness) -> np.ndarray:
 
 
 def _pixel_noise(numbers: np.ndarray) -> np.ndarray:
-    """Grey noise in -0.5 .. 0.5, from one number a picture: (B, SIZE, SIZE)."""
+    """Grey noise in -0.5 .. 0.5, from one number per image: (B, SIZE, SIZE)."""
     keys = (numbers * 2**24).astype(np.int64)
     return (keyed_uniform(0, 0, keys, SIZE * SIZE).astype(np.float32) - 0.5).reshape(-1, SIZE, SIZE)
 
 
 def _as_ppm(images: np.ndarray) -> pa.StructArray:
-    """Pictures as PPM files in one go: a fixed header, then the pixels. Encoding PNGs would take most of the time."""
+    """Images as PPM files in one go: a fixed header, then the pixels. Encoding PNGs would take most of the time."""
     header = np.frombuffer(f"P6 {SIZE} {SIZE} 255\n".encode(), dtype=np.uint8)
     files = np.empty((len(images), len(header) + images[0].size), dtype=np.uint8)
     files[:, : len(header)] = header

@@ -2,119 +2,130 @@
 
 The sampler of the main process hands out (epoch, index) pairs, so workers keep no state, and a run resumes in the
 middle of an epoch without reading what it skips.
+
+Data that fits neither on disk nor in memory comes as a stream. What that gives up: images are shuffled within a buffer
+and by shard, not over the whole set; the order depends on the number of processes and workers; a run resumes at the
+last shard boundary of each process, so some images of the epoch are seen twice and others not; the number of images
+must be known; class counts must be given.
 """
 
+import itertools
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from datasets import Dataset, Image, IterableDataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from transformers import BaseImageProcessor
 
-from livt_hf.data.broken import without_broken
-from livt_hf.data.decoding import read_image
-from livt_hf.data.labels import labels_of, multi_hot_of, number_of_classes
-from livt_hf.data.streaming import StreamLoader
+from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image
+from livt_hf.data.labels import Labels, is_multi_label, labels_of, number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed, purpose_seed
+
+logger = logging.getLogger(__name__)
 
 Augmentation = PretrainAugmentation | FinetuneAugmentation
 
 # A set of small images of one size is decoded once into memory, if it fits in this many bytes.
 IN_MEMORY_BYTES = 2**30
 IN_MEMORY_SIDE = 96
+BUFFER = 1000  # encoded images of a stream that a worker keeps to shuffle from
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How the images of an update are shared out.
+
+    `batch_size` counts the images of an update over all processes and accumulation steps; in evaluation, those of one
+    forward pass on each process.
+    """
+
+    batch_size: int
+    accumulation: int = 1
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of an update, over all processes."""
+        return self.world_size * self.accumulation
+
+    @property
+    def micro_size(self) -> int:
+        """Images of a micro-batch on one process."""
+        if self.batch_size % self.parts:
+            lower = self.batch_size // self.parts * self.parts
+            near = " or ".join(str(b) for b in (lower, lower + self.parts) if b > 0)
+            raise LiVTError(
+                f"batch_size {self.batch_size} is no multiple of {self.world_size} processes x {self.accumulation} "
+                f"accumulation steps: use {near}."
+            )
+        return self.batch_size // self.parts
+
+    def updates(self, num_images: int) -> int:
+        """Updates of an epoch. A ragged last batch is dropped."""
+        if self.batch_size > num_images:
+            usable = num_images // self.parts * self.parts
+            raise LiVTError(
+                f"batch_size is {self.batch_size}, but there are only {num_images} images: "
+                + (f"use at most {usable}." if usable else "lower the accumulation or the number of processes too.")
+            )
+        return num_images // self.batch_size
 
 
 def train_loader(
     dataset: Dataset | IterableDataset,
     augmentation: Augmentation,
-    *,
-    batch_size: int,
-    accumulation: int = 1,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
-    on_broken: str = "error",
+    batches: Batches,
     num_images: int | None = None,
+    on_broken: str = "error",
 ) -> "TrainLoader | StreamLoader":
-    """Batches of uint8 images for one stage; `batch_size` counts the images of an update over all processes.
+    """Batches of uint8 images for one stage.
 
-    `on_broken="skip"` reads everything once to leave broken images out; data that `load_long_tailed` already cleaned
-    need not pay for it again. `num_images` is for streams that do not know their length.
+    `num_images` and `on_broken` are for streams, which may not know their length and meet their broken images only in
+    training; `load_data` has cleaned what is stored.
     """
-    per_step = world_size * accumulation
-    if batch_size % per_step:
-        lower = batch_size // per_step * per_step
-        near = " or ".join(str(b) for b in (lower, lower + per_step) if b > 0)
-        raise LiVTError(
-            f"batch_size {batch_size} is no multiple of {world_size} processes x {accumulation} accumulation steps: "
-            f"use {near}."
-        )
-    settings = {"batch_size": batch_size, "accumulation": accumulation, "seed": seed}
-    settings |= {"rank": rank, "world_size": world_size, "num_workers": num_workers}
     if isinstance(dataset, IterableDataset):
-        return StreamLoader(dataset, augmentation, num_images=num_images, on_broken=on_broken, **settings)
-    return TrainLoader(without_broken(dataset, on_broken), augmentation, **settings)
+        return StreamLoader(dataset, augmentation, batches, num_images, on_broken)
+    return TrainLoader(dataset, augmentation, batches)
 
 
 class TrainLoader:
     """Update u of epoch e takes images permutation(seed, e)[u * B : (u + 1) * B]; a ragged last batch is dropped."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        augmentation: Augmentation,
-        *,
-        batch_size: int,
-        accumulation: int,
-        seed: int,
-        rank: int,
-        world_size: int,
-        num_workers: int,
-    ):
+    def __init__(self, dataset: Dataset, augmentation: Augmentation, batches: Batches):
+        self._sampler = _UpdateSampler(len(dataset), batches)
         self.num_images = len(dataset)
-        if batch_size > self.num_images:
-            usable = self.num_images // (world_size * accumulation) * (world_size * accumulation)
-            raise LiVTError(
-                f"batch_size is {batch_size}, but there are {self.num_images} images only: "
-                + (f"use at most {usable}." if usable else "lower the accumulation or the number of processes too.")
-            )
-        self.updates_per_epoch = self.num_images // batch_size
-        self._sampler = _UpdateSampler(self.num_images, batch_size, accumulation, seed, rank, world_size)
-        self._loader = DataLoader(
-            _AugmentedImages(StoredImages(dataset), augmentation, seed),
-            batch_sampler=self._sampler,
-            collate_fn=_as_is,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # the loader draws a seed for its workers: not from the global generator
-        )
+        self.updates_per_epoch = batches.updates(self.num_images)
+        images = _AugmentedImages(StoredImages(dataset), augmentation, batches.seed)
+        self._loader = _loader(images, batches.num_workers, batch_sampler=self._sampler)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
-        """The micro-batches of this process, `accumulation` an update, from `start_update` on."""
+        """The micro-batches of this process, `accumulation` per update, from `start_update` on."""
         self._sampler.epoch, self._sampler.start_update = epoch, start_update
         return iter(self._loader)
 
 
 class _UpdateSampler:
-    def __init__(self, num_images, batch_size, accumulation, seed, rank, world_size):
-        self.num_images, self.batch_size, self.accumulation = num_images, batch_size, accumulation
-        self.seed, self.rank, self.world_size = seed, rank, world_size
+    def __init__(self, num_images: int, batches: Batches):
+        self.num_images, self.batches, self.micro_size = num_images, batches, batches.micro_size
         self.epoch = self.start_update = 0
 
     def __len__(self) -> int:
-        return (self.num_images // self.batch_size - self.start_update) * self.accumulation
+        return (self.num_images // self.batches.batch_size - self.start_update) * self.batches.accumulation
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = epoch_permutation(self.num_images, self.seed, self.epoch)
-        micro_size = self.batch_size // (self.accumulation * self.world_size)
-        for update in range(self.start_update, self.num_images // self.batch_size):
-            for micro in range(self.accumulation):
-                start = update * self.batch_size + (micro * self.world_size + self.rank) * micro_size
-                yield [(self.epoch, index) for index in order[start : start + micro_size].tolist()]
+        order = epoch_permutation(self.num_images, self.batches.seed, self.epoch)
+        first, size = self.start_update * self.batches.batch_size, self.micro_size
+        for number in range(len(self)):
+            start = first + (number * self.batches.world_size + self.batches.rank) * size
+            yield [(self.epoch, index) for index in order[start : start + size].tolist()]
 
 
 def epoch_permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
@@ -122,40 +133,55 @@ def epoch_permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.RandomState(keyed_seed(purpose_seed(seed, "order"), epoch)).permutation(num_images)
 
 
-def eval_loader(
-    dataset: Dataset,
-    processor: BaseImageProcessor,
-    *,
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
-    on_broken: str = "error",
-) -> DataLoader:
+def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batches) -> DataLoader:
     """Normalised float32 batches through the model's own image processor; each image once over all processes.
 
     Processes get contiguous parts that differ by at most one image, so they may have different numbers of batches.
     """
-    dataset = without_broken(dataset, on_broken)
-    bounds = np.linspace(0, len(dataset), world_size + 1).astype(int)
-    part = range(bounds[rank], bounds[rank + 1])
-    return DataLoader(
-        _ProcessedImages(StoredImages(dataset), processor),
-        batch_sampler=[list(part[i : i + batch_size]) for i in range(0, len(part), batch_size)],
+    bounds = np.linspace(0, len(dataset), batches.world_size + 1).astype(int)
+    part, size = range(bounds[batches.rank], bounds[batches.rank + 1]), batches.batch_size
+    images = _ProcessedImages(StoredImages(dataset), processor)
+    rows = [list(part[i : i + size]) for i in range(0, len(part), size)]
+    return _loader(images, batches.num_workers, batch_sampler=rows)
+
+
+class _Loader(DataLoader):
+    """What a dataset refuses comes out of its worker as a value and is raised here, as the sentence that it is."""
+
+    def __iter__(self) -> Iterator[dict]:
+        return _raising(super().__iter__())
+
+
+def _raising(batches: Iterator[dict | LiVTError]) -> Iterator[dict]:
+    for batch in batches:
+        if isinstance(batch, LiVTError):
+            raise batch
+        yield batch
+
+
+def _loader(dataset: torch.utils.data.Dataset, num_workers: int, **options) -> DataLoader:
+    return _Loader(
+        dataset,
         collate_fn=_as_is,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
-        generator=torch.Generator(),
+        generator=torch.Generator(),  # the loader draws a seed for its workers: not from the global generator
+        **options,
     )
 
 
+def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
+    """The datasets already give batches."""
+    return batch
+
+
 class StoredImages:
-    """Random access to the decoded images and labels of a data set, a batch at a time."""
+    """Random access to the decoded images and labels of a dataset, one batch at a time."""
 
     def __init__(self, dataset: Dataset):
         if len(dataset) == 0:
-            raise LiVTError("the data set has no image: check the split, the labels or the rule that made it.")
-        self._rows = dataset.select_columns(["image"]).cast_column("image", Image(decode=False)).with_format(None)
+            raise LiVTError("the dataset has no image: check the split, the labels or the rule that made it.")
+        self._rows = encoded_images(dataset)
         self.num_classes = number_of_classes(dataset)
         self._labels = labels_of(dataset)
         self._cache = self._decode_small()
@@ -168,10 +194,8 @@ class StoredImages:
         return [read_image(image, index) for image, index in zip(encoded, indices, strict=True)]
 
     def labels(self, indices: Sequence[int]) -> torch.Tensor:
-        """Class ids (B,) or, for several labels an image, a float multi-hot (B, C)."""
-        if isinstance(self._labels, np.ndarray):
-            return torch.from_numpy(self._labels[np.asarray(indices)])
-        return torch.from_numpy(multi_hot_of(self._labels, indices, self.num_classes))
+        """Class ids (B,) or, for several labels per image, a float multi-hot (B, C)."""
+        return torch.from_numpy(self._labels.targets(indices, self.num_classes))
 
     def _decode_small(self) -> torch.Tensor | None:
         """All images in one uint8 tensor, or None when they are large, many or of different sizes."""
@@ -192,21 +216,24 @@ class _AugmentedImages(torch.utils.data.Dataset):
     def __init__(self, stored: StoredImages, augmentation: Augmentation, seed: int):
         self.stored, self.augmentation, self.seed = stored, augmentation, seed
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> dict:
+    def __getitems__(self, keys: list[tuple[int, int]]) -> dict | LiVTError:
         epoch, indices = keys[0][0], [index for _, index in keys]
-        return {
-            "pixel_values": self.augmentation.batch(self.stored.images(indices), self.seed, epoch, indices),
-            "labels": self.stored.labels(indices),
-            "index": torch.tensor(indices),
-        }
+        try:
+            images = self.augmentation.batch(self.stored.images(indices), self.seed, epoch, indices)
+        except LiVTError as error:
+            return error
+        return {"pixel_values": images, "labels": self.stored.labels(indices), "index": torch.tensor(indices)}
 
 
 class _ProcessedImages(torch.utils.data.Dataset):
     def __init__(self, stored: StoredImages, processor: BaseImageProcessor):
         self.stored, self.processor = stored, processor
 
-    def __getitems__(self, indices: list[int]) -> dict:
-        images = self.stored.images(indices)
+    def __getitems__(self, indices: list[int]) -> dict | LiVTError:
+        try:
+            images = self.stored.images(indices)
+        except LiVTError as error:
+            return error
         if self.processor.backend == "pil":  # it wants arrays with the channels last
             images = [image.permute(1, 2, 0).numpy() for image in images]
         return {
@@ -216,6 +243,117 @@ class _ProcessedImages(torch.utils.data.Dataset):
         }
 
 
-def _as_is(batch: dict) -> dict:
-    """`__getitems__` already gives a batch."""
-    return batch
+class StreamLoader:
+    """The interface of `TrainLoader` over an `IterableDataset`: whole shards go to processes and workers."""
+
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        augmentation: Augmentation,
+        batches: Batches,
+        num_images: int | None = None,
+        on_broken: str = "error",
+    ):
+        if num_images is None:
+            splits = dataset.info.splits or {}
+            if dataset.split not in splits or not splits[dataset.split].num_examples:
+                raise LiVTError("the stream does not know its length: pass --num_images, the images of an epoch.")
+            num_images = splits[dataset.split].num_examples
+        self.num_images, self.updates_per_epoch = num_images, batches.updates(num_images)
+        if dataset.num_shards < batches.world_size:
+            raise LiVTError(
+                f"the stream has {dataset.num_shards} shards for {batches.world_size} processes: write it in at least "
+                f"{batches.world_size} files (or use its reshard())."
+            )
+        self._accumulation = batches.accumulation
+        # A worker without a shard would have nothing to give.
+        self._num_workers = min(batches.num_workers, dataset.num_shards // batches.world_size)
+        self._batches = _EndlessBatches(dataset, augmentation, batches, on_broken)
+
+    def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
+        """The micro-batches of this process, `accumulation` per update, from about `start_update` on.
+
+        The shards that precede `start_update`, taking all as equally long, are skipped without being read.
+        """
+        self._batches.epoch = epoch
+        self._batches.done = start_update / self.updates_per_epoch
+        # A new loader for each epoch: workers that persist would keep the number of the first.
+        loader = _Loader(self._batches, batch_size=None, num_workers=self._num_workers, generator=torch.Generator())
+        return itertools.islice(iter(loader), (self.updates_per_epoch - start_update) * self._accumulation)
+
+
+class _EndlessBatches(torch.utils.data.IterableDataset):
+    """Micro-batches without end: when the shards of a process are used up, it begins with them again."""
+
+    def __init__(self, dataset: IterableDataset, augmentation: Augmentation, batches: Batches, on_broken: str):
+        self.dataset = dataset.select_columns(["image", "label"]).cast_column("image", Image(decode=False))
+        self.augmentation, self.batches, self.micro_size = augmentation, batches, batches.micro_size
+        self.on_broken = on_broken
+        self.several, self.num_classes = is_multi_label(dataset), number_of_classes(dataset)
+        self.epoch, self.done = 0, 0.0
+
+    def __iter__(self) -> Iterator[dict | LiVTError]:
+        images = self._images()
+        try:
+            while True:
+                indices, pixels, labels = zip(*itertools.islice(images, self.micro_size), strict=True)
+                yield {
+                    "pixel_values": self.augmentation.batch(pixels, self.batches.seed, self.epoch, indices),
+                    "labels": self._targets(labels),
+                    "index": torch.tensor(indices),
+                }
+        except LiVTError as error:
+            yield error
+
+    def _targets(self, labels: Sequence) -> torch.Tensor:
+        if self.several:
+            offsets = np.cumsum([0, *map(len, labels)])
+            batch = Labels(np.array(list(itertools.chain(*labels)), dtype=np.int64), offsets)
+        else:
+            batch = Labels(np.array(labels))
+        return torch.from_numpy(batch.targets(range(len(labels)), self.num_classes))
+
+    def _images(self) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """Decoded images in the order of a shuffle buffer."""
+        worker = get_worker_info()
+        key = self.epoch, self.batches.rank, 0 if worker is None else worker.id
+        generator = np.random.RandomState(keyed_seed(purpose_seed(self.batches.seed, "buffer"), *key))
+        buffer, broken_in_a_row = [], 0
+        for row in self._rows():
+            if len(buffer) < BUFFER:
+                buffer.append(row)
+                continue
+            place = generator.randint(BUFFER)
+            (index, encoded, label), buffer[place] = buffer[place], row
+            try:
+                image = read_image(encoded, index)
+            except BrokenImageError as error:
+                broken_in_a_row += 1
+                if self.on_broken == "error" or broken_in_a_row > BUFFER:  # never loop over nothing but broken images
+                    raise
+                logger.warning("left out: %s", error.finding)
+                continue
+            broken_in_a_row = 0
+            yield index, image, label
+
+    def _rows(self) -> Iterator[tuple[int, dict, int]]:
+        """(index, encoded image, label) without end; the index is unique: shard number and place within the shard."""
+        num_shards, seed = self.dataset.num_shards, purpose_seed(self.batches.seed, "shards")
+        order = np.random.RandomState(keyed_seed(seed, self.epoch)).permutation(num_shards)
+        shards = order[self.batches.rank :: self.batches.world_size]
+        shards = np.roll(shards, -int(self.done * len(shards)))
+        worker = get_worker_info()
+        if worker is not None:
+            shards = shards[worker.id :: worker.num_workers]
+        while True:
+            seen = 0
+            for shard in shards.tolist():
+                place = 0
+                # `iter`, not a plain loop: the latter splits its shards between workers once more.
+                for rows in self.dataset.shard(num_shards, shard).iter(batch_size=64):
+                    for image, label in zip(rows["image"], rows["label"], strict=True):
+                        yield shard * 2**32 + place, image, label
+                        place += 1
+                seen += place
+            if not seen:
+                raise LiVTError(f"shards {shards.tolist()} of the stream hold no image.")

@@ -1,100 +1,107 @@
-"""Benchmarks of the paper and the user's own images as a `DatasetDict` ready for both stages."""
+"""Datasets by name or place, benchmarks and the user's own images, as a `DatasetDict` ready for both stages."""
 
+import dataclasses
+import difflib
 import logging
-import math
-from collections.abc import Sequence
-from functools import partial
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDatasetDict
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
+from datasets.data_files import SPLIT_KEYWORDS
 
-from livt_hf.data import glyphs
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
-from livt_hf.data.broken import without_broken
-from livt_hf.data.columns import standard_columns, standard_stream
-from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
-from livt_hf.data.opening import open_benchmark
-from livt_hf.data.splits import (
-    balanced_counts,
-    exponential_counts,
-    largest_fitting,
-    long_tail_indices,
-    pareto_counts,
-    stratified_split,
+from livt_hf.data.decoding import without_broken
+from livt_hf.data.labels import (
+    class_counts,
+    class_feature,
+    is_multi_label,
+    labels_of,
+    rows_of,
+    standard_columns,
+    standard_stream,
 )
+from livt_hf.data.splits import counts_by_rule, long_tail_indices, stratified_split
+from livt_hf.data.tables import ImageList, datasets_from_lists, find_lists, is_image_list, read_list
 from livt_hf.errors import LiVTError
+from livt_hf.settings import DataSettings
 
 logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "validation", "test")
+SPLIT_OF_WORD = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+# Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
+SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_OF_WORD)})(?![^\W\d_])")
 
 
 def load_long_tailed(
     name: str,
     imbalance_factor: float | None = None,
-    source: str | Path | None = None,
+    source: str | os.PathLike | None = None,
     seed: int = 0,
     *,
-    rule: str | Sequence[int] | None = None,
-    images_per_class: int | None = None,
-    cap: bool = False,
-    lists: str | Path | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    test_fraction: float = 0.2,
-    drop_empty: bool = False,
-    on_broken: str = "error",
     streaming: bool = False,
+    **options,
 ) -> DatasetDict | IterableDatasetDict:
-    """A data set with the splits `train`, `test` (what the paper reports on) and perhaps `validation`.
+    """A dataset with the splits `train`, `test` (what the paper reports on) and perhaps `validation`.
 
     `name`: a benchmark (`glyphs`, `cifar10-lt`, `cifar100-lt`, `imagenet-lt`, `imagenet-bal`, `imagenet-1k`,
-        `places-lt`, `inat18`), an image folder, a folder or file of parquet or arrow, an image list, or a Hub data set
+        `places-lt`, `inat18`), an image folder, a folder or file of parquet or arrow, an image list, or a Hub dataset
         (`owner/name` or `owner/name:config`).
-    `source`: a local copy for a benchmark (the Hub's parquet files, an image folder, or lists and images), or the
-        images' folder of an image list. `lists`: the folder of a benchmark's lists, when they are not in `source`.
-    `rule`: how a long tail is made of the training images: "exponential" (the default when an imbalance factor is
-        given), "pareto", "balanced", or the counts of all classes; without one the natural imbalance is kept. Larger
-        classes get larger counts, equal ones in label order. `images_per_class` is the largest count (or that of every
-        class when balanced). A class with fewer images is an error unless `cap`.
-    `test_fraction`: taken from each class of own data without a test split.
-    `on_broken`: "error" stops when a broken image is met, "skip" looks for them first and leaves them out.
-    `streaming`: for pretraining on data that does not fit; see `livt_hf.data.streaming` for what it gives up.
+    `source`: a local copy of a benchmark (the Hub's parquet files, an image folder, or lists and images), or the
+        folder of the images of an image list.
+    `seed`: picks the images of the tail and of the test set.
+    `streaming`: for pretraining on data that does not fit; see `livt_hf.data.loading` for what it gives up.
+    `options`: any other field of `DataSettings`. `rule` may also be the counts of all classes.
     """
-    benchmark = BENCHMARKS.get(name, Benchmark())
-    if rule is None:
-        rule = benchmark.rule or (None if imbalance_factor is None and images_per_class is None else "exponential")
-    if name == "glyphs":
-        return _glyphs(imbalance_factor, seed, rule, images_per_class, source, streaming)
-    imbalance_factor = benchmark.imbalance_factor if imbalance_factor is None else imbalance_factor
-    images_per_class = benchmark.images_per_class if images_per_class is None else images_per_class
-    if streaming and rule is not None:
-        raise LiVTError(f'a stream cannot be thinned out by the rule "{rule}": load it without streaming.')
+    known = DataSettings.names()
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
+            raise LiVTError(f"load_long_tailed has no option {option!r}; {hint}")
+    options |= {"dataset": str(name), "imbalance_factor": imbalance_factor, "source": source, "split_seed": seed}
+    options = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}
+    return load_data(DataSettings(**options), streaming)
 
-    splits = open_benchmark(name, benchmark, source, lists, streaming, on_broken)
-    label_column = label_column or (benchmark.label_column if _has_column(splits, benchmark.label_column) else None)
+
+def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
+    """The dataset that the settings describe; `load_long_tailed` explains it."""
+    benchmark = BENCHMARKS.get(settings.dataset, Benchmark())
+    settings = _with_defaults(settings, benchmark)
+    if streaming and settings.rule is not None:
+        raise LiVTError(f'a stream cannot be thinned out by the rule "{settings.rule}": load it without streaming.')
+    splits = _open_benchmark(settings, benchmark, streaming)
+    if settings.label_column is None and benchmark.label_column in (splits["train"].column_names or []):
+        settings = dataclasses.replace(settings, label_column=benchmark.label_column)
     if streaming:
-        splits = {split: standard_stream(dataset, image_column, label_column) for split, dataset in splits.items()}
+        splits = {split: standard_stream(dataset, settings) for split, dataset in splits.items()}
         return IterableDatasetDict(_reported_as_test(splits, benchmark))
-    splits = standard_columns(splits, image_column, label_column, drop_empty)
-    splits = _reported_as_test(splits, benchmark)
+    splits = _reported_as_test(standard_columns(splits, settings), benchmark)
     if "test" not in splits:
-        splits |= _carved_test(splits["train"], test_fraction, seed)
-    if rule is not None:
-        splits["train"] = _thinned(splits["train"], rule, imbalance_factor, images_per_class, seed, cap)
-    splits = {split: without_broken(dataset, on_broken) for split, dataset in splits.items()}
+        splits |= _carved_test(splits["train"], settings)
+    if settings.rule is not None and not benchmark.own_tail:
+        splits["train"] = _thinned(splits["train"], settings)
+    if settings.on_broken == "skip":
+        splits = {split: without_broken(dataset) for split, dataset in splits.items()}
     _refuse_empty_classes(splits["train"])
-    return DatasetDict({split: splits[split] for split in ("train", "validation", "test") if split in splits})
+    return DatasetDict({split: splits[split] for split in SPLITS if split in splits})
 
 
-def _glyphs(imbalance_factor, seed, rule, images_per_class, source, streaming) -> DatasetDict:
-    if rule not in (None, "exponential") or source is not None or streaming:
-        raise LiVTError("glyphs are made by the exponential rule, without source or streaming: drop those options.")
-    options = {"imbalance_factor": imbalance_factor, "max_count": images_per_class}
-    return glyphs.glyphs(seed=seed, **{key: value for key, value in options.items() if value is not None})
-
-
-def _has_column(splits: dict, column: str | None) -> bool:
-    return column is not None and column in (splits["train"].column_names or [])
+def _with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
+    """The settings, with a benchmark's own rule and numbers where none are given."""
+    rule = benchmark.rule if settings.rule is None else settings.rule
+    if rule is None and (settings.imbalance_factor is not None or settings.images_per_class is not None):
+        rule = "exponential"
+    numbers = {
+        name: getattr(settings if getattr(settings, name) is not None else benchmark, name)
+        for name in ("imbalance_factor", "images_per_class")
+    }
+    return dataclasses.replace(settings, rule=rule, **numbers)
 
 
 def _reported_as_test(splits: dict, benchmark: Benchmark) -> dict:
@@ -104,13 +111,13 @@ def _reported_as_test(splits: dict, benchmark: Benchmark) -> dict:
     return splits
 
 
-def _carved_test(train: Dataset, test_fraction: float, seed: int) -> dict[str, Dataset]:
+def _carved_test(train: Dataset, settings: DataSettings) -> dict[str, Dataset]:
     if is_multi_label(train):
-        order = np.random.RandomState(seed).permutation(len(train))
-        num_test = int(len(train) * test_fraction)
+        order = np.random.RandomState(settings.split_seed).permutation(len(train))
+        num_test = int(len(train) * settings.test_fraction)
         rows, test_rows = np.sort(order[num_test:]), np.sort(order[:num_test])
     else:
-        rows, test_rows = stratified_split(labels_of(train), test_fraction, seed)
+        rows, test_rows = stratified_split(labels_of(train).values, settings.test_fraction, settings.split_seed)
     parts = {"train": train.select(rows), "test": train.select(test_rows)}
     absent = np.flatnonzero((class_counts(parts["test"]) == 0) & (class_counts(train) > 0))
     if len(absent):
@@ -119,48 +126,15 @@ def _carved_test(train: Dataset, test_fraction: float, seed: int) -> dict[str, D
     return parts
 
 
-def _thinned(train: Dataset, rule, imbalance_factor, images_per_class, seed: int, cap: bool) -> Dataset:
-    """Pick the training images that a rule asks for."""
+def _thinned(train: Dataset, settings: DataSettings) -> Dataset:
+    """Pick the training images that the rule asks for."""
     if is_multi_label(train):
         raise LiVTError(
-            "a rule needs one label an image, but this data set has several: drop rule and imbalance_factor."
+            "a rule needs one label per image, but this dataset has several: drop rule and imbalance_factor."
         )
-    available = class_counts(train)
-    if not isinstance(rule, str):
-        counts = np.asarray(rule, dtype=np.int64)
-        if len(counts) != len(available):
-            raise LiVTError(f"rule gives {len(counts)} counts for {len(available)} classes: pass one for each class.")
-    else:
-        counts = _counts_by_rule(available, rule, imbalance_factor, images_per_class, cap)
-    return train.select(long_tail_indices(labels_of(train), counts, seed, cap))
-
-
-def _counts_by_rule(available: np.ndarray, rule: str, imbalance_factor, images_per_class, cap: bool) -> np.ndarray:
-    """What a rule leaves of each class."""
-    if rule == "balanced":
-        count, gamma = int(available.min()), 1.0
-        make = partial(balanced_counts, len(available))
-    elif rule in ("exponential", "pareto"):
-        if imbalance_factor is None:
-            raise LiVTError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
-        count, gamma = int(available.max()), imbalance_factor
-        by_name = {"exponential": exponential_counts, "pareto": pareto_counts}
-        make = partial(by_name[rule], len(available), imbalance_factor=imbalance_factor)
-    else:
-        raise LiVTError(f'rule is "{rule}": pass "exponential", "pareto", "balanced" or a count for each class.')
-    count = count if images_per_class is None else images_per_class
-    counts = np.empty(len(available), dtype=np.int64)
-    counts[np.argsort(-available, kind="stable")] = make(count)  # equal classes keep the order of their labels
-    short = np.flatnonzero(counts > available)
-    if len(short) and not cap:
-        fitting = largest_fitting(make, available, math.ceil(gamma), count)
-        c = short[0]
-        raise LiVTError(
-            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
-            + (f"pass --images_per_class {fitting} or less" if fitting else "pass a larger --imbalance_factor")
-            + " (or in Python cap=True, which takes all that such a class has)."
-        )
-    return counts
+    names = ("rule", "imbalance_factor", "images_per_class", "cap")
+    counts = counts_by_rule(class_counts(train), **{name: getattr(settings, name) for name in names})
+    return train.select(long_tail_indices(labels_of(train).values, counts, settings.split_seed, settings.cap))
 
 
 def _refuse_empty_classes(train: Dataset) -> None:
@@ -171,3 +145,176 @@ def _refuse_empty_classes(train: Dataset) -> None:
             f"{len(empty)} classes have no training image, so their prior is undefined (such as {', '.join(names)}): "
             "pass --drop_empty (in Python drop_empty=True) to remove them, or other counts."
         )
+
+
+def _open_benchmark(settings: DataSettings, benchmark: Benchmark, streaming: bool) -> dict:
+    """The splits as they are stored."""
+    if benchmark.load is not None:
+        if streaming:
+            raise LiVTError(f"{settings.dataset} is made in Python, not read from files: load it without streaming.")
+        return _named_splits(benchmark.load(settings), settings.dataset)
+    if benchmark.lists:
+        return _open_listed(settings, benchmark, streaming)
+    if settings.dataset in BENCHMARKS:
+        return _open(settings.source or benchmark.hub, settings, streaming)
+    root = settings.source
+    if root is not None and not is_image_list(Path(settings.dataset)):
+        raise LiVTError(f"source is for benchmarks and image lists, but {settings.dataset} is neither: drop it.")
+    return _open(settings.dataset, settings, streaming)
+
+
+def _open_listed(settings: DataSettings, benchmark: Benchmark, streaming: bool) -> dict[str, Dataset]:
+    """A benchmark that consists of the images that its lists name."""
+    name, source = settings.dataset, settings.source
+    folder = Path(settings.lists or source or ".").expanduser()
+    found = [f for prefix in benchmark.lists if folder.is_dir() and (f := find_lists(folder, prefix)) and "train" in f]
+    if not found:
+        if source is None or settings.lists is not None:
+            raise LiVTError(
+                f"{name} needs its list {benchmark.lists[0]}_train.txt, which is not in {folder}: it is usually found "
+                f"in {benchmark.lists_from}; pass its folder with --lists and the images with --source."
+            )
+        return _open_ready_made(settings, benchmark, streaming)
+    if streaming:
+        raise LiVTError(f"{name} is picked by its lists, which a stream cannot do: load it without streaming.")
+    candidates = [{split: read_list(path) for split, path in files.items()} for files in found]
+    if source is not None:
+        root = Path(source).expanduser()
+        for candidate in candidates:  # two styles of paths are in use; the one that finds its first image is meant
+            if (root / candidate["train"].paths[0]).is_file():
+                return datasets_from_lists(candidate, root, settings.on_broken == "skip")
+    if benchmark.hub is None:
+        train = candidates[0]["train"]
+        raise LiVTError(f"{train.paths[0]} of {train.file} is not below {source}: pass the images with --source.")
+    return _picked(_open(source or benchmark.hub, settings, streaming=False), candidates[0])
+
+
+def _open_ready_made(settings: DataSettings, benchmark: Benchmark, streaming: bool) -> dict:
+    """A copy that consists of the listed images already."""
+    splits = _open(settings.source, settings, streaming)
+    if not streaming and len(splits["train"]) != benchmark.train_images:
+        raise LiVTError(
+            f"{settings.source} has {len(splits['train'])} training images, but {settings.dataset} has "
+            f"{benchmark.train_images}: pass the folder of its lists ({benchmark.lists[0]}_train.txt) with --lists."
+        )
+    return splits
+
+
+def _picked(images: dict[str, Dataset], lists: dict[str, ImageList]) -> dict[str, Dataset]:
+    """Pick the images of lists from the Hub's ImageNet by file name: `n01440764_10026_n01440764.JPEG` there."""
+    picked = {}
+    for split, wanted in lists.items():
+        published = images["train" if wanted.paths[0].startswith("train") else "validation"]
+        stored = pc.struct_field(published.data.column("image"), "path")  # not combined: that would copy the bytes
+        if (kept := rows_of(published)) is not None:
+            stored = stored.take(pa.array(kept))
+        rows = pc.index_in(_stems(pa.array(wanted.paths)), value_set=_stems(stored).combine_chunks())
+        if rows.null_count:
+            first = wanted.paths[int(np.argmax(rows.is_null()))]
+            raise LiVTError(
+                f"{rows.null_count} of {len(rows)} images of {wanted.file} are not in the dataset, the first is "
+                f"{first}: is it ILSVRC 2012?"
+            )
+        part = published.select(rows.to_numpy())
+        labels = labels_of(part).values
+        differ = np.flatnonzero(labels != wanted.labels)
+        if len(differ):
+            raise LiVTError(
+                f"{wanted.file} and the dataset disagree on the class of {wanted.paths[differ[0]]}: "
+                f"{wanted.labels[differ[0]]} and {labels[differ[0]]}."
+            )
+        picked[split] = part
+    return picked
+
+
+def _stems(paths: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """File names without folder, extension and the synset that the Hub appends."""
+    names = pc.replace_substring_regex(paths, r"^.*/", "")
+    return pc.replace_substring_regex(names, r"(_n\d{8})?\.[A-Za-z]+$", "")
+
+
+def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
+    """Open a folder, a file or a Hub dataset; splits named train, validation, test."""
+    path = Path(where).expanduser()
+    skip_missing = settings.on_broken == "skip"
+    if path.is_file() and is_image_list(path):
+        root = Path(settings.source or path.parent).expanduser()
+        splits = datasets_from_lists({"train": read_list(path)}, root, skip_missing)
+        return {"train": splits["train"].to_iterable_dataset(num_shards=64)} if streaming else splits
+    if path.is_file():
+        splits = _load(path.suffix[1:], {"train": [str(path)]}, streaming)
+    elif path.is_dir():
+        splits = _open_folder(path, streaming, skip_missing)
+    elif where.startswith((".", "/", "~")) or where.count("/") > 1:
+        raise LiVTError(f"{where} does not exist: pass an image folder, a parquet or arrow file, a list or a Hub id.")
+    else:
+        splits = _open_hub(where, settings, streaming)
+    return _named_splits(splits, where)
+
+
+def _named_splits(splits: Mapping, where: str) -> dict:
+    if "train" not in splits:
+        if len(splits) != 1:
+            raise LiVTError(f"{where} has no split called train, but {', '.join(splits)}: rename one.")
+        splits = {"train": next(iter(splits.values()))}
+    aliases = {"val": "validation", "valid": "validation", "dev": "validation"}
+    splits = {aliases.get(split, split): dataset for split, dataset in splits.items()}
+    return {split: splits[split] for split in SPLITS if split in splits}
+
+
+def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
+    repository, _, config = where.partition(":")
+    try:
+        return dict(load_dataset(repository, config or None, streaming=streaming))
+    except (ConnectionError, FileNotFoundError) as error:
+        option = "--source" if settings.dataset in BENCHMARKS else "--dataset"
+        raise LiVTError(
+            f"{repository} could not be loaded from the Hub ({error}): without internet or access rights, pass a "
+            f"local copy with {option} FOLDER."
+        ) from error
+
+
+def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
+    if (path / "dataset_dict.json").is_file():
+        return dict(load_from_disk(path))
+    if (path / "state.json").is_file():
+        return {"train": load_from_disk(path)}
+    for kind in ("parquet", "arrow"):
+        files = sorted(str(file) for file in path.rglob(f"*.{kind}"))
+        if files:
+            return _load(kind, _by_split(files, path), streaming)
+    lists = find_lists(path)
+    if "train" in lists:
+        return datasets_from_lists({split: read_list(file) for split, file in lists.items()}, path, skip_missing)
+    try:
+        return dict(load_dataset("imagefolder", data_dir=str(path), streaming=streaming))
+    except FileNotFoundError as error:
+        raise LiVTError(f"{path} holds no images, parquet or arrow files or lists: check the folder.") from error
+
+
+def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:
+    if kind not in ("parquet", "arrow"):
+        raise LiVTError(f"{files['train'][0]} is no parquet or arrow file and no image list (.txt, .txt.gz, .txt.xz).")
+    # One by one: loaded together, all splits get the class names of the first file.
+    return {
+        split: load_dataset(kind, data_files={split: own}, split=split, streaming=streaming)
+        for split, own in files.items()
+    }
+
+
+def _by_split(files: list[str], folder: Path) -> dict[str, list[str]]:
+    """Files by the last word of their path below `folder` that names a split.
+
+    Where no file names the training split, those that name none are it.
+    """
+    splits: dict[str, list[str]] = {}
+    unnamed = []
+    for file in files:
+        words = SPLIT_WORD.findall(Path(file).relative_to(folder).as_posix().lower())
+        (splits.setdefault(SPLIT_OF_WORD[words[-1]], []) if words else unnamed).append(file)
+    if unnamed and "train" in splits:
+        raise LiVTError(
+            f"{unnamed[0]} names no split, but {splits['train'][0]} does: put train, validation or test into its "
+            "name, or move it elsewhere."
+        )
+    return splits | ({"train": unnamed} if unnamed else {})

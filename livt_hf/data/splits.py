@@ -1,9 +1,11 @@
-"""Which images a long-tailed data set is made of: counts per class, and the picks that follow from them.
+"""Which images a long-tailed dataset is made of: counts per class, and the picks that follow from them.
 
 Numpy only, and no Python loop over rows.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -41,6 +43,46 @@ def balanced_counts(num_classes: int, count: int) -> np.ndarray:
     return np.full(num_classes, count, dtype=np.int64)
 
 
+def counts_by_rule(
+    available: np.ndarray,
+    rule: str | Sequence[int],
+    imbalance_factor: float | None = None,
+    images_per_class: int | None = None,
+    cap: bool = False,
+) -> np.ndarray:
+    """What a rule leaves of classes with so many images: larger classes get larger counts, equal ones in label order.
+
+    `rule` may also be the counts themselves. `images_per_class` is the count of the largest class. A class with fewer
+    images than it should keep is an error unless `cap`.
+    """
+    if not isinstance(rule, str):
+        if len(rule) != len(available):
+            raise LiVTError(f"rule gives {len(rule)} counts for {len(available)} classes: pass one for each class.")
+        return np.asarray(rule, dtype=np.int64)
+    if rule == "balanced":
+        count, gamma = int(available.min()), 1.0
+        make = partial(balanced_counts, len(available))
+    else:
+        if imbalance_factor is None:
+            raise LiVTError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
+        count, gamma = int(available.max()), imbalance_factor
+        by_name = {"exponential": exponential_counts, "pareto": pareto_counts}
+        make = partial(by_name[rule], len(available), imbalance_factor=imbalance_factor)
+    count = count if images_per_class is None else images_per_class
+    counts = np.empty(len(available), dtype=np.int64)
+    counts[np.argsort(-available, kind="stable")] = make(count)  # equal classes keep the order of their labels
+    short = np.flatnonzero(counts > available)
+    if len(short) and not cap:
+        fitting = largest_fitting(make, available, math.ceil(gamma), count)
+        c = short[0]
+        raise LiVTError(
+            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
+            + (f"pass --images_per_class {fitting} or less" if fitting else "pass a larger --imbalance_factor")
+            + ", or --cap to take all images of such classes."
+        )
+    return counts
+
+
 def largest_fitting(rule: Callable[[int], np.ndarray], available: np.ndarray, smallest: int, largest: int) -> int:
     """The largest count from `smallest` to `largest` for which no class falls short of `rule(count)`; 0 if none is.
 
@@ -75,7 +117,7 @@ def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, 
     """Row numbers of `counts[c]` images of each class c, in pick order: exactly the community's CIFAR-LT picks.
 
     That code seeds numpy's legacy generator, shuffles the rows of one class after another (in label order, rows in
-    data set order) and keeps the first ones. The picks of a smaller imbalance factor therefore contain those of a
+    dataset order) and keeps the first ones. The picks of a smaller imbalance factor therefore contain those of a
     larger one. A class with fewer images than asked is an error, or gives all it has with `cap=True`.
     """
     labels = np.asarray(labels)

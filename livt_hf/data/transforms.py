@@ -1,8 +1,8 @@
 """The augmentation of the two stages, the evaluation processor, and what is left for the training device.
 
-Crops, flips and colour policies map uint8 to uint8 on the CPU. Their randomness is keyed by (seed, epoch, image), so a
-picture looks the same whichever worker, process or micro-batch it lands in. Normalisation, erasing and mixing happen
-once a batch on the training device (`DeviceTransform`).
+Crops, flips and colour policies map uint8 to uint8 on the CPU. Their randomness is keyed by (seed, epoch, image), so
+an image looks the same whichever worker, process or micro-batch it lands in. Normalisation, erasing and mixing happen
+once per batch on the training device (`DeviceTransform`).
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,8 @@ class PretrainAugmentation:
 
     def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
         """The same for a batch: (B, 3, image_size, image_size)."""
-        return _resized_crops(images, seed, epoch, indices, self.image_size, self.scale, self.flip)
+        numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, CROP_NUMBERS)
+        return _resized_crops(images, numbers, self.image_size, self.scale, self.flip)
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,12 @@ class FinetuneAugmentation:
 
     def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
         """The same for a batch: (B, 3, image_size, image_size)."""
-        if self.policy == "pad-crop":
-            images = _pad_crops(images, seed, epoch, indices, self.image_size, self.padding, self.flip)
+        padded = self.policy == "pad-crop"
+        numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, 3 if padded else CROP_NUMBERS)
+        if padded:
+            images = _pad_crops(images, numbers, self.image_size, self.padding, self.flip)
         else:
-            images = _resized_crops(images, seed, epoch, indices, self.image_size, self.scale, self.flip)
+            images = _resized_crops(images, numbers, self.image_size, self.scale, self.flip)
         return self._recoloured(images, seed, epoch, indices) if self._colour_steps else images
 
     def _recoloured(self, images: torch.Tensor, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
@@ -142,8 +145,8 @@ def _crop_boxes(numbers: np.ndarray, height: np.ndarray, width: np.ndarray, scal
     return np.where(fits.any(axis=1)[:, None], boxes, central)
 
 
-def _resized_crops(images: Images, seed, epoch, indices, size: int, scale, flip: bool) -> torch.Tensor:
-    numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, CROP_NUMBERS)
+def _resized_crops(images: Images, numbers: np.ndarray, size: int, scale, flip: bool) -> torch.Tensor:
+    """Crops and flips by the numbers (B, CROP_NUMBERS) of the images."""
     mirrored = (numbers[:, -1] < 0.5) & flip
     one_size = isinstance(images, torch.Tensor)
     shapes = [images.shape[-2:]] * len(images) if one_size else [image.shape[-2:] for image in images]
@@ -160,21 +163,17 @@ def _resized_crops(images: Images, seed, epoch, indices, size: int, scale, flip:
     return result
 
 
-def _pad_crops(images: Images, seed, epoch, indices, size: int, pad: int, flip: bool) -> torch.Tensor:
+def _pad_crops(images: Images, numbers: np.ndarray, size: int, pad: int, flip: bool) -> torch.Tensor:
+    """Shifts and flips by the numbers (B, 3) of the images."""
     if not isinstance(images, torch.Tensor):
-        return torch.cat(
-            [
-                _pad_crops(image[None], seed, epoch, [index], size, pad, flip)
-                for image, index in zip(images, indices, strict=True)
-            ]
-        )
+        single = zip(images, numbers, strict=True)
+        return torch.cat([_pad_crops(image[None], number[None], size, pad, flip) for image, number in single])
     height, width = images.shape[-2:]
     if min(height, width) + 2 * pad < size:
         raise LiVTError(
             f"pad-crop cannot cut {size} x {size} pixels from an image of {height} x {width}: lower image_size "
             'or use policy="resized-crop".'
         )
-    numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, 3)
     rows = _offsets(numbers[:, 0], height + 2 * pad - size + 1)[:, None] + np.arange(size)
     columns = _offsets(numbers[:, 1], width + 2 * pad - size + 1)[:, None] + np.arange(size)
     columns = np.where((numbers[:, 2:] < 0.5) & flip, columns[:, ::-1], columns)
@@ -249,6 +248,7 @@ def eval_processor(
     )
 
 
+@dataclass
 class DeviceTransform:
     """What happens to a whole micro-batch on the training device: normalise, erase, mix.
 
@@ -258,39 +258,32 @@ class DeviceTransform:
     are. Global generators are left as they were.
     """
 
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        erase: float = 0.0,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-        num_classes: int | None = None,
-        seed: int = 0,
-    ):
-        self.mean = torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1) * 255
-        self.std = torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1) * 255
-        self.erase = erase
-        self.seed = seed
+    mean: Sequence[float]
+    std: Sequence[float]
+    erase: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    num_classes: int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        self._mean, self._std = (torch.tensor(v).float().view(1, 3, 1, 1) * 255 for v in (self.mean, self.std))
         # Erased pixels are drawn on the CPU: a device's own generator is out of reach of the key.
         self._erase = RandomErasing(probability=1.0, mode="pixel", device="cpu")
-        self._mix = None
-        if mixup > 0 or cutmix > 0:
-            if num_classes is None:
-                raise LiVTError("mixup and cutmix make soft labels: pass num_classes.")
-            self._mix = Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, label_smoothing=0.0, num_classes=num_classes)
+        self._mixes = self.mixup > 0 or self.cutmix > 0
+        if self._mixes and self.num_classes is None:
+            raise LiVTError("mixup and cutmix make soft labels: pass num_classes.")
 
     def __call__(self, batch: dict, *, epoch: int, update: int, micro: int = 0, rank: int = 0) -> dict:
         """A batch of the train loader, already on its device, to model inputs."""
         images = batch["pixel_values"]
-        if self.mean.device != images.device:
-            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        images = images.float().sub_(self.mean).div_(self.std)  # one allocation; as the image processor does it
+        if self._mean.device != images.device:
+            self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
+        images = images.float().sub_(self._mean).div_(self._std)  # one allocation; as the image processor does it
         if self.erase > 0:
             self._erase_some(images, batch["index"].cpu().numpy(), epoch)
         labels = batch["labels"]
-        if self._mix is not None:
+        if self._mixes:
             if len(images) % 2:
                 raise LiVTError(
                     f"mixup pairs the images of a micro-batch, but this one has {len(images)}: choose a batch_size "
@@ -307,10 +300,12 @@ class DeviceTransform:
                 self._erase(images[i])  # in place
 
     def _mixed(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if labels.ndim == 1:
-            return self._mix(images, labels)
-        # Multi-hot: let timm mix the positions 0 .. B - 1 instead, and read the share that an image keeps.
-        mixer = Mixup(self._mix.mixup_alpha, self._mix.cutmix_alpha, label_smoothing=0.0, num_classes=len(images))
-        images, shares = mixer(images, torch.arange(len(images), device=images.device))
+        multi_hot = labels.ndim == 2
+        num_classes = len(images) if multi_hot else self.num_classes
+        mix = Mixup(mixup_alpha=self.mixup, cutmix_alpha=self.cutmix, label_smoothing=0.0, num_classes=num_classes)
+        if not multi_hot:
+            return mix(images, labels)
+        # Let timm mix the positions 0 .. B - 1 instead, and read the share that an image keeps.
+        images, shares = mix(images, torch.arange(len(images), device=images.device))
         own = shares[0, 0]
         return images, labels * own + labels.flip(0) * (1 - own)

@@ -169,7 +169,7 @@ def _write_model(run: Path, folder: Path, results: Results, form: str) -> list[i
     else:
         to_beit(model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(folder)
-    return model.config.class_counts
+    return model.config.long_tail.class_counts
 
 
 def _copy_records(run: Path, folder: Path, known: set[str], with_pictures: bool) -> list[Path]:

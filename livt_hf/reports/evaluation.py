@@ -92,7 +92,7 @@ def _rule_rows(rules: dict[str, dict], measured: dict[str, LongTailMetrics]) -> 
 
 def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:
     """A few test images of each class that the report shows."""
-    labels, stored = np.asarray(labels_of(dataset)), StoredImages(dataset)
+    labels, stored = labels_of(dataset).values, StoredImages(dataset)
     chosen = {
         label: np.flatnonzero(labels == label)[:SAMPLES].tolist()
         for ids in best_and_worst_classes(per_class)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.measuring import compared, peak_megabytes
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as PILImage
 from timm.data import create_transform
@@ -25,6 +24,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from livt_hf.data import (
+    Batches,
     DeviceTransform,
     FinetuneAugmentation,
     PretrainAugmentation,
@@ -34,6 +34,7 @@ from livt_hf.data import (
     train_loader,
 )
 from livt_hf.data.labels import labels_of
+from livt_hf.recipes.benchmarks.measuring import compared, peak_megabytes
 
 BATCH, SMALL_BATCH = 32, 128
 BICUBIC = transforms.InterpolationMode.BICUBIC
@@ -143,7 +144,7 @@ class OurBatches:
     """The loader and the transform of the training device, as the training loop composes them."""
 
     def __init__(self, dataset: Dataset, augmentation, erase: float, batch_size: int = BATCH):
-        self.loader = train_loader(dataset, augmentation, batch_size=batch_size)
+        self.loader = train_loader(dataset, augmentation, Batches(batch_size))
         self.transform = DeviceTransform(MEAN, STD, erase=erase)
 
     def __iter__(self) -> Iterator[dict]:
@@ -190,7 +191,7 @@ def splits(quick: bool) -> list[dict]:
     counts = exponential_counts(classes, rows // classes, 100)
 
     def ours() -> Dataset:
-        part = dataset.select(long_tail_indices(labels_of(dataset), counts))
+        part = dataset.select(long_tail_indices(labels_of(dataset).values, counts))
         assert class_counts(part).tolist() == counts.tolist()
         return part
 

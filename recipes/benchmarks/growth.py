@@ -2,13 +2,13 @@
 
 import numpy as np
 import torch
-from benchmarks.launch import launch_ours
-from benchmarks.measuring import median_seconds, peak_megabytes
 from datasets import ClassLabel, Dataset, Features
 
 from livt_hf.data import class_counts, exponential_counts, long_tail_indices
 from livt_hf.data.labels import labels_of
 from livt_hf.metrics import LongTailMetrics
+from livt_hf.recipes.benchmarks.launch import launch_ours
+from livt_hf.recipes.benchmarks.measuring import median_seconds, peak_megabytes
 from livt_hf.training.machine import available_cores
 
 FACTORS = (1, 2, 4, 8)
@@ -62,7 +62,7 @@ def _split(rows: int, classes: int):
     labels = np.random.RandomState(0).permutation(np.arange(rows) % classes)
     dataset = Dataset.from_dict({"label": labels}, features=Features(label=ClassLabel(num_classes=classes)))
     counts = exponential_counts(classes, rows // classes, 10)
-    return lambda: class_counts(dataset.select(long_tail_indices(labels_of(dataset), counts)))
+    return lambda: class_counts(dataset.select(long_tail_indices(labels_of(dataset).values, counts)))
 
 
 def _metrics(images: int, classes: int):

@@ -85,7 +85,7 @@ def class_names(lists: Mapping[str, ImageList]) -> list[str]:
 
 
 def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing: bool = False) -> dict[str, Dataset]:
-    """Data sets of image paths below `root`. A missing file is an error, or left out with `skip_missing`."""
+    """Datasets of image paths below `root`. A missing file is an error, or left out with `skip_missing`."""
     names = class_names(lists)
     result = {}
     for split, images in lists.items():
@@ -93,7 +93,8 @@ def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing
         if len(missing) and not skip_missing:
             raise LiVTError(
                 f"{len(missing)} of the {len(images.paths)} files of {images.file} are not below {root}, the first is "
-                f'{images.paths[missing[0]]}: pass the right folder as source, or on_broken="skip" to leave them out.'
+                f"{images.paths[missing[0]]}: pass the right folder with --source, or leave them out with "
+                "--on_broken skip."
             )
         kept = np.setdiff1d(np.arange(len(images.paths)), missing)
         paths = pa.array([os.path.join(root, images.paths[i]) for i in kept.tolist()], type=pa.string())
