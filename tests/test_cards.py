@@ -9,14 +9,13 @@ import yaml
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 
-from livt_hf.commands import local_places
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, eval_result_files, model_card
 from livt_hf.hub.converted import converted_card, converted_names
 from livt_hf.hub.paper import paper_result, paper_table
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.results import Results
-from livt_hf.settings import FinetuneSettings
+from livt_hf.stages import is_local
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 METRICS = {"accuracy": 0.421, "top5": 0.7, "many": 0.612, "medium": 0.408, "few": None, "mean_class_accuracy": 0.42}
@@ -171,10 +170,8 @@ def test_a_name_is_local_where_the_disk_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("data/birds", "models/mgp", "glyphs"):
         (tmp_path / folder).mkdir(parents=True)
-    local = local_places(FinetuneSettings(dataset="data/birds", pretrained="models/mgp"))
-    assert local == {"dataset_local": True, "pretrained_local": True}
-    hub = local_places(FinetuneSettings(dataset="glyphs", pretrained="org/mgp"))  # a benchmark goes before a folder
-    assert hub == {"dataset_local": False, "pretrained_local": False}
+    assert is_local("data/birds") and is_local("models/mgp")
+    assert not is_local("glyphs") and not is_local("org/mgp")  # a benchmark goes before a folder
 
 
 @pytest.mark.parametrize("dataset", ["imagenet-lt", "imagenet-bal", "imagenet-1k", "inat18"])
