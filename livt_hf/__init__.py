@@ -17,6 +17,7 @@ _HOMES = {
     "LiViTForImageClassification": "livt_hf.modeling_livit",
     "LiViTForPreTraining": "livt_hf.modeling_livit_mae",
     "LiViTModel": "livt_hf.modeling_livit",
+    "LongTailConfig": "livt_hf.long_tail.config",
     "pretraining_config": "livt_hf.modeling_livit_mae",
 }
 __all__ = ["__version__", *_HOMES]
@@ -39,10 +40,8 @@ def _register_config(auto) -> None:
 
 
 def _register_models(auto) -> None:
-    from livt_hf.modeling_livit import LiViTConfig, LiViTForImageClassification, LiViTModel
-
-    auto.AutoModel.register(LiViTConfig, LiViTModel, exist_ok=True)
-    auto.AutoModelForImageClassification.register(LiViTConfig, LiViTForImageClassification, exist_ok=True)
+    # The module registers its classes at its end. It may have asked for the Auto classes itself and be half-way.
+    importlib.import_module("livt_hf.modeling_livit")
 
 
 def _register_processors(auto) -> None:

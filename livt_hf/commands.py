@@ -1,106 +1,65 @@
-"""What the commands share: their data, their messages, how they end."""
+"""How commands begin, speak and end."""
 
-import dataclasses
 import logging
+import os
 import shlex
 import sys
-import traceback
+import time
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
-from datasets import Dataset, DatasetDict, disable_progress_bars
-from transformers.utils.logging import disable_progress_bar
-
-from livt_hf.configuration_livit import PRESETS
-from livt_hf.data import load_long_tailed
-from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.data.loading import StoredImages
-from livt_hf.hub import publish
-from livt_hf.metrics import group_sizes
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.runs import Run
-from livt_hf.settings import DataArguments, FinetuneArguments, TrainingArguments
-from livt_hf.training.loop import Interrupted
+from livt_hf.settings import TrainingSettings
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
+# Two processes that refuse the same thing should say it once: the launcher ends the others when the first is gone.
+SECONDS_FOR_THE_FIRST = 3
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a recipe. What the package itself refuses is a message; anything else is a bug and keeps its traceback."""
+    """Run a command. What the package refuses is a sentence; anything else is a bug and keeps its traceback."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for chatty in ("httpx", "httpcore", "accelerate", "datasets", "filelock", "matplotlib", "PIL"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if not sys.stderr.isatty():  # a log file gets plain lines
-        disable_progress_bars()
-        disable_progress_bar()
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        _quiet_bars()
     try:
         main()
     except Interrupted:
         sys.exit(EXIT_UNFINISHED)
-    except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        ours = {Path(__file__).parent, Path(sys.argv[0]).resolve().parent}
-        if not ours & set(Path(last.filename).parents) or not last.line.startswith("raise"):
-            raise
+    except LiVTError as error:
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(SECONDS_FOR_THE_FIRST)
         sys.exit(f"error: {error}")
 
 
-def resume_message(run: Run, script: str) -> str:
-    return f"Stopped and saved. To go on:\n  {launch_line(script, '--resume', run)}"
+def _quiet_bars() -> None:
+    from datasets import disable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bars()
+    disable_progress_bar()
 
 
-def launch_line(script: str, option: str, run: Run) -> str:
+def next_command(command: str, option: str, run: Run) -> str:
     """A command to copy: the folder is quoted where it has spaces."""
-    return f"accelerate launch recipes/{script} {option} {shlex.quote(str(run.folder))}"
+    return f"livt {command} {option} {shlex.quote(str(run.folder))}"
 
 
-def publish_if_asked(arguments: TrainingArguments, run: Run) -> None:
+def resume_message(run: Run, command: str) -> str:
+    return f"Stopped and saved. To go on:\n  {next_command(command, '--resume', run)}"
+
+
+def publish_if_asked(settings: TrainingSettings, run: Run) -> None:
     """Of `--push_to_hub`. A Hub that cannot be reached leaves the run complete and a command to publish it later."""
-    if arguments.push_to_hub:
-        commit = publish(
-            run.folder, arguments.hub_model_id, private=arguments.hub_private, license=arguments.hub_license
-        )
+    if settings.push_to_hub:
+        from livt_hf.hub import Publication, publish
+
+        publication = Publication(settings.hub_model_id, license=settings.hub_license, public=settings.hub_public)
+        commit = publish(run.folder, publication)
         logging.getLogger(__name__).info("published: %s", commit.repo_url)
-
-
-def load_data(arguments: DataArguments, streaming: bool = False) -> DatasetDict:
-    """The dataset the arguments name."""
-    names = {field.name for field in dataclasses.fields(DataArguments)} - {"dataset", "num_workers", "split_seed"}
-    options = {name: getattr(arguments, name) for name in names}
-    return load_long_tailed(arguments.dataset, seed=arguments.split_seed, streaming=streaming, **options)
-
-
-def is_native(dataset: Dataset, image_size: int) -> bool:
-    """Whether pictures are small and come at the model's own size, so that evaluation leaves them as they are."""
-    height, width = StoredImages(dataset.select(range(1))).images([0])[0].shape[-2:]
-    return image_size <= 96 and (height, width) == (image_size, image_size)
-
-
-def image_size(arguments: TrainingArguments) -> int:
-    return arguments.image_size or PRESETS[arguments.model_size]["image_size"]
-
-
-def size_name(config) -> str:
-    """The preset a config has the sizes of, or its sizes."""
-    for name, preset in PRESETS.items():
-        if all(getattr(config, key) == preset[key] for key in ("hidden_size", "num_hidden_layers")):
-            return name
-    return f"{config.hidden_size}x{config.num_hidden_layers}"
-
-
-def counts_summary(counts: np.ndarray) -> dict:
-    """The shape of a long tail in six numbers."""
-    sizes = {"max": int(counts.max()), "min": int(counts.min()), "imbalance": float(counts.max() / counts.min())}
-    return sizes | group_sizes(counts)
-
-
-def local_places(arguments: TrainingArguments) -> dict[str, bool]:
-    """For results.json: what was read from a disk. `data/birds` could be either, and a card must not guess."""
-    dataset = arguments.dataset not in BENCHMARKS and Path(arguments.dataset).expanduser().exists()
-    if isinstance(arguments, FinetuneArguments):
-        return {"dataset_local": dataset, "pretrained_local": Path(arguments.pretrained).expanduser().exists()}
-    return {"dataset_local": dataset}
 
 
 def percent(value: float | None) -> str:

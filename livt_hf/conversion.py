@@ -17,6 +17,7 @@ from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassificat
 
 from livt_hf.configuration_livit import PRESETS, LiViTConfig
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 
@@ -67,7 +68,8 @@ def from_official(
             "(with decoder) or fine-tuning (with head)."
         )
     config_class = ViTMAEConfig if pretraining else LiViTConfig
-    strange = config.keys() - {field.name for field in fields(config_class)}
+    known = {field.name for field in fields(config_class)}
+    strange = config.keys() - (known if pretraining else known | set(LongTailConfig.names()))
     if strange:
         raise LiVTError(f"{_listed(strange)} is no field of {config_class.__name__}; check the spelling.")
     sizes = _sizes(official, path, known=config.keys())
@@ -85,13 +87,14 @@ def from_official(
 def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
     """A stock BEiT with equal logits, so that plain transformers serves a LiViT at any resolution.
 
-    What BEiT does not know is kept in `config.livit`; `LiViTForImageClassification.from_pretrained` reads it back.
+    What BEiT does not know is kept in `config.livit` and `config.long_tail`, from where
+    `LiViTForImageClassification.from_pretrained` reads it back.
     BEiT has no key bias: it adds the same to all scores of a query, so softmax cancels it. It comes back as zeros,
     which leaves the logits unchanged.
     """
     values = model.config.to_dict()
     shared = {field.name for field in fields(BeitConfig)} - {"architectures", "transformers_version", "dtype"}
-    ours = {field.name for field in fields(LiViTConfig)} - {field.name for field in fields(BeitConfig)}
+    ours = {field.name for field in fields(LiViTConfig)} - {field.name for field in fields(BeitConfig)} - {"long_tail"}
     if not model.config.qkv_bias:
         raise LiVTError("BEiT always has query and value biases; a model with qkv_bias=False has no BEiT form.")
     config = BeitConfig(
@@ -102,6 +105,7 @@ def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
         use_mean_pooling=model.config.pooling == "mean",
     )
     config.livit = {name: values[name] for name in sorted(ours)}
+    config.long_tail = model.config.long_tail
     beit = BeitForImageClassification(config).to(device=model.device, dtype=model.dtype)
     state = {
         name.replace("vit.fc_norm.", "beit.pooler.layernorm.").replace("vit.", "beit."): tensor

@@ -1,4 +1,4 @@
-"""What the package refuses."""
+"""What the package refuses, and how a run says that it was stopped."""
 
 
 class LiVTError(ValueError):
@@ -6,3 +6,7 @@ class LiVTError(ValueError):
 
     Commands print the sentence alone. Every other exception is a bug and keeps its traceback.
     """
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, saved itself and can go on."""

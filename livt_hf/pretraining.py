@@ -1,4 +1,4 @@
-"""What the first stage needs around its model: masks, the held-out loss, and pictures to look at."""
+"""What the first stage needs around its model: masks, the loss on held-out images, and pictures to look at."""
 
 from collections.abc import Iterable
 
@@ -17,16 +17,16 @@ from livt_hf.randomness import keyed_uniform, purpose_seed
 
 
 def mask_noise(seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
-    """The numbers that order an image's patches, the first quarter of which stays visible. (B, patches)"""
+    """The numbers that order an image's patches: those with the smallest stay visible. (B, patches)"""
     noise = keyed_uniform(purpose_seed(seed, "mask"), epoch, indices.cpu().numpy(), num_patches)
     return torch.from_numpy(noise.astype(np.float32)).to(indices.device)
 
 
 def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_broken: str = "error") -> Dataset:
-    """Images to judge by, spread over the test split; of a stream the first ones, of data without a test any.
+    """Images to judge by: spread over the test split, or the first of a stream; of the training split without a test.
 
-    They stay encoded. All are decoded once to find broken ones now and not after training: an error, or left out with
-    `on_broken="skip"`.
+    They stay encoded. All are decoded once, to find broken ones now and not after training: these are refused, or left
+    out with `on_broken="skip"`.
     """
     split = data["test"] if "test" in data else data["train"]
     if isinstance(split, IterableDataset):
@@ -58,7 +58,7 @@ def reconstruction_loss(
 def reconstruction_rows(
     model: LiViTForPreTraining, dataset: Dataset, processor: BaseImageProcessor, seed: int, count: int = 8
 ) -> list[tuple[np.ndarray, ...]]:
-    """(image, masked, reconstruction) pictures, height x width x 3 in 0..1, of images spread over a data set."""
+    """(image, masked, reconstruction) as height x width x 3 in 0..1, of images spread over a dataset."""
     chosen = dataset.select(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int))
     device = next(model.parameters()).device
     batch = next(iter(eval_loader(chosen, processor, Batches(count))))
@@ -67,3 +67,13 @@ def reconstruction_rows(
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
     pictures = [(tensor * std + mean).clamp(0, 1) for tensor in (pixels, masked, reconstruction)]
     return list(zip(*(p.permute(0, 2, 3, 1).cpu().numpy() for p in pictures), strict=True))
+
+
+def update_advice(loss: float, zero_loss: float, updates: int) -> str | None:
+    """What to say of a pretraining that ended no better than predicting zero, or None."""
+    if loss < zero_loss:
+        return None
+    return (
+        f"This is no better than predicting zero: {updates:,} updates were too few to learn anything. Train for about "
+        f"{max(10 * updates, 1000):,} updates, with more epochs or a smaller batch_size."
+    )

@@ -1,28 +1,22 @@
 """A run on disk: its folder and number, its log, its results, and where to find the newest one."""
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
-import shutil
-import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
 
 from livt_hf.errors import LiVTError
-from livt_hf.settings import parse, save_yaml
-from livt_hf.version import __version__
+from livt_hf.results import Results
+from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
-# Options that may change when a run goes on: they touch neither the data nor the mathematics. `source` and `lists` are
-# where the data lies, which may have moved.
-_FREE = {
-    "resume", "output_dir", "max_hours", "num_workers", "save_steps", "save_minutes", "save_total_limit", "threads",
-    "trackers", "push_to_hub", "hub_model_id", "hub_private", "hub_license", "source", "lists",
-}  # fmt: skip
+WITHOUT_PRETRAINING = (
+    "run `livt pretrain` first, name a checkpoint with --pretrained, or train from scratch with --pretrained none."
+)
 
 
 @dataclasses.dataclass
@@ -44,16 +38,16 @@ class Run:
         return yaml.safe_load((self.folder / ARGUMENTS).read_text())
 
     @property
-    def results(self) -> dict:
-        return json.loads((self.folder / RESULTS).read_text())
+    def results(self) -> Results:
+        return Results.read(self.folder / RESULTS)
 
-    def begin(self, arguments) -> None:
+    def begin(self, settings: TrainingSettings) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             (self.folder / ARGUMENTS).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
         except FileExistsError as error:
             raise _holds_another(self.folder) from error
-        save_yaml(arguments, self.folder / ARGUMENTS)
+        save_settings(settings, self.folder / ARGUMENTS)
 
     def log(self, line: dict) -> None:
         with (self.folder / LOG).open("a") as file:
@@ -66,9 +60,14 @@ class Run:
             complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             replace_text(path, "".join(line for line in complete if json.loads(line)["update"] <= update))
 
-    def write_results(self, results: dict) -> None:
+    def write_results(self, results: Results) -> None:
         """Last of all: a run with results is a finished run."""
-        replace_text(self.folder / RESULTS, json.dumps(results, indent=2) + "\n")
+        replace_text(self.folder / RESULTS, results.to_json())
+
+    def settings_of(self, cls: type[TrainingSettings]) -> dict:
+        """All settings the run was started with; an option that came later had its default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        return defaults | {name: value for name, value in self.arguments.items() if name in defaults}
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -83,11 +82,11 @@ def runs_folder() -> Path:
     return Path(os.environ.get("LIVT_RUNS", "runs"))
 
 
-def group_folder(arguments) -> Path:
-    dataset = Path(arguments.dataset.rstrip("/")).name
-    if arguments.imbalance_factor:
-        dataset += f"-{arguments.imbalance_factor:g}"
-    return runs_folder() / f"{arguments.stage}-{dataset}-{arguments.model_size}"
+def group_folder(settings: TrainingSettings) -> Path:
+    dataset = Path(settings.dataset).name
+    if settings.imbalance_factor:
+        dataset += f"-{settings.imbalance_factor:g}"
+    return runs_folder() / f"{settings.stage}-{dataset}-{settings.model_size}"
 
 
 def numbered_runs(folder: Path) -> list[Run]:
@@ -98,11 +97,11 @@ def numbered_runs(folder: Path) -> list[Run]:
     return [Run(entry) for entry in sorted(found, key=lambda entry: int(entry.name))]
 
 
-def new_run(arguments) -> Run:
+def new_run(settings: TrainingSettings) -> Run:
     """A folder for a new run: the one asked for, if it holds no other run, or the next number."""
-    if arguments.output_dir is None:
-        return _next_number(group_folder(arguments))
-    run = Run(Path(arguments.output_dir))
+    if settings.output_dir is None:
+        return _next_number(group_folder(settings))
+    run = Run(Path(settings.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
         raise _holds_another(run.folder)
     return run
@@ -126,40 +125,51 @@ def _holds_another(folder: Path) -> LiVTError:
     )
 
 
-def unfinished_run(arguments) -> Run | None:
+def unfinished_run(settings: TrainingSettings) -> Run | None:
     """What --resume means: the run named; for "auto" the one in output_dir, or the newest unfinished of its group."""
-    if arguments.resume != "auto":
-        run = Run(Path(arguments.resume))
+    if settings.resume != "auto":
+        run = Run(Path(settings.resume))
         if not (run.folder / ARGUMENTS).exists():
             raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
         return run
-    if arguments.output_dir is not None:
-        run = Run(Path(arguments.output_dir))
+    if settings.output_dir is not None:
+        run = Run(Path(settings.output_dir))
         return run if (run.folder / ARGUMENTS).exists() else None
-    return next((run for run in reversed(numbered_runs(group_folder(arguments))) if not run.finished), None)
+    return next((run for run in reversed(numbered_runs(group_folder(settings))) if not run.finished), None)
 
 
-def parse_training(cls, argv: list[str] | None = None, configs: Path | None = None):
-    """`parse`, with the settings of the run itself underneath where one is resumed."""
-    arguments = parse(cls, argv, configs)
-    run = unfinished_run(arguments) if arguments.resume else None
+def parse_training(
+    cls: type[TrainingSettings],
+    argv: Sequence[str] | None = None,
+    configs: Path | None = None,
+    inherit: Callable[[dict], dict] = lambda asked: {},
+) -> tuple[TrainingSettings, Run | None]:
+    """The settings of a stage, and the run that goes on with them where one is resumed."""
+    asked = cls.asked(argv)
+    run = None
+    if "resume" in asked:
+        run = unfinished_run(cls.merged(asked, configs))
+    settings = cls.merged(asked, configs, inherit(asked) if run is None else run.settings_of(cls))
     if run is not None:
-        arguments = parse(cls, argv, underneath=run.folder / ARGUMENTS)
-    if arguments.push_to_hub and not arguments.hub_model_id:
+        check_resumable(run, settings)
+    if settings.push_to_hub and not settings.hub_model_id:
         raise LiVTError("--push_to_hub needs --hub_model_id organisation/name.")
-    return arguments
+    return settings, run
 
 
-def check_same_settings(run: Run, arguments) -> None:
-    """Refuse to go on with a run under other settings, naming those that differ.
+def check_resumable(run: Run, settings: TrainingSettings) -> None:
+    """Refuse to go on with a finished run, or under other settings, naming those that differ."""
+    if run.finished:
+        raise LiVTError(f"{run.folder} is finished; there is nothing to resume.")
+    check_same_settings(run, settings)
 
-    A run from before an option existed was started with its default.
-    """
-    saved, asked = dataclasses.asdict(type(arguments)()) | run.arguments, dataclasses.asdict(arguments)
+
+def check_same_settings(run: Run, settings: TrainingSettings) -> None:
+    saved, free = run.settings_of(type(settings)), settings.names("free")
     differing = [
         f"{name} was {saved[name]!r} and is now {value!r}"
-        for name, value in asked.items()
-        if name not in _FREE and saved[name] != value
+        for name, value in dataclasses.asdict(settings).items()
+        if name not in free and saved[name] != value
     ]
     if differing:
         raise LiVTError(
@@ -168,30 +178,41 @@ def check_same_settings(run: Run, arguments) -> None:
         )
 
 
-def newest_finished(stage: str, **settings) -> Run | None:
+def newest_finished(cls: type[TrainingSettings], **settings) -> Run | None:
     """The run of a stage, with these settings, that was finished last."""
-    found = sorted(runs_folder().glob(f"{stage}-*/*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
+    found = sorted(runs_folder().glob(f"{cls.stage}-*/*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
     runs = (Run(path.parent) for path in reversed(found))
-    return next((run for run in runs if settings.items() <= run.arguments.items()), None)
+    return next((run for run in runs if settings.items() <= run.settings_of(cls).items()), None)
 
 
-def provenance() -> dict:
-    """Versions and, where there is one, the revision of the code."""
-    packages = ("torch", "torchvision", "transformers", "datasets", "accelerate", "timm")
-    versions = {"python": platform.python_version(), "livt-hf": __version__}
-    versions |= {name: importlib.metadata.version(name) for name in packages}
-    return {"versions": versions, "git_revision": _git_revision(Path(__file__).resolve().parents[1])}
+def lent_by_pretraining(asked: dict) -> dict:
+    """What fine-tuning takes over from its pretraining: its data, where none is named, and always its plugin and size.
+
+    Without a word about either, that is the newest finished pretraining.
+    """
+    named = asked.get("pretrained")
+    if named is None and "dataset" in asked:
+        return {}  # the newest pretraining of that data is looked for when all settings are known
+    run = newest_finished(PretrainSettings) if named is None else Run(Path(named))
+    if run is None:
+        raise LiVTError(f"there is no finished pretraining under {runs_folder()}; {WITHOUT_PRETRAINING}")
+    if not run.finished:
+        return {}
+    saved = run.settings_of(PretrainSettings)
+    names = ["plugin"] if "dataset" in asked else DataSettings.names()
+    return {name: saved[name] for name in [*names, "model_size", "patch_size"]}
 
 
-def _git_revision(checkout: Path) -> str | None:
-    """The commit of a folder that is the root of a repository; None for any other, or without git."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    # An installed package may lie in somebody else's repository: the root has to be the folder itself.
-    asked = [git, "rev-parse", "--show-toplevel", "HEAD"]
-    answer = subprocess.run(asked, cwd=checkout, capture_output=True, text=True)
-    if answer.returncode != 0:
-        return None
-    root, revision = answer.stdout.splitlines()
-    return revision if Path(root).resolve() == checkout else None
+def find_pretraining(settings: FinetuneSettings) -> str:
+    """The checkpoint to start from: the one named, or the newest finished pretraining of the same images and size.
+
+    A pretraining of another split may have seen what is now the test set.
+    """
+    if settings.pretrained is not None:
+        return settings.pretrained
+    same = {name: getattr(settings, name) for name in [*settings.names("selects_data"), "model_size"]}
+    run = newest_finished(PretrainSettings, **same)
+    if run is None:
+        wanted = ", ".join(f"{name} {value}" for name, value in same.items() if value not in (None, False))
+        raise LiVTError(f"there is no finished pretraining with {wanted} under {runs_folder()}; {WITHOUT_PRETRAINING}")
+    return str(run.folder)

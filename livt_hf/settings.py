@@ -20,6 +20,8 @@ import yaml
 from livt_hf.errors import LiVTError
 from livt_hf.plugins import load_plugin
 
+REQUIRED = dataclasses.MISSING
+
 
 def option(default: Any, help: str, **facts) -> Any:
     """Declare an option with everything that is known about it.
@@ -27,7 +29,8 @@ def option(default: Any, help: str, **facts) -> Any:
     `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them.
     `selects_data`: it decides which images are trained on. `place`: it may name a place on this machine.
     `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
-    `alone`: its value when it is named without one. `positional`: its value stands without `--name`.
+    `alone`: its value when it is named without one. `positional`: its value stands without `--name`; it may then be
+    `REQUIRED`.
     """
     return field(default=default, metadata={"help": help} | facts)
 
@@ -55,7 +58,7 @@ class CommandSettings:
     def _check(self, declared: dataclasses.Field) -> None:
         """Refuse a value that the option's declaration does not allow."""
         name, value, lowest = declared.name, getattr(self, declared.name), declared.metadata.get("at_least")
-        if lowest is not None and value is not None and not value >= lowest:
+        if lowest is not None and value is not None and not value >= lowest:  # so written, NaN is refused too
             raise LiVTError(f"{name} is {value}; it must be at least {lowest}.")
         choices = _choices(type(self), declared)
         if choices and isinstance(value, str) and value not in choices:
@@ -73,21 +76,29 @@ class CommandSettings:
         configs: Path | None = None,
         inherit: Callable[[dict], dict] = lambda asked: {},
     ) -> Self:
-        """The settings of a command.
+        """The settings of a command. `inherit` gets what was asked for and returns what an earlier run lends."""
+        asked = cls.asked(argv)
+        return cls.merged(asked, configs, inherit(asked))
 
-        The dataset's own config is `<stage>-<dataset>.yaml` in the folder `configs`; `--config` takes its place, so a
-        config file is complete over the defaults. `inherit` gets what was asked for and returns the values that an
-        earlier run lends.
-        """
+    @classmethod
+    def asked(cls, argv: Sequence[str] | None = None) -> dict[str, Any]:
+        """What the command line asks for and, below it, the file it names as `--config`."""
         asked = command_line(cls, sys.argv[1:] if argv is None else argv)
-        config = asked.pop("config", None)
-        if config is not None:
-            asked = read_settings(cls, Path(config)) | asked
+        if "config" in asked:
+            asked = read_settings(cls, Path(asked["config"])) | asked
         load_plugin(asked.get("plugin"))
-        inherited = inherit(asked)
-        load_plugin(inherited.get("plugin"))
-        values = inherited | asked
-        if config is None and configs is not None:
+        return asked
+
+    @classmethod
+    def merged(cls, asked: dict, configs: Path | None = None, inherited: dict | None = None) -> Self:
+        """What was asked for over what an earlier run lends over the dataset's own config over the defaults.
+
+        The dataset's own config is `<stage>-<dataset>.yaml` in the folder `configs`. A config that was asked for takes
+        its place, so a config file is complete over the defaults.
+        """
+        values = (inherited or {}) | asked
+        load_plugin(values.get("plugin"))
+        if values.pop("config", None) is None and configs is not None:
             dataset = values.get("dataset", cls.__dataclass_fields__["dataset"].default)
             own = configs / f"{cls.stage}-{str(dataset).replace('/', '-')}.yaml"
             values = (read_settings(cls, own) if own.exists() else {}) | values
@@ -269,7 +280,9 @@ class EvalSettings(DataSettings):
     dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
     split: str = option("test", "split to measure on")
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
-    prior: str | None = option(None, "JSON file with the class probabilities the model will meet", place=True)
+    prior: str | None = option(
+        None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
+    )
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
     report: str | None = option(None, "folder for the report; default: report/ in a run folder", place=True)
     seed: int = option(0, "seed of the linear probe")
@@ -284,9 +297,8 @@ def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, A
         word = unknown[0].split("=")[0]
         names = [*cls.names(), "config"]
         raise LiVTError(f"there is no option {word!r}{_nearest(word.lstrip('-'), names, '--')}")
-    declared = {f.name: f for f in dataclasses.fields(cls)}
-    values = dict(vars(named))
-    return {name: _typed(cls, declared[name], text) if name in declared else text for name, text in values.items()}
+    kinds = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}
+    return {name: _typed(name, kinds.get(name, str), text) for name, text in vars(named).items()}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -302,14 +314,17 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
     parser = _Parser(prog=command, description=cls.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
     for declared in dataclasses.fields(cls):
-        facts, shape = declared.metadata, {}
-        if facts.get("positional"):
-            parser.add_argument(declared.name, help=_described(cls, declared), nargs=facts["positional"])
-            continue
-        if "alone" in facts or _kinds(cls, declared)[0] is bool:
+        facts, kind, shape = declared.metadata, _kind(cls, declared), {}
+        if "alone" in facts or kind is bool:
             shape = {"nargs": "?", "const": facts.get("alone", "true")}
-        metavar = declared.name.upper()
-        parser.add_argument(f"--{declared.name}", metavar=metavar, help=_described(cls, declared), **shape)
+        elif get_origin(kind) is list:
+            shape = {"nargs": "+"}
+        if facts.get("positional"):
+            shape = {"nargs": "?"} if declared.default is not REQUIRED else shape
+            parser.add_argument(declared.name, help=_described(cls, declared), **shape)
+        else:
+            metavar = declared.name.upper()
+            parser.add_argument(f"--{declared.name}", metavar=metavar, help=_described(cls, declared), **shape)
     return parser
 
 
@@ -319,7 +334,7 @@ def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
     choices = _choices(cls, declared)
     if choices:
         text += f"; one of {', '.join(choices)}"
-    if declared.default not in (None, dataclasses.MISSING):
+    if declared.default not in (None, REQUIRED):
         text += f" (default: {declared.default})"
     return text.replace("%", "%%")
 
@@ -335,15 +350,15 @@ def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
         raise LiVTError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from error
     if not isinstance(texts, dict):
         raise LiVTError(f"{path} must hold 'option: value' lines, not a {type(texts).__name__}.")
-    declared = {f.name: f for f in dataclasses.fields(cls)}
+    kinds = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}
     values = {}
     for name, text in texts.items():
-        if name not in declared:
-            raise LiVTError(f"{path}: there is no option {name!r}{_nearest(name, list(declared))}")
-        if not isinstance(text, str):
+        if name not in kinds:
+            raise LiVTError(f"{path}: there is no option {name!r}{_nearest(name, list(kinds))}")
+        if not isinstance(text, str) and get_origin(kinds[name]) is not list:
             raise LiVTError(f"{path}: {name} must be a single value, not a {type(text).__name__}.")
         if text not in ("", "~", "null"):
-            values[name] = _typed(cls, declared[name], text)
+            values[name] = _typed(name, kinds[name], text)
     return values
 
 
@@ -351,37 +366,35 @@ def save_settings(settings: CommandSettings, path: Path) -> None:
     path.write_text(yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False), encoding="utf-8")
 
 
-def _kinds(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple:
-    """The types an option may have, None left out: (float,), (str,), or a Literal."""
+def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
+    """The type of an option: int, float, bool, str, a Literal, or a list of one of them; None aside."""
     hint = get_type_hints(cls)[declared.name]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return tuple(part for part in parts if part is not type(None))
+    return next(part for part in parts if part is not type(None))
 
 
 def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
-    choices = declared.metadata.get("choices", ())
-    kind = _kinds(cls, declared)[0]
+    choices, kind = declared.metadata.get("choices", ()), _kind(cls, declared)
     return get_args(kind) if get_origin(kind) is Literal else tuple(choices() if callable(choices) else choices)
 
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def _typed(cls: type[CommandSettings], declared: dataclasses.Field, text: Any) -> Any:
+def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
     """A value as it was written to the type of its option."""
-    kind = _kinds(cls, declared)[0]
-    if not isinstance(text, str):
-        return text
+    if get_origin(kind) is list:
+        return [_typed(name, get_args(kind)[0], part) for part in ([text] if isinstance(text, str) else text)]
     if kind is bool:
         if text.lower() not in _TRUTHS:
-            raise LiVTError(f"{declared.name} is {text!r}; it must be true or false.")
+            raise LiVTError(f"{name} is {text!r}; it must be true or false.")
         return _TRUTHS[text.lower()]
     if kind in (int, float):
         try:
             return kind(text)
         except ValueError as error:
             wanted = "a whole number" if kind is int else "a number"
-            raise LiVTError(f"{declared.name} is {text!r}; it must be {wanted}.") from error
+            raise LiVTError(f"{name} is {text!r}; it must be {wanted}.") from error
     return text
 
 

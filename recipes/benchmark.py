@@ -10,6 +10,7 @@ Ratios above 1 are in our favour. Numbers of one machine say little about anothe
 import argparse
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,19 +30,19 @@ BENCHMARKS = {
 }
 
 
-def main():
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", choices=[*BENCHMARKS, "all"])
     parser.add_argument(
         "--quick", action="store_true", help="fewer and smaller rounds: shows that it runs, not how fast"
     )
     parser.add_argument("--output", default=None, help="JSON file for the rows")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(available_cores())
     rows = []
     for name in BENCHMARKS if arguments.question == "all" else [arguments.question]:
         module, function = BENCHMARKS[name]
-        rows += getattr(importlib.import_module(f"benchmarks.{module}"), function)(arguments.quick)
+        rows += getattr(importlib.import_module(f"livt_hf.recipes.benchmarks.{module}"), function)(arguments.quick)
     print(markdown_table([_readable(row) for row in rows]))
     if arguments.output is not None:
         Path(arguments.output).write_text(json.dumps(rows, indent=2) + "\n")

@@ -1,51 +1,101 @@
-"""Convert checkpoints between forms, each with its image processor.
+"""Convert a checkpoint to another form, with its image processor.
 
-python recipes/convert.py official FILE.pth OUT [--dataset NAME]   the authors' weights to LiViT, or to ViTMAE
-python recipes/convert.py beit RUN OUT                             LiViT to stock BEiT: plain transformers serves it
-python recipes/convert.py timm RUN OUT                             LiViT to timm.create_model("local-dir:OUT")
+livt convert FILE.pth OUT --dataset imagenet-lt   the authors' weights to LiViT, or to ViTMAE
+livt convert RUN OUT --to beit                    a LiViT to stock BEiT: plain transformers serves it
+livt convert RUN OUT --to timm                    a LiViT to timm.create_model("local-dir:OUT")
 """
 
-import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from timm.data import ImageNetInfo
-from transformers import BaseImageProcessor, PreTrainedModel
 
-from livt_hf import LiViTForImageClassification
 from livt_hf.commands import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit
-from livt_hf.data import normalization
-from livt_hf.data.transforms import eval_processor
-from livt_hf.evaluation.running import load_checkpoint_and_processor
+from livt_hf.data import eval_processor, normalization
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import load_checkpoint, load_processor
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.settings import REQUIRED, CommandSettings, option
 
+# How many classes the heads of the authors' files have.
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 
 
-def convert_official(options: argparse.Namespace) -> None:
-    counts = read_list(options.class_counts) if options.class_counts else None
-    names = dict(enumerate(read_list(options.labels))) if options.labels else None
-    model = from_official(
-        options.source, class_counts=counts, id2label=names, keep_class_order=options.keep_class_order
+@dataclass(kw_only=True)
+class ConvertSettings(CommandSettings):
+    """Convert a checkpoint to another form, with its image processor."""
+
+    stage: ClassVar[str] = "convert"
+
+    source: str = option(REQUIRED, "a .pth file of the authors, or a run folder or Hub id", positional=True)
+    output: str = option(REQUIRED, "folder to write", positional=True)
+    to: Literal["livit", "beit", "timm"] = option("livit", "form to write; livit is for the authors' files")
+    dataset: str | None = option(
+        None, "what an authors' file was trained on, where its number of classes does not tell: sets the normalisation"
     )
-    dataset = dataset_of(model, options)
-    if isinstance(model, LiViTForImageClassification) and dataset == "imagenet-lt" and names is None:
+    class_counts: str | None = option(None, "JSON list with the number of training images per class")
+    labels: str | None = option(None, "JSON list with one name per class")
+    keep_class_order: bool = option(False, "leave the heads of iNat18 in the authors' order")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = ConvertSettings.parse(argv)
+    if settings.to == "livit":
+        convert_official(settings)
+    else:
+        model, processor = load_checkpoint(settings.source), load_processor(settings.source)
+        if not isinstance(model, LiViTForImageClassification):
+            raise LiVTError(
+                f"{settings.source} holds {type(model).__name__}; only a fine-tuned LiViT has the form {settings.to}."
+            )
+        if settings.to == "timm":
+            save_timm(model, settings.output, processor)
+        else:
+            to_beit(model).save_pretrained(settings.output)
+            processor.save_pretrained(settings.output)
+    print(f"wrote {settings.output}")
+
+
+def convert_official(settings: ConvertSettings) -> None:
+    if not settings.source.endswith(".pth"):
+        raise LiVTError(f"{settings.source} is not a .pth file of the authors; for a LiViT pass --to beit or timm.")
+    counts = read_list(settings.class_counts) if settings.class_counts else None
+    names = dict(enumerate(read_list(settings.labels))) if settings.labels else None
+    order = settings.keep_class_order
+    model = from_official(settings.source, class_counts=counts, id2label=names, keep_class_order=order)
+    classifier = isinstance(model, LiViTForImageClassification)
+    dataset = settings.dataset or told_by_head(model.config.num_labels if classifier else None, settings.source)
+    if classifier and dataset == "imagenet-lt" and names is None:
         names = imagenet_names()
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
-    model.save_pretrained(options.output)
-    eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(options.output)
-    if isinstance(model, LiViTForImageClassification) and dataset == "inat18":
-        order = "in the authors' order" if options.keep_class_order else "in order of numeric category ids"
-        print(f"classes are {order}; the authors' order was read in their code and not verified on data")
+    model.save_pretrained(settings.output)
+    eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(settings.output)
+    if classifier and dataset == "inat18":
+        said = "in the authors' order" if order else "in order of numeric category ids"
+        print(f"classes are {said}; the authors' order was read in their code and not verified on data")
 
 
-def read_list(path: Path) -> list:
+def told_by_head(classes: int | None, source: str) -> str:
+    """The dataset of an authors' file, whose normalisation the processor needs: a head tells it by its size."""
+    fitting = [name for name, number in CLASSES.items() if number == classes]
+    if not fitting:
+        what = "is a pretraining file" if classes is None else f"has {classes} classes"
+        known = ", ".join(f"{name} ({number})" for name, number in CLASSES.items())
+        raise LiVTError(f"{source} {what}, which names no dataset; pass --dataset. The authors' heads are {known}.")
+    return fitting[0]
+
+
+def read_list(path: str) -> list:
     try:
-        values = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); give a file that holds a list.") from error
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LiVTError(f"{path} cannot be read as JSON ({error}); give a file that holds a list.") from error
     if not isinstance(values, list):
-        raise ValueError(f"{path} holds a {type(values).__name__}, not a JSON list with an entry for each class.")
+        raise LiVTError(f"{path} holds a {type(values).__name__}, not a JSON list with one entry per class.")
     return values
 
 
@@ -56,62 +106,6 @@ def imagenet_names() -> dict[int, str]:
     detailed = [info.index_to_description(label, detailed=True) for label in range(CLASSES["imagenet-lt"])]
     # "crane" is a bird and a machine.
     return {label: detailed[label] if names.count(name) > 1 else name for label, name in enumerate(names)}
-
-
-def dataset_of(model: PreTrainedModel, options: argparse.Namespace) -> str:
-    """The data set the file was trained on, whose normalisation the processor needs; a head tells it by its size."""
-    if not isinstance(model, LiViTForImageClassification):
-        if options.dataset is None:
-            raise ValueError(f"{options.source} is a pretraining file, which names no data set; pass --dataset.")
-        return options.dataset
-    fitting = [name for name, classes in CLASSES.items() if classes == model.config.num_labels]
-    if options.dataset not in (None, *fitting) or not fitting:
-        raise ValueError(
-            f"{options.source} has {model.config.num_labels} classes, which is not {options.dataset or 'known'}; "
-            f"there are {', '.join(f'{name} ({classes})' for name, classes in CLASSES.items())}."
-        )
-    return fitting[0]
-
-
-def convert_beit(options: argparse.Namespace) -> None:
-    model, processor = load_classifier(options.source)
-    to_beit(model).save_pretrained(options.output)
-    processor.save_pretrained(options.output)
-
-
-def convert_timm(options: argparse.Namespace) -> None:
-    model, processor = load_classifier(options.source)
-    save_timm(model, options.output, processor)
-
-
-def load_classifier(source: str) -> tuple[LiViTForImageClassification, BaseImageProcessor]:
-    model, processor = load_checkpoint_and_processor(source)
-    if not isinstance(model, LiViTForImageClassification):
-        raise ValueError(f"{source} holds {model.config.architectures[0]}; only a fine-tuned LiViT has this form.")
-    return model, processor
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    forms = parser.add_subparsers(required=True, metavar="{official,beit,timm}")
-    commands = {"official": convert_official, "beit": convert_beit, "timm": convert_timm}
-    for name, convert in commands.items():
-        form = forms.add_parser(name)
-        form.set_defaults(convert=convert)
-        form.add_argument("source", help="the authors' .pth file" if name == "official" else "run folder or Hub id")
-        form.add_argument("output", type=Path, help="folder to write")
-        if name == "official":
-            form.add_argument("--dataset", choices=sorted(CLASSES), help="needed for pretraining files")
-            form.add_argument("--class_counts", type=Path, help="JSON list of training images a class")
-            form.add_argument("--labels", type=Path, help="JSON list of class names")
-            form.add_argument("--keep_class_order", action="store_true", help="leave iNat18 heads as the authors did")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    options.convert(options)
-    print(f"wrote {options.output}")
 
 
 if __name__ == "__main__":

@@ -1,125 +1,165 @@
 """Measure a checkpoint and write a report.
 
-    accelerate launch recipes/eval.py                                   # the newest finished fine-tuning under runs/
-    accelerate launch recipes/eval.py --model org/name --dataset inat18 --source FOLDER
-    accelerate launch recipes/eval.py --model RUN --prior prior.json    # the class frequencies it will meet
-    accelerate launch recipes/eval.py --model RUN --adapt_prior         # the same, estimated from the images alone
-    accelerate launch recipes/eval.py --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
+    livt eval                                   # the newest finished fine-tuning under runs/
+    livt eval --model org/name --dataset inat18 --source FOLDER
+    livt eval --model RUN --prior prior.json    # the class frequencies it will meet
+    livt eval --model RUN --adapt_prior         # the same, estimated from the images alone
+    livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
 
-The paper's rule ranks by the logits z. The posterior rule gives P(j|x) ~ p_j q_j / pi_j, with p_j the posterior under
-the training prior pi and q the prior of the images to come: see livt_hf/priors.py.
+`accelerate launch recipes/eval.py` takes the same options in a checkout.
 """
 
 import json
-import sys
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
+from datasets import DatasetDict
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 from livt_hf import LiViTForPreTraining
-from livt_hf.commands import accuracy_line, load_data, percent, run_command
-from livt_hf.data import class_counts
-from livt_hf.data.labels import class_feature
-from livt_hf.data.loading import eval_loader
-from livt_hf.evaluation.running import (
-    check_data,
-    check_options,
-    encoder_features,
-    estimated_prior,
-    evaluate_classifier,
-    evaluate_multi_label,
-    inherited_eval_options,
-    knn_scores,
-    linear_probe_scores,
-    load_checkpoint_and_processor,
-    no_posterior,
-    serving_prior,
+from livt_hf.commands import accuracy_line, percent, run_command
+from livt_hf.data import class_counts, eval_loader, load_data
+from livt_hf.data.labels import is_multi_label as has_several_labels
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import (
+    check_classes_match,
+    check_posterior,
+    class_names,
+    is_multi_label,
+    lent_by_run,
+    load_checkpoint,
+    load_processor,
 )
+from livt_hf.evaluation.probes import encoder_features, knn_scores, linear_probe_scores
+from livt_hf.evaluation.rules import PAPER, estimated_prior, posterior_rule, prior_words, serving_prior, standard_rules
+from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.reports.evaluation import choose_folder, write_report
-from livt_hf.runs import provenance
-from livt_hf.settings import EvalArguments, parse
+from livt_hf.results import provenance
+from livt_hf.settings import EvalSettings
+from livt_hf.stages import shared_batches
 from livt_hf.training.machine import check_processes, use_all_cores
 
+Loaders = Callable[[str], DataLoader]
 
-def main():
-    arguments = parse(EvalArguments, inherited_eval_options(sys.argv[1:]) + sys.argv[1:])
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = EvalSettings.parse(argv, inherit=lent_by_run)
     accelerator = Accelerator()
     check_processes(accelerator.num_processes)
-    use_all_cores(accelerator.device, arguments.threads)
-    folder = choose_folder(arguments)
-    model, processor = load_checkpoint_and_processor(arguments.model)
-    check_options(model, arguments, accelerator.num_processes)
-    prior = None if arguments.prior is None else serving_prior(arguments.prior, model)
+    use_all_cores(accelerator.device, settings.threads)
+    folder = choose_folder(settings)
+    model, processor = load_checkpoint(settings.model), load_processor(settings.model)
+    check_options(model, settings, accelerator.num_processes)
+    prior = None if settings.prior is None else serving_prior(settings.prior, model)
     model.to(accelerator.device)
     with accelerator.main_process_first():
-        data = load_data(arguments)
-    check_data(model, data, arguments)
+        data = load_data(settings)
+    check_data(model, data, settings)
 
-    def loader(split):
-        return eval_loader(
-            data[split],
-            processor,
-            batch_size=arguments.batch_size,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
-            num_workers=arguments.num_workers,
-        )
+    def loader(split: str) -> DataLoader:
+        batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
+        return eval_loader(data[split], processor, batches)
 
-    progress = accelerator.is_main_process and sys.stderr.isatty()
+    summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split} | provenance()
     counts = class_counts(data["train"])
-    summary = {"model": arguments.model, "dataset": arguments.dataset, "split": arguments.split} | provenance()
     if isinstance(model, LiViTForPreTraining):
-        train, test = (
-            encoder_features(model, loader(split), accelerator, progress) for split in ("train", arguments.split)
-        )
-        scores = {
-            "kNN": knn_scores(train, test, len(counts)),
-            "linear probe": linear_probe_scores(train, test, len(counts), seed=arguments.seed),
-        }
-        for name, score in scores.items():
-            summary[name] = long_tail_metrics(score, test.labels, counts)
-            print(f"{name:14s} {accuracy_line(summary[name])}")
-        folder.mkdir(parents=True)
-        (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
-        print(f"Numbers: {folder / 'evaluation.json'}")
+        summary |= measure_encoder(model, loader, accelerator, counts, settings)
+        write_numbers(folder, summary, accelerator)
         return
-
-    if model.config.problem_type == "multi_label_classification":
-        summary["macro and group mAP"] = evaluate_multi_label(
-            model, loader(arguments.split), accelerator, counts, progress
-        ).compute()
+    if is_multi_label(model):
+        measured = evaluate_multi_label(model, loader(settings.split), accelerator, counts)
+        summary["macro and group mAP"] = measured.compute()
         accelerator.print(json.dumps(summary["macro and group mAP"], indent=2))
-        if accelerator.is_main_process:
-            folder.mkdir(parents=True)
-            (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_numbers(folder, summary, accelerator)
         return
 
-    rules = {"paper (argmax z)": None}
-    if no_posterior(model) is None:
-        rules["posterior, uniform prior"] = lambda logits: model.head.posterior(logits, "uniform")
+    rules = standard_rules(model)
     if prior is not None:
-        rules[f"posterior, prior of {Path(arguments.prior).name}"] = lambda logits: model.head.posterior(logits, prior)
-    if arguments.adapt_prior:
-        adapted = estimated_prior(model, loader(arguments.split), accelerator, progress)
+        rules[f"posterior, {prior_words(settings.prior)}"] = posterior_rule(model, prior)
+    if settings.adapt_prior:
+        adapted = estimated_prior(model, loader(settings.split), accelerator)
         summary["estimated_prior"] = adapted.tolist()
-        rules["posterior, estimated prior"] = lambda logits: model.head.posterior(logits, adapted)
-    measured, pairs = evaluate_classifier(model, loader(arguments.split), accelerator, counts, rules, progress)
+        rules["posterior, estimated prior"] = posterior_rule(model, adapted)
+    measured, pairs = evaluate_classifier(model, loader(settings.split), accelerator, counts, rules)
     if not accelerator.is_main_process:
         return
     summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
-    print(f"{data[arguments.split].num_rows:,} images of {arguments.dataset} ({arguments.split})")
-    for name, metrics in summary["rules"].items():
-        print(f"  {name:32s} {accuracy_line(metrics)}")
-    bad = summary["rules"]["paper (argmax z)"]["num_nan"]
-    if bad:
-        print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / data[arguments.split].num_rows)} %)")
-    write_report(folder, arguments, summary, measured, pairs, data[arguments.split])
+    print_rules(summary)
+    write_report(folder, settings, summary, measured, pairs, data[settings.split])
     print(f"Report: {folder / 'report.html'}")
-    if arguments.adapt_prior:
-        by_name = dict(zip(class_feature(data["train"]).names, summary["estimated_prior"], strict=True))
-        (folder / "prior.json").write_text(json.dumps(by_name, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(f"Estimated prior: {folder / 'prior.json'}  (serve under it: python -m livt_hf.predict --prior)")
+    if settings.adapt_prior:
+        path = folder / "prior.json"
+        write_prior(path, dict(zip(class_names(model), summary["estimated_prior"], strict=True)))
+        command = ["livt", "predict", settings.model, "IMAGE...", "--prior", str(path)]
+        print(f"Estimated prior: {path}; to serve under it:\n  {shlex.join(command)}")
+
+
+def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:
+    """What cannot be measured is refused before the data are read."""
+    if settings.prior is not None or settings.adapt_prior:
+        check_posterior(model)
+        if is_multi_label(model):
+            raise LiVTError("a prior changes no mean average precision; leave --prior and --adapt_prior out.")
+    if settings.adapt_prior and model.config.long_tail.label_smoothing:
+        raise LiVTError(
+            f"{settings.model} was trained with label_smoothing {model.config.long_tail.label_smoothing}, which "
+            "flattens its posteriors, so no prior can be estimated from them; leave --adapt_prior out."
+        )
+    if num_processes > 1 and (settings.adapt_prior or isinstance(model, LiViTForPreTraining)):
+        what = "--adapt_prior looks" if settings.adapt_prior else "kNN and the linear probe look"
+        raise LiVTError(f"{what} at all images at once; run it on one process.")
+
+
+def check_data(model: PreTrainedModel, data: DatasetDict, settings: EvalSettings) -> None:
+    """Refuse data that a checkpoint cannot be measured on."""
+    if settings.split not in data:
+        raise LiVTError(f"{settings.dataset} has no split {settings.split!r}; it has {', '.join(data)}.")
+    if not isinstance(model, LiViTForPreTraining):
+        check_classes_match(model, data["train"])
+    elif has_several_labels(data["train"]):
+        raise LiVTError(
+            f"images of {settings.dataset} have several labels, and kNN and the linear probe answer with one; "
+            "fine-tune the checkpoint and evaluate that."
+        )
+
+
+def measure_encoder(
+    model: LiViTForPreTraining, loader: Loaders, accelerator: Accelerator, counts, settings: EvalSettings
+) -> dict:
+    train, test = (encoder_features(model, loader(split), accelerator) for split in ("train", settings.split))
+    scores = {
+        "kNN": knn_scores(train, test, len(counts)),
+        "linear probe": linear_probe_scores(train, test, len(counts), seed=settings.seed),
+    }
+    measured = {name: long_tail_metrics(score, test.labels, counts) for name, score in scores.items()}
+    for name, metrics in measured.items():
+        print(f"{name:14s} {accuracy_line(metrics)}")
+    return measured
+
+
+def print_rules(summary: dict) -> None:
+    rules = summary["rules"]
+    images, bad = (rules[PAPER][name] for name in ("num_images", "num_nan"))
+    print(f"{images:,} images of {summary['dataset']} ({summary['split']})")
+    for name, metrics in rules.items():
+        print(f"  {name:32s} {accuracy_line(metrics)}")
+    if bad:
+        print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / images)} %)")
+
+
+def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True)
+        (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print(f"Numbers: {folder / 'evaluation.json'}")
+
+
+def write_prior(path: Path, prior: dict[str, float]) -> None:
+    path.write_text(json.dumps(prior, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,94 +1,81 @@
 """Balanced fine-tuning (BFT), the second stage of LiVT.
 
-    accelerate launch recipes/finetune.py                               # the newest finished pretraining under runs/
-    accelerate launch recipes/finetune.py --dataset FOLDER --pretrained runs/pretrain-FOLDER-base/1
-    accelerate launch recipes/finetune.py --dataset cifar100-lt --source FOLDER --pretrained none --loss ce
+    livt finetune                                                      # the newest finished pretraining under runs/
+    livt finetune --dataset FOLDER --pretrained runs/pretrain-FOLDER-base/1
+    livt finetune --dataset cifar100-lt --source FOLDER --pretrained none --loss ce
 
 The run folder ends up holding a LiViT checkpoint, its image processor, log.jsonl and results.json. `--help` lists the
 options.
 """
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from livt_hf.commands import accuracy_line, launch_line, load_data, publish_if_asked, resume_message, run_command
-from livt_hf.data import class_counts
+from livt_hf.commands import accuracy_line, next_command, publish_if_asked, resume_message, run_command
+from livt_hf.data import DeviceTransform, class_counts, load_data, train_loader
 from livt_hf.data.labels import number_of_classes
-from livt_hf.data.loading import train_loader
-from livt_hf.data.transforms import DeviceTransform
+from livt_hf.errors import Interrupted
 from livt_hf.finetuning import (
     BestWeights,
     build_classifier,
     check_options,
     finetune_augmentation,
-    inherited_options,
+    lent_by_checkpoint,
     measure,
-    resolve_pretrained,
     results_of,
     serving_processor,
 )
-from livt_hf.runs import parse_training
-from livt_hf.settings import FinetuneArguments
-from livt_hf.training.loop import Interrupted, Loop, finish_run, make_accelerator, open_run
+from livt_hf.runs import find_pretraining, parse_training
+from livt_hf.settings import FinetuneSettings
+from livt_hf.stages import training_batches
+from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run
 
 CONFIGS = Path(__file__).parent / "configs"
 
 
-def main():
-    argv = inherited_options(sys.argv[1:]) + sys.argv[1:]
-    arguments = parse_training(FinetuneArguments, argv, configs=CONFIGS)
-    resolve_pretrained(arguments)
-    accelerator = make_accelerator(arguments)
+def main(argv: Sequence[str] | None = None) -> None:
+    settings, resumed = parse_training(FinetuneSettings, argv, CONFIGS, inherit=lent_by_checkpoint)
+    settings.pretrained = find_pretraining(settings)
+    accelerator = make_accelerator(settings)
     with accelerator.main_process_first():
-        data = load_data(arguments)
-    check_options(arguments, data)
-    torch.manual_seed(arguments.seed)
+        data = load_data(settings)
+    check_options(settings, data)
+    torch.manual_seed(settings.seed)
 
     counts = class_counts(data["train"])
-    model = build_classifier(arguments, data["train"])
-    processor = serving_processor(arguments, data["train"], model.config.image_size)
-    loader = train_loader(
-        data["train"],
-        finetune_augmentation(arguments, processor),
-        batch_size=arguments.batch_size,
-        accumulation=arguments.accumulation,
-        seed=arguments.seed,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        num_workers=arguments.num_workers,
-    )
+    model = build_classifier(settings, data["train"])
+    processor = serving_processor(settings, data["train"], model.config.image_size)
+    augmentation = finetune_augmentation(settings, processor)
+    loader = train_loader(data["train"], augmentation, training_batches(settings, accelerator))
     transform = DeviceTransform(
         processor.image_mean,
         processor.image_std,
-        erase=arguments.erase,
-        mixup=arguments.mixup,
-        cutmix=arguments.cutmix,
+        erase=settings.erase,
+        mixup=settings.mixup,
+        cutmix=settings.cutmix,
         num_classes=number_of_classes(data["train"]),
-        seed=arguments.seed,
+        seed=settings.seed,
     )
-    run = open_run(accelerator, arguments)  # only now: what was refused above leaves no folder behind
-    loop = Loop(
-        accelerator,
-        arguments,
-        run,
-        model,
-        loader,
-        lambda model, batch, epoch: model(batch["pixel_values"], labels=batch["labels"]).loss,
-        transform,
-    )
+
+    def loss_of(model, batch, moment):
+        batch = transform(batch, **vars(moment))
+        return model(batch["pixel_values"], labels=batch["labels"]).loss
+
+    run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
+    loop = Loop(accelerator, settings, run, model, loader, loss_of)
     loop.resume()
-    best = BestWeights(loop) if arguments.select == "best" else None
+    best = BestWeights(loop) if settings.select == "best" else None
     watched = data["validation"] if "validation" in data else data["test"]
 
     def before_epoch(epoch):
-        loop.bare_model.head.ib_active = epoch >= arguments.ib_warmup * arguments.epochs
+        loop.bare_model.head.set_epoch(epoch, settings.epochs)
 
     def after_epoch(epoch):
-        if (epoch + 1) % arguments.eval_epochs and loop.progress.update != loop.total:
+        if (epoch + 1) % settings.eval_epochs and loop.progress.update != loop.total:
             return None
-        metrics = measure(loop.final_model, watched, processor, accelerator, arguments)["metrics"]
+        metrics = measure(loop.final_model, watched, processor, accelerator, settings.num_workers)["metrics"]
         if best is not None:
             best.consider(epoch + 1, metrics.get("accuracy", metrics.get("map")))
         return metrics
@@ -96,24 +83,24 @@ def main():
     try:
         loop.fit(before_epoch, after_epoch)
     except Interrupted:
-        accelerator.print(resume_message(run, "finetune.py"))
+        accelerator.print(resume_message(run, "finetune"))
         raise
 
     if best is not None:
         best.restore()
-    measured = measure(loop.final_model, data["test"], processor, accelerator, arguments)
-    results = results_of(arguments, loop, counts, measured)
-    finish_run(loop, run, processor, results)
-    start = "scratch" if arguments.pretrained == "none" else arguments.pretrained
+    measured = measure(loop.final_model, data["test"], processor, accelerator, settings.num_workers)
+    results = results_of(settings, loop, counts, measured)
+    finish_run(loop, processor, results)
+    start = "scratch" if settings.pretrained == "none" else settings.pretrained
     accelerator.print(
-        f"\nFine-tuned {arguments.model_size} with {arguments.loss} on {loader.num_images:,} images of "
-        f"{arguments.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes.\n"
-        f"  test        {accuracy_line(results['metrics'])}, {results['selection']}\n"
+        f"\nFine-tuned {settings.model_size} with {settings.loss} on {loader.num_images:,} images of "
+        f"{settings.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes.\n"
+        f"  test        {accuracy_line(results.metrics)}, {results.selection}\n"
         f"  checkpoint  {run.folder}\n"
-        f"Next, look closer:\n  {launch_line('eval.py', '--model', run)}"
+        f"Next, look closer:\n  {next_command('eval', '--model', run)}"
     )
     if accelerator.is_main_process:
-        publish_if_asked(arguments, run)
+        publish_if_asked(settings, run)
 
 
 if __name__ == "__main__":

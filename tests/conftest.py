@@ -1,11 +1,34 @@
+import socket
+
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_state_of_another_test():
+    """Accelerate keeps its state in classes, so that one test's mixed precision would be the next one's."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    """A test that reaches beyond this machine fails, instead of passing wherever there is a network."""
+    connect = socket.socket.connect
+
+    def checked(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"a test tried to reach {address[0]}; tests use no network")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", checked)
 
 
 @pytest.fixture

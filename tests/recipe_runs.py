@@ -1,11 +1,10 @@
 """Recipes in processes of their own, forked from a server that has everything imported, so that one costs a second."""
 
+import importlib
 import multiprocessing
 import os
-import runpy
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from livt_hf.commands import run_command
 from livt_hf.runs import Run
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -53,8 +53,8 @@ def _recipe(name: str, argv: list[str], output: str, environment: dict, sabotage
         os.dup2(file, stream)
     if sabotage is not None:
         sabotage(*arguments)
-    sys.argv = [name, *argv]
-    runpy.run_path(str(RECIPES / name), run_name="__main__")
+    recipe = importlib.import_module(f"livt_hf.recipes.{name}")
+    run_command(lambda: recipe.main(argv))
 
 
 class RecipeRun:
@@ -70,7 +70,7 @@ class RecipeRun:
         output: Path | None = None,
     ):
         self.folder, self.output = folder, output or folder.with_suffix(".txt")
-        place = "--resume" if "--resume" in options else "--report" if name == "eval.py" else "--output_dir"
+        place = "--resume" if "--resume" in options else "--report" if name == "eval" else "--output_dir"
         argv = [str(option) for option in options if option != "--resume"] + [place, str(folder)]
         common = {"ACCELERATE_USE_CPU": "1", "HF_DATASETS_CACHE": str(folder.parent / "cache")}
         with socket.socket() as free:

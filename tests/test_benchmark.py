@@ -4,11 +4,9 @@ import importlib
 import json
 import math
 import os
-import runpy
-import sys
 
 import pytest
-from recipe_runs import RECIPES
+from livt_hf.recipes import benchmark as recipe
 
 ROW = {"question", "ours", "peer", "peer_name", "ratio", "unit"}
 
@@ -16,14 +14,12 @@ ROW = {"question", "ours", "peer", "peer_name", "ratio", "unit"}
 @pytest.fixture
 def benchmark(monkeypatch, tmp_path, capsys):
     """recipes/benchmark.py --quick in this process on one core; returns its rows and what it printed."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 1)
+    monkeypatch.setattr(recipe, "available_cores", lambda: 1)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS has none
 
     def run(question: str) -> tuple[list[dict], str]:
         output = tmp_path / "rows.json"
-        monkeypatch.setattr(sys, "argv", ["benchmark.py", question, "--quick", "--output", str(output)])
-        runpy.run_path(str(RECIPES / "benchmark.py"), run_name="__main__")
+        recipe.main([question, "--quick", "--output", str(output)])
         return json.loads(output.read_text()), capsys.readouterr().out
 
     return run
@@ -44,17 +40,14 @@ def assert_readable(rows: list[dict], printed: str) -> None:
     assert printed.splitlines()[0] == "| question | ours | peer | ratio |"
 
 
-def test_every_question_names_a_function_that_answers_it(monkeypatch):
+def test_every_question_names_a_function_that_answers_it():
     pytest.importorskip("sklearn")  # the peer of the metrics
-    monkeypatch.syspath_prepend(str(RECIPES))
-    questions = runpy.run_path(str(RECIPES / "benchmark.py"))["BENCHMARKS"]
-    for module, function in questions.values():
-        assert callable(getattr(importlib.import_module(f"benchmarks.{module}"), function))
+    for module, function in recipe.BENCHMARKS.values():
+        assert callable(getattr(importlib.import_module(f"livt_hf.recipes.benchmarks.{module}"), function))
 
 
-def test_a_ratio_above_one_is_in_our_favour(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES))
-    compared = importlib.import_module("benchmarks.measuring").compared
+def test_a_ratio_above_one_is_in_our_favour():
+    compared = importlib.import_module("livt_hf.recipes.benchmarks.measuring").compared
     speed, slower = compared("speed", {"ours": 30.0, "stock": 10.0, "other": 60.0}, "images/s")
     assert (speed["ratio"], speed["peer_name"], slower["ratio"], slower["peer_name"]) == (3, "stock", 0.5, "other")
     (time,) = compared("time", {"ours": 30.0, "stock": 10.0}, "s", smaller_is_better=True)
@@ -62,7 +55,7 @@ def test_a_ratio_above_one_is_in_our_favour(monkeypatch):
 
 
 def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
-    steps = importlib.import_module("benchmarks.steps")
+    steps = importlib.import_module("livt_hf.recipes.benchmarks.steps")
     monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
     rows, printed = benchmark("pretrain")
     assert_readable(rows, printed)
@@ -74,7 +67,7 @@ def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
 
 def test_metrics_are_compared_with_scikit_learn_on_the_same_logits(benchmark, monkeypatch):
     pytest.importorskip("sklearn")
-    metrics = importlib.import_module("benchmarks.metrics")
+    metrics = importlib.import_module("livt_hf.recipes.benchmarks.metrics")
     monkeypatch.setattr(metrics, "SIZES", {"small": (4_000, 50)})
     rows, printed = benchmark("metrics")
     assert_readable(rows, printed)

@@ -1,5 +1,6 @@
 """What `LiViTConfig` accepts, refuses and writes."""
 
+import copy
 import json
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from livt_hf import LiViTConfig, pretraining_config
+from livt_hf import LiViTConfig, LongTailConfig, pretraining_config
 from livt_hf.configuration_livit import PRESETS
 
 MULTI = dict(problem_type="multi_label_classification", test_prior=None)
@@ -41,8 +42,8 @@ MULTI = dict(problem_type="multi_label_classification", test_prior=None)
         (dict(num_labels=2, test_prior=[0.5, 0.6]), "test_prior sums to 1.1"),
         (dict(num_labels=2, test_prior=[1.0, 0.0]), "test_prior must lie strictly between 0 and 1"),
         (dict(num_labels=2, test_prior=[0.2, 0.3, 0.5]), r"test_prior has shape \(3,\)"),
-        (MULTI | dict(test_prior="uniform"), "test_prior='uniform' has no meaning with several labels"),
-        (MULTI | dict(loss="ce"), "loss 'ce' picks one class an image"),
+        (MULTI | dict(test_prior="uniform"), "test_prior='uniform' has no meaning where an image may have several"),
+        (MULTI | dict(loss="ce"), "loss 'ce' picks one class per image"),
         (MULTI | dict(bias="ce"), "multi-label data needs bias='bce'"),
         (MULTI | dict(label_smoothing=0.1), "label_smoothing 0.1 cannot be used with multi-label"),
         (MULTI | dict(class_counts=[5, 4]), "pass num_train_images"),
@@ -64,8 +65,9 @@ def test_the_defaults_are_the_paper_s_vit_b():
     config = LiViTConfig()
     assert LiViTConfig.preset("base").to_dict() == config.to_dict()
     assert (config.hidden_size, config.num_hidden_layers, config.patch_size, config.image_size) == (768, 12, 16, 224)
-    assert (config.pooling, config.loss, config.test_prior, config.tau) == ("mean", "bal_bce", "uniform", 1.0)
-    assert (config.bias, config.head_start, config.label_smoothing, config.layer_norm_eps) == ("bce", "prior", 0, 1e-6)
+    head = config.long_tail
+    assert (config.pooling, head.loss, head.test_prior, head.tau) == ("mean", "bal_bce", "uniform", 1.0)
+    assert (head.bias, head.head_start, head.label_smoothing, config.layer_norm_eps) == ("bce", "prior", 0, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +96,10 @@ def test_every_preset_is_tested():
 def test_counts_may_come_from_numpy_or_torch():
     for counts in (np.array([7, 2, 1]), torch.tensor([7, 2, 1]), (7, 2, 1)):
         config = LiViTConfig(class_counts=counts, test_prior=np.array([0.2, 0.3, 0.5]))
-        assert config.class_counts == [7, 2, 1] and all(type(count) is int for count in config.class_counts)
-        assert config.num_labels == 3 and config.num_train_images == 10
-        assert config.test_prior == [0.2, 0.3, 0.5]
+        assert config.long_tail.class_counts == [7, 2, 1]
+        assert all(type(count) is int for count in config.long_tail.class_counts)
+        assert config.num_labels == 3 and config.long_tail.num_images == 10
+        assert config.long_tail.test_prior == [0.2, 0.3, 0.5]
         json.dumps(config.to_dict())
 
 
@@ -118,7 +121,7 @@ def test_config_json_round_trips_exactly_with_8142_classes(tmp_path):
     config.save_pretrained(tmp_path / "first")
     loaded = LiViTConfig.from_pretrained(tmp_path / "first")
     assert loaded.to_dict() == config.to_dict()
-    assert loaded.class_counts == counts.tolist() and loaded.test_prior == config.test_prior
+    assert loaded.long_tail == config.long_tail and loaded.long_tail.class_counts == counts.tolist()
     loaded.save_pretrained(tmp_path / "second")
     first, second = ((tmp_path / name / "config.json").read_bytes() for name in ("first", "second"))
     assert first == second
@@ -136,4 +139,39 @@ def test_a_multi_label_config_keeps_its_number_of_images(tmp_path):
     config = LiViTConfig(class_counts=[5, 4], num_train_images=20, **MULTI)
     config.save_pretrained(tmp_path)
     loaded = LiViTConfig.from_pretrained(tmp_path)
-    assert loaded.multi_label and loaded.num_images == 20 and LiViTConfig(class_counts=[5, 4]).num_images is None
+    assert loaded.long_tail.num_images == 20 and LiViTConfig(class_counts=[5, 4]).long_tail.num_images == 9
+
+
+def test_the_settings_of_the_head_are_attributes_and_a_plain_dictionary_in_the_file(tmp_path):
+    config = LiViTConfig(class_counts=[3, 1], tau=0.5)
+    assert isinstance(config.long_tail, LongTailConfig) and config.long_tail.tau == config.long_tail["tau"] == 0.5
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "tau" not in saved and LongTailConfig(**saved["long_tail"]) == config.long_tail
+    assert copy.deepcopy(config).long_tail.class_counts == [3, 1]
+    with pytest.raises(AttributeError):
+        config.long_tail.tau = 2.0
+
+
+def test_a_config_with_the_settings_of_the_head_beside_the_sizes_is_read_as_before(tmp_path):
+    flat = dict(model_type="livit", loss="lade", class_counts=[3, 1], num_train_images=4, tau=1.05, lade_weight=0.2)
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    config = LiViTConfig.from_pretrained(tmp_path)
+    assert config.long_tail == LongTailConfig(
+        loss="lade", class_counts=[3, 1], num_train_images=4, tau=1.05, lade_weight=0.2
+    )
+
+
+@pytest.mark.parametrize("reader", [LiViTConfig, AutoConfig])
+def test_settings_given_on_reading_a_config_are_checked_and_replace_the_saved_ones(tmp_path, reader):
+    several = dict(problem_type="multi_label_classification", test_prior=None, num_train_images=9)
+    LiViTConfig(class_counts=[3, 1], **several).save_pretrained(tmp_path)
+    config = reader.from_pretrained(tmp_path, class_counts=[4, 2], num_train_images=11, tau=0.5)
+    assert config.long_tail == LongTailConfig(class_counts=[4, 2], num_train_images=11, tau=0.5, test_prior=None)
+    with pytest.raises(ValueError, match="pass num_train_images"):
+        reader.from_pretrained(tmp_path, class_counts=[4, 2])
+
+
+def test_a_setting_of_a_later_version_is_named():
+    with pytest.raises(ValueError, match=r"settings \['temper'\], which this version does not know"):
+        LiViTConfig(long_tail={"temper": 3})

@@ -1,10 +1,9 @@
 """The configs: they parse, say how they are run and what the paper got, agree with it, and run (shrunk)."""
 
 import dataclasses
+import importlib
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +13,18 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
 from livt_hf.configuration_livit import PRESETS
-from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.hub.paper import paper_table
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneArguments, PretrainArguments, parse
+from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.training.optim import scaled_lr
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 OF_THE_PAPER = [name for name in NAMES if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt)", name)]
-STAGES = {"pretrain": PretrainArguments, "finetune": FinetuneArguments}
+STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
 TRAIN_IMAGES = {
     "imagenet-lt": 115_846, "imagenet-bal": 160_000, "imagenet-1k": 1_281_167, "inat18": 437_513, "places-lt": 62_500,
     "cifar10-lt": 12_406, "cifar100-lt": 10_847,
@@ -37,7 +36,7 @@ def stage_of(name: str) -> str:
 
 
 def settings(name: str, *argv: str):
-    return parse(STAGES[stage_of(name)], ["--config", str(CONFIGS / f"{name}.yaml"), *argv])
+    return STAGES[stage_of(name)].parse(["--config", str(CONFIGS / f"{name}.yaml"), *argv])
 
 
 def header(name: str) -> list[str]:
@@ -79,7 +78,7 @@ def test_a_header_has_commands_for_one_machine_and_several_that_accelerate_and_t
         assert launch.training_script == f"recipes/{stage_of(name)}.py"
         options = launch.training_script_args
         assert options[options.index("--config") + 1] == f"recipes/configs/{name}.yaml"
-        arguments = parse(STAGES[stage_of(name)], options)
+        arguments = STAGES[stage_of(name)].parse(options)
         parts = (launch.num_processes or 1) * arguments.accumulation
         assert arguments.batch_size % (2 * parts) == 0  # mixup pairs the images of a micro-batch
     assert machines == {1, 2}
@@ -184,7 +183,7 @@ BENCHMARKS = {
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("column", range(3))
 def test_a_dataset_s_own_config_has_the_settings_of_the_appendix(stage, column):
-    arguments = parse(STAGES[stage], ["--dataset", BENCHMARKS[stage][column]], CONFIGS)
+    arguments = STAGES[stage].parse(["--dataset", BENCHMARKS[stage][column]], CONFIGS)
     wanted = {key: values[column] for key, values in PAPER_SETTINGS[stage].items()}
     assert {key: getattr(arguments, key) for key in wanted} == wanted
     assert (arguments.model_size, arguments.flip, arguments.clip_grad) == ("base", True, None)
@@ -263,9 +262,7 @@ def shrunk(pictures, monkeypatch):
         if arguments.stage == "finetune" and arguments.pretrained is None:
             own = f"pretrain-{arguments.dataset}"
             argv += ["--pretrained", str(run(own if own in NAMES else "pretrain-imagenet-1k").folder)]
-        recipe = ROOT / "recipes" / f"{stage_of(name)}.py"
-        monkeypatch.setattr(sys, "argv", [str(recipe), *argv])
-        runpy.run_path(str(recipe))["main"]()
+        importlib.import_module(f"livt_hf.recipes.{stage_of(name)}").main(argv)
         return result
 
     return run
@@ -274,10 +271,10 @@ def shrunk(pictures, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_three_updates_of_a_config_shrunk_end_with_results(name, shrunk):
     run, wanted = shrunk(name), settings(name)
-    assert run.results["updates"] == 3
-    assert run.results["weights"] == ("model" if wanted.ema_decay is None else "ema")
+    assert run.results.updates == 3
+    assert run.results.weights == ("model" if wanted.ema_decay is None else "ema")
     for key in ("loss", "optimizer", "augmentation", "mixup", "epochs", "base_lr"):
         assert run.arguments.get(key) == getattr(wanted, key, None)
     if stage_of(name) == "finetune":
-        assert run.results["num_images"] == 9
+        assert run.results.num_images == 9
         assert 0 <= run.results["metrics"]["accuracy"] <= 1

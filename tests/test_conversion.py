@@ -229,10 +229,22 @@ def test_the_beit_form_gives_back_an_equal_trainable_model(tmp_path, options):
     for name, parameter in restored.named_parameters():
         expected = model.get_parameter(name)
         assert torch.equal(parameter, torch.zeros_like(expected) if name.endswith("k_proj.bias") else expected), name
-    labels = torch.tensor([[1.0, 0, 0], [0, 1, 1]]) if model.config.multi_label else torch.tensor([0, 2])
+    labels = torch.tensor([[1.0, 0, 0], [0, 1, 1]]) if model.head.multi_label else torch.tensor([0, 2])
     losses = [m(pixels(16), labels=labels).loss for m in (model, restored)]
     torch.testing.assert_close(*losses)
     losses[1].backward()
+
+
+def test_a_beit_form_with_the_settings_of_the_head_beside_the_pooling_is_read_as_before(tmp_path):
+    model = small_livit(loss="bal_ce", tau=1.05, test_prior=[0.2, 0.3, 0.5])
+    to_beit(model).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["livit"] |= config.pop("long_tail") | {"num_train_images": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    restored = LiViTForImageClassification.from_pretrained(tmp_path)
+    labels = torch.tensor([0, 2])
+    torch.testing.assert_close(restored(pixels(16), labels=labels).loss, model(pixels(16), labels=labels).loss)
+    torch.testing.assert_close(restored.probabilities(pixels(16)), model.probabilities(pixels(16)))
 
 
 def test_the_beit_form_starts_another_fine_tuning_with_only_a_new_classifier(tmp_path):
@@ -413,7 +425,7 @@ def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, conve
     convert("beit", livit, beit)
     convert("timm", beit, timm_folder)
     model = LiViTForImageClassification.from_pretrained(livit)
-    assert model.config.class_counts == list(range(1, 366))
+    assert model.config.long_tail.class_counts == list(range(1, 366))
     prepare = AutoImageProcessor.from_pretrained(beit)
     assert prepare.to_dict() == AutoImageProcessor.from_pretrained(livit).to_dict()
     assert prepare.size.shortest_edge == 73 and prepare.crop_size.height == 64  # 64 / 0.875 = 73.1

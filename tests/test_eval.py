@@ -2,8 +2,6 @@
 
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,44 +10,92 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import config as datasets_config
 from PIL import Image
-from recipe_runs import RECIPES, TINY, RecipeRun, make_pictures
+from recipe_runs import RecipeRun, make_pictures
 from transformers import ViTConfig, ViTForImageClassification
 
-from livt_hf import LiViTForImageClassification
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.conversion import to_beit
-from livt_hf.data import eval_processor
-from livt_hf.evaluation.running import inherited_eval_options
+from livt_hf.data import eval_loader, eval_processor, load_long_tailed
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import lent_by_run
+from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.long_tail.priors import read_prior
+from livt_hf.metrics import long_tail_metrics
+from livt_hf.recipes.eval import main
+from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings, save_settings
 
 CLASSES = 4
-PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
 PICTURES = {"frequency.png", "classes.png", "confused.png", "reliability-0.png", "reliability-1.png", "training.png"}
-FINETUNE = [*TINY, *"--base_lr 1e-2 --pretrained none --mixup 0 --cutmix 0".split()]
+NAMES = [f"class{label}" for label in range(CLASSES)]
+
+
+def trained_classifier(pictures: Path) -> LiViTForImageClassification:
+    """Enough updates to tell most of the colours."""
+    config = LiViTConfig.preset("micro", image_size=8, class_counts=[30, 18, 10, 6], **names(NAMES))
+    model = LiViTForImageClassification(config)
+    data = load_long_tailed(str(pictures))["train"]
+    batch = whole_batch(data)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        model(batch["pixel_values"], labels=batch["labels"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def whole_batch(data) -> dict:
+    [batch] = eval_loader(data, processor(), batch_size=len(data))
+    return batch
+
+
+@torch.no_grad()
+def results_of(model: LiViTForImageClassification, pictures: Path) -> dict:
+    """Metrics of the test set under both rules, all images at once."""
+    batch = whole_batch(load_long_tailed(str(pictures))["test"])
+    logits, counts = model(batch["pixel_values"]).logits, model.config.class_counts
+    posterior = model.head.posterior(logits, "uniform")
+    return {
+        "metrics": long_tail_metrics(logits, batch["labels"], counts),
+        "posterior": long_tail_metrics(posterior, batch["labels"], counts, confidence="given"),
+    }
+
+
+def finished_run(folder: Path, settings, model, results: dict) -> Path:
+    """As a training leaves it."""
+    saved(folder, model)
+    save_settings(settings, folder / "arguments.yaml")
+    (folder / "results.json").write_text(json.dumps(results))
+    (folder / "log.jsonl").write_text('{"update": 1, "epoch": 1, "loss": 2.0, "lr": 0.1}\n')
+    return folder
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> SimpleNamespace:
-    """A folder of pictures, a fine-tuning and a pretraining on it, made at the same time."""
+    """A folder of pictures, and a fine-tuning and a pretraining on it."""
     place = tmp_path_factory.mktemp("eval")
     pictures = make_pictures(place / "pictures")
-    finetuning = RecipeRun("finetune.py", place / "finetuned", "--dataset", pictures, *FINETUNE)
-    pretraining = RecipeRun("pretrain.py", place / "pretrained", "--dataset", pictures, *TINY, "--epochs", 8)
-    runs = finetuning.finish().folder, pretraining.finish().folder
-    return SimpleNamespace(place=place, pictures=pictures, finetuned=runs[0], pretrained=runs[1])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(datasets_config, "HF_DATASETS_CACHE", place / "cache")
+        model = trained_classifier(pictures)
+        results = results_of(model, pictures)
+    of_pictures = dict(dataset=str(pictures), model_size="micro")
+    finetuned = finished_run(place / "finetuned", FinetuneSettings(**of_pictures), model, results)
+    encoder = LiViTForPreTraining(pretraining_config("micro", image_size=8))
+    pretrained = finished_run(place / "pretrained", PretrainSettings(**of_pictures), encoder, {})
+    return SimpleNamespace(place=place, pictures=pictures, finetuned=finetuned, pretrained=pretrained)
 
 
 @pytest.fixture
 def evaluate(workplace, monkeypatch, capfd, tmp_path):
-    """eval.py in this process; the report goes to tmp_path/report unless told otherwise. Returns what it wrote."""
+    """`livt eval` in this process; the report goes to tmp_path/report unless told otherwise. Returns what it wrote."""
     monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
 
     def run(*options, report: Path | None = tmp_path / "report") -> SimpleNamespace:
         where = [] if report is None else ["--report", str(report)]
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, options), "--threads", "1", *where])
         AcceleratorState._reset_state(reset_partial_state=True)
         capfd.readouterr()
-        runpy.run_path(str(RECIPES / "eval.py"), run_name="__main__")
+        main([*map(str, options), "--threads", "1", *where])
         written = json.loads((report / "evaluation.json").read_text()) if report else None
         return SimpleNamespace(printed=capfd.readouterr().out, summary=written, report=report)
 
@@ -58,11 +104,11 @@ def evaluate(workplace, monkeypatch, capfd, tmp_path):
 
 @pytest.fixture
 def refused(evaluate, tmp_path):
-    """eval.py that ends in a sentence and leaves nothing behind. Returns the sentence."""
+    """`livt eval` that ends in a sentence and leaves nothing behind. Returns the sentence."""
 
     def run(*options, report: Path = tmp_path / "refused") -> str:
         existed = report.exists()
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(LiVTError) as stopped:
             evaluate(*options, report=report)
         assert report.exists() == existed
         return str(stopped.value)
@@ -70,10 +116,14 @@ def refused(evaluate, tmp_path):
     return run
 
 
+def processor():
+    return eval_processor(8, [0.5] * 3, [0.25] * 3, native=True)
+
+
 def saved(folder: Path, model) -> Path:
     """A model with the processor of pictures of 8 x 8 pixels."""
     model.save_pretrained(folder)
-    eval_processor(8, [0.5] * 3, [0.25] * 3, native=True).save_pretrained(folder)
+    processor().save_pretrained(folder)
     return folder
 
 
@@ -121,40 +171,60 @@ def test_evaluating_a_run_gives_its_results_and_a_report_beside_it(workplace, ev
 
 def test_without_a_model_the_newest_finished_finetuning_is_measured_on_its_own_data(workplace, tmp_path, monkeypatch):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
-    with pytest.raises(ValueError, match="no finished fine-tuning under"):
-        inherited_eval_options([])
+    with pytest.raises(LiVTError, match="no finished fine-tuning under"):
+        lent_by_run({})
     for number in (1, 2):
         run = tmp_path / "finetune-pictures-micro" / str(number)
         run.mkdir(parents=True)
         (run / "arguments.yaml").write_text((workplace.finetuned / "arguments.yaml").read_text())
     (run.with_name("1") / "results.json").write_text("{}")  # the second is not finished
-    words = inherited_eval_options([])
-    assert words[:2] == ["--model", str(run.with_name("1"))]
-    assert words[words.index("--dataset") + 1] == str(workplace.pictures)
-    with pytest.raises(ValueError, match=r"2 is not a finished run here; say what to measure it on with --dataset"):
-        inherited_eval_options(["--model", str(run)])
-    assert inherited_eval_options(["--model", str(run), "--dataset", "glyphs"]) == []
+    lent = lent_by_run({})
+    assert (lent["model"], lent["dataset"]) == (str(run.with_name("1")), str(workplace.pictures))
+    with pytest.raises(LiVTError, match=r"2 is not a finished run here; say what to measure it on with --dataset"):
+        lent_by_run({"model": str(run)})
+    assert lent_by_run({"model": str(run), "dataset": "glyphs"}) == {"plugin": None}
 
 
 def test_what_a_config_file_says_of_an_evaluation_counts_as_said(workplace, tmp_path, monkeypatch):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "none"))
     config = tmp_path / "eval.yaml"
     config.write_text(f"model: {workplace.finetuned}\ndataset: glyphs\n")
-    assert inherited_eval_options(["--config", str(config)]) == []
+    assert EvalSettings.parse(["--config", str(config)], inherit=lent_by_run).dataset == "glyphs"
     config.write_text(f"model: {workplace.finetuned}\nsplit_seed: 3\n")
-    words = inherited_eval_options([f"--config={config}"])
-    assert words[words.index("--dataset") + 1] == str(workplace.pictures)
-    assert "--model" not in words and "--split_seed" not in words
-    with pytest.raises(ValueError, match="no finished fine-tuning under"):
-        inherited_eval_options(["--model", "auto"])
+    settings = EvalSettings.parse([f"--config={config}"], inherit=lent_by_run)
+    assert (settings.dataset, settings.split_seed) == (str(workplace.pictures), 3)
+    with pytest.raises(LiVTError, match="no finished fine-tuning under"):
+        EvalSettings.parse(["--model", "auto"], inherit=lent_by_run)
+
+
+def run_with_plugin(folder: Path, plugin) -> dict:
+    folder.mkdir(exist_ok=True)
+    (folder / "arguments.yaml").write_text(f"plugin: {plugin}\n")
+    return {"model": str(folder), "dataset": "glyphs"}
+
+
+def test_the_plugin_of_a_run_is_inherited_and_the_one_that_was_asked_for_wins(tmp_path):
+    asked = run_with_plugin(tmp_path / "run", written(tmp_path / "mine.py", ""))
+    assert lent_by_run(asked) == {"plugin": str(tmp_path / "mine.py")}
+    assert lent_by_run(asked | {"plugin": "other"}) == {}
+
+
+@pytest.mark.parametrize("plugin", ["inside.py", "RUN/inside.py", "inside", "inside.deeper"])
+def test_code_in_the_model_s_own_folder_is_not_run_unasked(tmp_path, monkeypatch, plugin):
+    """A downloaded folder must not bring code: neither by path nor as a module found from inside the folder."""
+    folder = tmp_path / "run"
+    asked = run_with_plugin(folder, plugin.replace("RUN", str(folder)))
+    written(folder / "inside.py", "raise SystemError('was run')")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(LiVTError, match="lies in the model's own folder; .* pass --plugin"):
+        EvalSettings.parse(["--model", str(folder), "--dataset", asked["dataset"]], inherit=lent_by_run)
 
 
 def test_an_existing_report_folder_is_refused_before_the_model_is_read(workplace, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "livt_hf.evaluation.running.load_checkpoint_and_processor", lambda path: pytest.fail("was read")
-    )
+    monkeypatch.setattr("livt_hf.recipes.eval.load_checkpoint", lambda path: pytest.fail("was read"))
     sentence = refused("--model", workplace.finetuned, report=tmp_path)
-    assert sentence == f"error: the report folder {tmp_path} exists; pass another --report."
+    assert sentence == f"the report folder {tmp_path} exists; pass another --report."
 
 
 def test_a_class_with_prior_zero_is_never_predicted(workplace, evaluate, tmp_path):
@@ -266,7 +336,7 @@ def test_unknown_splits_and_folders_without_a_model_are_refused(workplace, refus
     sentence = refused("--model", tmp_path / "empty", "--dataset", workplace.pictures)
     assert "empty holds no model: it has no config.json" in sentence
     sentence = refused("--model", tmp_path / "nowhere", "--dataset", workplace.pictures)
-    assert "nowhere is neither a checkpoint folder nor a model the Hub has" in sentence
+    assert "nowhere could not be loaded as a checkpoint folder or from the Hub" in sentence
     model = LiViTForImageClassification.from_pretrained(workplace.finetuned)
     model.save_pretrained(tmp_path / "bare")
     sentence = refused("--model", tmp_path / "bare", "--dataset", workplace.pictures)
@@ -297,7 +367,7 @@ def test_nan_logits_are_reported_and_not_averaged_away(workplace, evaluate, tmp_
 
 def test_two_processes_count_each_image_once_and_measure_what_one_measures(workplace):
     options = ["--model", workplace.finetuned, "--batch_size", 5, "--threads", 1]
-    run = RecipeRun("eval.py", workplace.place / "together", *options, processes=2)
+    run = RecipeRun("eval", workplace.place / "together", *options, processes=2)
     rules = json.loads((run.finish().folder / "evaluation.json").read_text())["rules"]
     results = json.loads((workplace.finetuned / "results.json").read_text())
     assert numbers(rules[PAPER]) == pytest.approx(numbers(results["metrics"]), rel=1e-5)
@@ -308,7 +378,7 @@ def test_two_processes_count_each_image_once_and_measure_what_one_measures(workp
 
 def test_what_looks_at_all_images_at_once_is_refused_on_two_processes(workplace):
     options = ["--model", workplace.finetuned, "--adapt_prior", "--threads", 1]
-    run = RecipeRun("eval.py", workplace.place / "adapting", *options, processes=2)
+    run = RecipeRun("eval", workplace.place / "adapting", *options, processes=2)
     assert run.wait() == 1
     assert "--adapt_prior looks at all images at once; run it on one process." in run.printed
     assert "Traceback" not in run.printed and not run.folder.exists()

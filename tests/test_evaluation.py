@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from livt_hf import LiViTConfig
 from livt_hf.data import exponential_counts
-from livt_hf.evaluation.running import Features, estimated_prior, evaluate_classifier, knn_scores, linear_probe_scores
+from livt_hf.evaluation.probes import Features, knn_scores, linear_probe_scores
+from livt_hf.evaluation.rules import estimated_prior
+from livt_hf.evaluation.running import evaluate_classifier
 from livt_hf.long_tail.priors import estimate_prior
 from livt_hf.modeling_livit import LongTailHead
 

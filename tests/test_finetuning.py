@@ -13,7 +13,7 @@ from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor, normalization
 from livt_hf.finetuning import BestWeights, build_classifier, measure, serving_processor
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneArguments, parse
+from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Progress
 
 
@@ -24,8 +24,8 @@ def train() -> Dataset:
     return Dataset.from_dict({"image": pictures, "label": [0, 1, 1, 1]}, features=features)
 
 
-def options(*words) -> FinetuneArguments:
-    return parse(FinetuneArguments, ["--model_size", "micro", *map(str, words)])
+def options(*words) -> FinetuneSettings:
+    return FinetuneSettings.parse(["--model_size", "micro", *map(str, words)])
 
 
 FROM_THE_HUB = """
@@ -33,14 +33,14 @@ import sys
 from datasets import ClassLabel, Dataset, Features, Image
 from huggingface_hub import HfApi
 from PIL import Image as Pictures
-from livt_hf.settings import FinetuneArguments, parse
+from livt_hf.settings import FinetuneSettings, parse
 from livt_hf.finetuning import serving_processor
 
 HfApi().create_repo("org/mgp")
 HfApi().upload_folder(repo_id="org/mgp", folder_path=sys.argv[1])
 features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
 train = Dataset.from_dict({"image": [Pictures.new("RGB", (32, 32))], "label": [0]}, features=features)
-processor = serving_processor(parse(FinetuneArguments, ["--pretrained", "org/mgp"]), train, 32)
+processor = serving_processor(FinetuneSettings.parse(["--pretrained", "org/mgp"]), train, 32)
 print(list(processor.image_std))
 """
 

@@ -115,7 +115,7 @@ def test_cross_entropy_is_the_mean_over_images_of_minus_log_softmax():
     slow = 0.0
     for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
         slow -= math.log(math.exp(z[y]) / sum(math.exp(v) for v in z)) / len(logits)
-    assert cross_entropy(logits, targets).item() == pytest.approx(slow, rel=1e-5)
+    assert cross_entropy(logits, targets).mean().item() == pytest.approx(slow, rel=1e-5)
 
 
 def slow_bce(logits, labels, weights=(1, 1, 1)) -> float:
@@ -129,7 +129,7 @@ def slow_bce(logits, labels, weights=(1, 1, 1)) -> float:
 
 def test_binary_cross_entropy_sums_over_classes_and_averages_over_images():
     logits, labels, targets = batch()
-    assert binary_cross_entropy(logits, targets).item() == pytest.approx(slow_bce(logits, labels), rel=1e-5)
+    assert binary_cross_entropy(logits, targets).mean().item() == pytest.approx(slow_bce(logits, labels), rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["bal_bce", "bal_ce"])
@@ -140,7 +140,7 @@ def test_balanced_losses_are_plain_losses_of_shifted_logits(loss):
         expected = slow_bce(logits + torch.tensor(shift), labels)
     else:
         shift = [math.log(3 * p) for p in (0.6, 0.3, 0.1)]
-        expected = cross_entropy(logits + torch.tensor(shift), targets).item()
+        expected = cross_entropy(logits + torch.tensor(shift), targets).mean().item()
     assert head(loss)(logits, labels, logits).item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -180,9 +180,9 @@ def test_ldam_is_finite_where_one_class_has_all_the_probability(max_margin):
     logits = torch.tensor([[40.0, -40.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
     for y in range(3):
         targets = torch.nn.functional.one_hot(torch.tensor([y, y]), 3)
-        loss = ldam(logits, targets, ldam_margins(COUNTS, max_margin), 30)
+        loss = ldam(logits, targets, ldam_margins(COUNTS, max_margin), 30).mean()
         shifted = 30 * (logits - ldam_margins(COUNTS, max_margin) * targets)
-        expected = cross_entropy(shifted, targets)
+        expected = cross_entropy(shifted, targets).mean()
         torch.testing.assert_close(loss, expected)
         fast, slow = torch.autograd.grad(loss, logits)[0], torch.autograd.grad(expected, logits)[0]
         torch.testing.assert_close(fast, slow)
@@ -210,15 +210,18 @@ def test_ib_divides_each_cross_entropy_by_the_influence_of_its_image():
         p = [math.exp(v) / sum(math.exp(u) for u in z) for v in z]
         influence = sum(abs(p[c] - (c == y)) for c in range(3)) * sum(abs(v) for v in h)
         slow += -math.log(p[y]) * 1000 / (influence + 0.001) / len(logits)
-    assert influence_balanced(logits, targets, features, 1000).item() == pytest.approx(slow, rel=1e-4)
+    assert influence_balanced(logits, targets, features, 1000).mean().item() == pytest.approx(slow, rel=1e-4)
     assert head("ib")(logits, labels, features).item() == pytest.approx(slow, rel=1e-4)
 
 
-def test_ib_is_plain_cross_entropy_until_it_is_switched_on():
+def test_ib_is_plain_cross_entropy_until_its_share_of_the_epochs_is_over():
     logits, labels, targets = batch()
-    warming = head("ib")
-    warming.ib_active = False
-    torch.testing.assert_close(warming(logits, labels, logits), cross_entropy(logits, targets))
+    rule, plain = head("ib", ib_warmup=0.3), cross_entropy(logits, targets).mean()
+    started = rule(logits, labels, logits)
+    for epoch in range(10):
+        rule.set_epoch(epoch, 10)
+        assert torch.equal(rule(logits, labels, logits), plain if epoch < 3 else started)
+    assert not torch.equal(started, plain)
 
 
 @pytest.mark.parametrize("loss", ["nt_bce", "bal_nt_bce"])

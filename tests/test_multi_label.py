@@ -21,8 +21,8 @@ def test_fine_tuning_on_several_labels_an_image_reports_mean_average_precision(t
     features = Features(image=Image(), label=List(ClassLabel(names=NAMES)))
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
     options = ["--dataset", tmp_path / "train.parquet", *TINY, "--pretrained", "none", "--test_prior", "none"]
-    run = RecipeRun("finetune.py", tmp_path / "run", *options, "--mixup", 0, "--cutmix", 0).finish()
+    run = RecipeRun("finetune", tmp_path / "run", *options, "--mixup", 0, "--cutmix", 0).finish()
     metrics, config = run.results["metrics"], LiViTForImageClassification.from_pretrained(run.folder).config
     assert 0 < metrics["map"] <= 1 and run.results["posterior"] is None
-    assert config.multi_label and config.num_train_images == 77  # 96 less a fifth
-    assert max(config.class_counts) < sum(config.class_counts)
+    assert config.problem_type == "multi_label_classification" and config.long_tail.num_images == 77  # 96 less a fifth
+    assert max(config.long_tail.class_counts) < sum(config.long_tail.class_counts)

@@ -1,5 +1,6 @@
-"""`python -m livt_hf.predict`: files, folders, patterns, broken files, priors, and agreement with the pipeline."""
+"""`livt predict`: files, folders, patterns, broken files, priors, and agreement with the pipeline."""
 
+import csv
 import json
 import os
 import subprocess
@@ -13,7 +14,10 @@ from transformers import BeitConfig, BeitForImageClassification, ViTMAEConfig, p
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
-from livt_hf.evaluation.prediction import Predictor, find_images, main, read_prior
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.prediction import Predictor, find_images
+from livt_hf.long_tail.priors import read_prior
+from livt_hf.recipes.predict import main
 
 NAMES = ["cat", "dog", "newt"]
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -68,7 +72,8 @@ def lines_of(capsys) -> tuple[list[dict], list[str]]:
 
 
 def test_good_files_are_answered_bad_ones_named_and_the_exit_code_says_so(livit, pictures, capsys):
-    assert main([str(livit), str(pictures), "--format", "jsonl", "--batch_size", "4"]) == 1
+    with pytest.raises(SystemExit, match="1"):
+        main([str(livit), str(pictures), "--format", "jsonl", "--batch_size", "4"])
     answers, errors = lines_of(capsys)
     broken = {line["file"].split("/")[-1] for line in answers if "error" in line}
     assert broken == {"empty.jpg", "text.png", "cut.jpg"}
@@ -78,8 +83,8 @@ def test_good_files_are_answered_bad_ones_named_and_the_exit_code_says_so(livit,
     assert errors[-1] == "3 of 13 files could not be read"
 
 
-def test_all_files_readable_gives_exit_code_zero(livit, pictures, capsys):
-    assert main([str(livit), str(pictures / "0.jpg"), str(pictures / "[12].jpg"), "--top_k", "1"]) == 0
+def test_files_and_patterns_are_answered_in_order_with_one_line_each(livit, pictures, capsys):
+    main([str(livit), "--top_k", "1", str(pictures / "0.jpg"), str(pictures / "[12].jpg")])
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[0].split("/")[-1] for line in out] == ["0.jpg", "1.jpg", "2.jpg"]
     assert all(line.split()[1] in NAMES and len(line.split()) == 3 for line in out)
@@ -136,7 +141,7 @@ def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
 
 
 def test_a_stock_classifier_refuses_a_prior_because_it_does_not_know_its_own(stock):
-    with pytest.raises(ValueError, match="training prior is unknown"):
+    with pytest.raises(ValueError, match="does not know its training prior"):
         Predictor(str(stock), prior=[0.5, 0.3, 0.2])
 
 
@@ -156,19 +161,60 @@ def test_pictures_of_several_sizes_pass_a_processor_that_does_not_resize(livit, 
     assert all(scores.shape == (3,) for scores in results.values())
 
 
-def test_a_missing_file_is_a_broken_file_and_an_empty_folder_a_wrong_call(livit, tmp_path, capsys):
-    assert main([str(livit), str(tmp_path / "missing.jpg")]) == 1
+def test_a_missing_file_is_a_broken_file_and_an_empty_folder_is_refused(livit, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        main([str(livit), str(tmp_path / "missing.jpg")])
     assert "missing.jpg" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(LiVTError, match="there is no image in"):
         main([str(livit), str(tmp_path)])
-    assert "no picture in" in capsys.readouterr().err
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_a_file(livit, tmp_path):
+    Image.new("RGB", (16, 16)).save(tmp_path / "a[1].png")
+    assert find_images([str(tmp_path / "a[1].png")]) == [tmp_path / "a[1].png"]
+
+
+def test_labels_keep_their_accents_and_csv_quotes_its_commas(livit, pictures, tmp_path, capsys):
+    model = LiViTForImageClassification.from_pretrained(livit)
+    names = ["Hêtre, commun", "Öl", "鹿"]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
+    model.save_pretrained(tmp_path)
+    eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(tmp_path)
+    main([str(tmp_path), str(pictures / "0.jpg"), "--format", "jsonl"])
+    assert all(name in capsys.readouterr().out for name in names[:1])
+    main([str(tmp_path), str(pictures / "0.jpg"), "--format", "csv", "--top_k", "3"])
+    header, row = csv.reader(capsys.readouterr().out.splitlines())
+    assert header == ["file", "error", "label_1", "score_1", "label_2", "score_2", "label_3", "score_3"]
+    assert set(row[2::2]) == set(names) and row[1] == ""
+    assert sum(map(float, row[3::2])) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_training_prior_is_asked_for_by_name(livit, pictures, capsys):
+    scores = {}
+    for prior in ("uniform", "training"):
+        main([str(livit), str(pictures / "0.jpg"), "--prior", prior, "--format", "jsonl"])
+        [answer], _ = lines_of(capsys)
+        scores[prior] = {row["label"]: row["score"] for row in answer["predictions"]}
+    expected = {name: scores["uniform"][name] * count for name, count in zip(NAMES, (50, 40, 5), strict=True)}
+    total = sum(expected.values())
+    assert scores["training"] == pytest.approx({n: v / total for n, v in expected.items()}, abs=2e-3)
+
+
+def test_the_scores_of_a_model_without_class_counts_are_called_what_they_are(stock, pictures, capsys):
+    main([str(stock), str(pictures / "0.jpg")])
+    assert "scores are the softmax of the logits and no probabilities" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_refused(livit, pictures):
+    with pytest.raises(LiVTError, match="no device 'abacus' here; choose one of .*cpu"):
+        main([str(livit), str(pictures / "0.jpg"), "--device", "abacus"])
 
 
 def test_a_thousand_files_with_broken_ones_from_the_command_line(livit, pictures, tmp_path):
     good, broken = (pictures / "0.jpg").read_bytes(), {17, 500, 999}
     for i in range(1000):
         (tmp_path / f"{i:04}.jpg").write_bytes(good[:700] if i in broken else good)
-    command = [sys.executable, "-m", "livt_hf.evaluation.prediction", livit, tmp_path, "--format", "jsonl"]
+    command = [sys.executable, "-m", "livt_hf.recipes.predict", livit, tmp_path, "--format", "jsonl"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     )

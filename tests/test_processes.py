@@ -34,7 +34,7 @@ def start(workplace):
         options = [
             "--dataset",
             workplace / "pictures",
-            *(FINETUNE if stage == "finetune.py" else TINY + PLAIN[:6]),
+            *(FINETUNE if stage == "finetune" else TINY + PLAIN[:6]),
             *options,
         ]
         started.append(RecipeRun(stage, workplace / name, *options, **settings))
@@ -49,7 +49,7 @@ def start(workplace):
 @pytest.fixture(scope="module")
 def alone(start) -> Path:
     """The run of one process without accumulation."""
-    return start("finetune.py", "alone").finish().folder
+    return start("finetune", "alone").finish().folder
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -72,7 +72,7 @@ def assert_close_runs(one: Path, other: Path) -> None:
 
 
 def test_accumulating_two_micro_batches_equals_one_batch(start, alone):
-    assert_close_runs(start("finetune.py", "accumulated", "--accumulation", 2).finish().folder, alone)
+    assert_close_runs(start("finetune", "accumulated", "--accumulation", 2).finish().folder, alone)
 
 
 def test_two_launched_processes_equal_one(workplace, alone):
@@ -96,25 +96,25 @@ def test_two_launched_processes_equal_one(workplace, alone):
 
 
 def test_two_processes_pretrain_like_one(start):
-    one = start("pretrain.py", "pretrained-alone")
-    two = start("pretrain.py", "pretrained-together", "--accumulation", 2, processes=2)
+    one = start("pretrain", "pretrained-alone")
+    two = start("pretrain", "pretrained-together", "--accumulation", 2, processes=2)
     assert_close_runs(two.finish().folder, one.finish().folder)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_processes(start, alone, first, second):
     name = f"from-{first}-to-{second}"
-    run = start("finetune.py", name, processes=first)
+    run = start("finetune", name, processes=first)
     run.wait_for(lambda: run.logged() >= 4)
     run.signal(signal.SIGTERM)
     assert run.wait() == 75
     assert [process.exitcode for process in run.processes] == [75] * first
-    folder = start("finetune.py", name, "--resume", processes=second).finish().folder
+    folder = start("finetune", name, "--resume", processes=second).finish().folder
     assert_close_runs(folder, alone)
 
 
 def test_a_signal_to_one_process_stops_all(start):
-    run = start("finetune.py", "one-signal", processes=2)
+    run = start("finetune", "one-signal", processes=2)
     run.wait_for(lambda: run.logged() >= 1)
     os.kill(run.processes[1].pid, signal.SIGTERM)
     assert run.wait() == 75
@@ -123,10 +123,10 @@ def test_a_signal_to_one_process_stops_all(start):
 
 
 def test_what_cannot_be_shared_out_is_refused_and_leaves_no_folder(start):
-    odd = start("finetune.py", "odd", "--batch_size", 15, processes=2)
+    odd = start("finetune", "odd", "--batch_size", 15, processes=2)
     assert odd.wait() == 1
     assert "batch_size 15 is no multiple of 2 processes x 1 accumulation steps: use 14 or 16." in odd.printed
-    large = start("finetune.py", "large", "--batch_size", 128, processes=2)
+    large = start("finetune", "large", "--batch_size", 128, processes=2)
     assert large.wait() == 1
     assert "batch_size is 128, but there are 64 images only: use at most 64." in large.printed
     for run in (odd, large):
@@ -141,7 +141,7 @@ def forget_the_cpu() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Accelerate joins the processes by itself")
 def test_processes_that_do_not_see_each_other_are_refused(start):
     # What Accelerate makes of `--multi_gpu` without a GPU: two runs of one process each.
-    run = start("finetune.py", "strangers", processes=2, sabotage=(forget_the_cpu,))
+    run = start("finetune", "strangers", processes=2, sabotage=(forget_the_cpu,))
     assert run.wait() == 1
     assert "2 processes were launched and none sees the others" in run.printed
     assert not run.folder.exists()
@@ -166,14 +166,14 @@ def test_a_launched_run_saves_itself_when_the_whole_group_is_signalled(start, wo
         printed, _ = launched.communicate(timeout=120)
     assert f"recipes/finetune.py --resume {folder}" in printed
     assert not (folder / "results.json").exists()
-    assert_close_runs(start("finetune.py", folder.name, "--resume").finish().folder, alone)
+    assert_close_runs(start("finetune", folder.name, "--resume").finish().folder, alone)
 
 
 @pytest.mark.slow
 def test_two_processes_killed_while_saving_go_on(start, alone):
-    run = start("finetune.py", "killed-together", "--save_steps", 1, processes=2, sabotage=(slow_saving, 0.2))
+    run = start("finetune", "killed-together", "--save_steps", 1, processes=2, sabotage=(slow_saving, 0.2))
     run.wait_for(lambda: run.logged() >= 5)
     run.signal(signal.SIGKILL)
     run.wait()
-    folder = start("finetune.py", "killed-together", "--resume", processes=2).finish().folder
+    folder = start("finetune", "killed-together", "--resume", processes=2).finish().folder
     assert_close_runs(folder, alone)

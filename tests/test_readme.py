@@ -19,14 +19,14 @@ import livt_hf.evaluation.prediction as predict_command
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.settings import EvalArguments, FinetuneArguments, PretrainArguments, parse
+from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings, parse
 
 ROOT = RECIPES.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
 INLINE = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", PROSE)]
-DATACLASSES = {"pretrain.py": PretrainArguments, "finetune.py": FinetuneArguments, "eval.py": EvalArguments}
+DATACLASSES = {"pretrain.py": PretrainSettings, "finetune.py": FinetuneSettings, "eval.py": EvalSettings}
 MODULES = {"livt_hf.evaluation.prediction": predict_command.main, "livt_hf.data": data_command.main}
 # What commands in the text stand for something with.
 STAND_INS = {"IMAGE...": "picture.png", "QUESTION": "data", "RANK": "0"}

@@ -17,8 +17,8 @@ from recipe_runs import RECIPES, TINY, RecipeRun, assert_same_weights, kill_at, 
 
 # Twelve updates; checkpoints and lines of the log fall on different ones. Everything that keeps a state is on.
 OPTIONS = {
-    "pretrain.py": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2",
-    "finetune.py": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2 --pretrained none "
+    "pretrain": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2",
+    "finetune": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2 --pretrained none "
     "--drop_path 0.5 --mixup 0.8 --cutmix 1 --erase 0.5 --clip_grad 1 --eval_epochs 1",
 }
 STAGES = list(OPTIONS)
@@ -67,8 +67,8 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_the_log_has_every_line_once(uninterrupted):
-    assert [line["update"] for line in log_of(uninterrupted["pretrain.py"])] == [3, 6, 9, 12]
-    finetuned = [(line["update"], "eval" in line) for line in log_of(uninterrupted["finetune.py"])]
+    assert [line["update"] for line in log_of(uninterrupted["pretrain"])] == [3, 6, 9, 12]
+    finetuned = [(line["update"], "eval" in line) for line in log_of(uninterrupted["finetune"])]
     # Evaluations follow the epochs of four updates each.
     assert finetuned == [(3, False), (4, True), (6, False), (8, True), (9, False), (12, False), (12, True)]
 
@@ -109,10 +109,10 @@ def test_a_run_killed_often_ends_like_one_that_was_not(start, uninterrupted, sta
 
 
 KILLED_IN_A_SAVE = {
-    "before a file is flushed": ("pretrain.py", ("fsync", ".writing-step-4", 2), ".writing-step-4"),
-    "between writing and renaming": ("finetune.py", ("replace", "/checkpoints", 2), ".writing-step-4"),
-    "while an old checkpoint is deleted": ("pretrain.py", ("rmdir", "/checkpoints", 1), ".removing-step-2"),
-    "before the results are written": ("finetune.py", ("replace", "results.json", 1), "step-12"),
+    "before a file is flushed": ("pretrain", ("fsync", ".writing-step-4", 2), ".writing-step-4"),
+    "between writing and renaming": ("finetune", ("replace", "/checkpoints", 2), ".writing-step-4"),
+    "while an old checkpoint is deleted": ("pretrain", ("rmdir", "/checkpoints", 1), ".removing-step-2"),
+    "before the results are written": ("finetune", ("replace", "results.json", 1), "step-12"),
 }
 
 
@@ -131,7 +131,7 @@ def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupt
 
 @pytest.mark.parametrize(
     ("stage", "number", "more"),
-    [("pretrain.py", signal.SIGTERM, []), ("finetune.py", signal.SIGINT, ["--num_workers", "1"])],
+    [("pretrain", signal.SIGTERM, []), ("finetune", signal.SIGINT, ["--num_workers", "1"])],
 )
 def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(start, uninterrupted, stage, number, more):
     run = start(stage, number.name, *more, "--save_steps", "1000")
@@ -148,18 +148,18 @@ def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(start, unint
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(start, uninterrupted):
-    killed = start("pretrain.py", "early", sabotage=(kill_at, "replace", "/checkpoints", 1))
+    killed = start("pretrain", "early", sabotage=(kill_at, "replace", "/checkpoints", 1))
     assert killed.wait() == -signal.SIGKILL
-    assert_same_run(start("pretrain.py", "early", "--resume").finish().folder, uninterrupted["pretrain.py"])
+    assert_same_run(start("pretrain", "early", "--resume").finish().folder, uninterrupted["pretrain"])
 
 
 def test_a_finished_run_and_another_setting_are_not_resumed(start, uninterrupted):
-    again = start("pretrain.py", "uninterrupted", "--resume", output=uninterrupted["pretrain.py"].with_suffix(".no"))
+    again = start("pretrain", "uninterrupted", "--resume", output=uninterrupted["pretrain"].with_suffix(".no"))
     assert again.wait() == 1
     assert "is finished; there is nothing to resume" in again.printed
-    killed = start("finetune.py", "other", sabotage=(kill_at, "replace", "/checkpoints", 2))
+    killed = start("finetune", "other", sabotage=(kill_at, "replace", "/checkpoints", 2))
     killed.wait()
-    other = start("finetune.py", "other", "--resume", "--tau", "0.5", "--seed", "3", "--num_workers", "1")
+    other = start("finetune", "other", "--resume", "--tau", "0.5", "--seed", "3", "--num_workers", "1")
     assert other.wait() == 1
     assert "seed was 0 and is now 3; tau was 1.0 and is now 0.5." in other.printed
     assert "num_workers" not in other.printed

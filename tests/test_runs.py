@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-import livt_hf.runs
-from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run, provenance
-from livt_hf.settings import PretrainArguments
+import livt_hf.results
+from livt_hf.results import provenance
+from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run
+from livt_hf.settings import PretrainSettings
 from livt_hf.training.machine import available_cores
 
 
 @pytest.fixture
 def started(tmp_path) -> Run:
     """A run that has been started and not finished."""
-    arguments = PretrainArguments(output_dir=str(tmp_path / "run"), source="here", lists="there")
+    arguments = PretrainSettings(output_dir=str(tmp_path / "run"), source="here", lists="there")
     run = new_run(arguments)
     run.begin(arguments)
     return run
@@ -34,11 +35,11 @@ def forget(run: Run, option: str) -> None:
 def test_two_jobs_that_count_the_runs_at_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter(()))  # neither sees the other's
-    assert [new_run(PretrainArguments()).folder.name for _ in range(3)] == ["1", "2", "3"]
+    assert [new_run(PretrainSettings()).folder.name for _ in range(3)] == ["1", "2", "3"]
 
 
 def test_of_two_jobs_given_the_same_folder_only_one_begins(tmp_path):
-    first, second = (PretrainArguments(output_dir=str(tmp_path / "run"), seed=seed) for seed in (1, 2))
+    first, second = (PretrainSettings(output_dir=str(tmp_path / "run"), seed=seed) for seed in (1, 2))
     runs = new_run(first), new_run(second)
     runs[0].begin(first)
     with pytest.raises(ValueError, match="run holds another run; pass --resume .*run to go on, or a new --output_dir"):
@@ -48,13 +49,13 @@ def test_of_two_jobs_given_the_same_folder_only_one_begins(tmp_path):
 
 def test_an_option_that_came_after_the_run_had_its_default_there(started):
     forget(started, "flip")
-    check_same_settings(started, PretrainArguments())
+    check_same_settings(started, PretrainSettings())
     with pytest.raises(ValueError, match="flip was True and is now False"):
-        check_same_settings(started, PretrainArguments(flip=False))
+        check_same_settings(started, PretrainSettings(flip=False))
 
 
 def test_a_run_goes_on_where_its_data_has_moved(started):
-    check_same_settings(started, PretrainArguments(source="elsewhere", lists=None))
+    check_same_settings(started, PretrainSettings(source="elsewhere", lists=None))
 
 
 def test_a_machine_without_git_has_no_revision_and_no_error(monkeypatch, tmp_path):

@@ -1,7 +1,6 @@
 """The ablations: what they vary, what they run, and the table they end in."""
 
 import json
-import runpy
 import shlex
 import subprocess
 import sys
@@ -9,17 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from livt_hf.recipes import sweep as recipe
 from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from recipe_runs import RECIPES, TINY, make_pictures
 
-from livt_hf.settings import FinetuneArguments, PretrainArguments, parse, save_yaml
+from livt_hf.errors import LiVTError
+from livt_hf.results import Results
+from livt_hf.runs import Run, lent_by_pretraining
+from livt_hf.settings import FinetuneSettings, PretrainSettings, save_settings
 
 CONFIGS = RECIPES / "configs"
 
 
-def result(accuracy: float, few: float | None = 0.1, posterior: float | None = None, seconds: float = 60) -> dict:
+def result(
+    accuracy: float, few: float | None = 0.1, posterior: float | None = None, seconds: float = 60, **said
+) -> Results:
     metrics = {"accuracy": accuracy, "many": 0.5, "medium": None, "few": few, "ece": 0.02}
-    return {"metrics": metrics, "posterior": posterior and {"accuracy": posterior}, "seconds": seconds}
+    said = {"stage": "finetune", "dataset": "glyphs"} | said
+    return Results(metrics=metrics, posterior=posterior and {"accuracy": posterior}, seconds=seconds, **said)
 
 
 def test_a_row_is_mean_and_sample_deviation_in_percent():
@@ -64,7 +70,7 @@ def test_without_a_number_of_the_paper_there_is_no_column_for_it():
 )
 def test_the_paper_s_number_is_put_beside_where_there_is_one(sweep, label, dataset, gamma, accuracy):
     (variant,) = [variant for variant in SWEEPS[sweep].variants if variant.label == label]
-    row = paper_row(SWEEPS[sweep], variant, dataset, gamma)
+    row = paper_row(SWEEPS[sweep], variant, FinetuneSettings(dataset=dataset, imbalance_factor=gamma))
     assert (row and row["accuracy"]) == accuracy
 
 
@@ -73,9 +79,9 @@ def test_every_option_of_a_sweep_is_one_its_stage_takes(name):
     labels = [variant.label for variant in SWEEPS[name].variants]
     assert len(set(labels)) == len(labels) > 1
     for variant in SWEEPS[name].variants:
-        for options, stage in ((variant.finetune, FinetuneArguments), (variant.pretrain or {}, PretrainArguments)):
+        for options, stage in ((variant.finetune, FinetuneSettings), (variant.pretrain or {}, PretrainSettings)):
             words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-            parsed = parse(stage, words)
+            parsed = stage.parse(words)
             assert {option: getattr(parsed, option) for option in options} == options
 
 
@@ -89,18 +95,19 @@ class Runs:
         options = dict(zip(command, command[1:], strict=False))
         folder = Path(options["--output_dir"])
         self.commands.append(command)
-        script = next(word for word in command if word.endswith(".py"))
+        stage = next(word for word in command if word.startswith("livt_hf.recipes.")).removeprefix("livt_hf.recipes.")
         stdout.write(f"training {folder.name}\n")
         if any(word in folder.name for word in self.failing):
             return SimpleNamespace(returncode=1)
-        finetune = script.endswith("finetune.py")
-        words = command[command.index(script) + 1 :]
-        arguments = parse(FinetuneArguments if finetune else PretrainArguments, words, configs=CONFIGS)
+        finetune = stage == "finetune"
+        words = command[command.index(f"livt_hf.recipes.{stage}") + 1 :]
+        cls, inherit = (FinetuneSettings, lent_by_pretraining) if finetune else (PretrainSettings, lambda asked: {})
+        arguments = cls.parse(words, CONFIGS, inherit)
         folder.mkdir()
-        save_yaml(arguments, folder / "arguments.yaml")
+        save_settings(arguments, folder / "arguments.yaml")
         said = {"model_size": "micro", "num_train_images": 1234, "epochs": arguments.epochs, "seed": arguments.seed}
         accuracy = {"bal_bce": 0.6}.get(arguments.loss, 0.4) + arguments.seed / 10 if finetune else 0
-        (folder / "results.json").write_text(json.dumps(result(accuracy) | said))
+        Run(folder).write_results(result(accuracy, **said))
         return SimpleNamespace(returncode=0)
 
     def of(self, script: str) -> list[list[str]]:
@@ -120,8 +127,7 @@ def sweep(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
 
     def run(*options) -> str:
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, options)])
-        runpy.run_path(str(RECIPES / "sweep.py"), run_name="__main__")
+        recipe.main([str(option) for option in options])
         return capsys.readouterr().out
 
     return run
@@ -129,8 +135,8 @@ def sweep(monkeypatch, tmp_path, capsys):
 
 def test_variants_share_one_pretraining_a_seed_and_end_in_a_table(runs, sweep, tmp_path):
     printed = sweep("losses", "--seeds", 0, 1, "--pretrain", "--epochs 5", "--finetune", "--epochs 7")
-    assert len(runs.of("pretrain.py")) == 2 and len(runs.of("finetune.py")) == 8
-    for command in runs.of("finetune.py"):
+    assert len(runs.of(".pretrain")) == 2 and len(runs.of(".finetune")) == 8
+    for command in runs.of(".finetune"):
         options = dict(zip(command, command[1:], strict=False))
         assert options["--pretrained"] == str(tmp_path / "sweeps" / "glyphs" / "mgp" / f"seed={options['--seed']}")
         assert (options["--epochs"], options["--resume"], options["--dataset"]) == ("7", "auto", "glyphs")
@@ -155,7 +161,7 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
     sweep("losses")
     assert len(runs.commands) == done
     sweep("rebalancing")  # ce, bal_ce and bal_bce are there; the pretraining too
-    assert len(runs.of("pretrain.py")) == 1
+    assert len(runs.of(".pretrain")) == 1
     assert len(runs.commands) - done == 6
     done = len(runs.commands)
     sweep("stages")  # its first row says nothing where "losses" says bal_bce, the default: the same run
@@ -167,15 +173,15 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
 
 def test_where_pretraining_differs_its_time_is_part_of_the_table(runs, sweep):
     printed = sweep("decode_ratio")
-    assert "MGP, minutes" in printed and printed.count("| 1.0 |") == len(runs.of("pretrain.py")) == 3
+    assert "MGP, minutes" in printed and printed.count("| 1.0 |") == len(runs.of(".pretrain")) == 3
     assert "MGP, minutes" not in sweep("losses")
 
 
 def test_some_of_a_sweep_s_variants(runs, sweep, tmp_path):
     printed = sweep("losses", "--only", "bce", "ce")
-    assert len(runs.of("finetune.py")) == 2
+    assert len(runs.of(".finetune")) == 2
     assert "| ce |" in printed and "| bce |" in printed and "bal_bce" not in printed.split("--- |")[-1]
-    with pytest.raises(SystemExit, match="no variant 'bec' in this sweep; choose from: ce; bal_ce; bce; bal_bce"):
+    with pytest.raises(LiVTError, match="no variant 'bec' in this sweep; choose from: ce; bal_ce; bce; bal_bce"):
         sweep("losses", "--only", "bec")
 
 
@@ -187,16 +193,16 @@ def test_sweeps_of_two_imbalances_have_folders_of_their_own(runs, sweep, tmp_pat
 
 def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(runs, sweep):
     sweep("losses", "--finetune", "--epochs 7")
-    with pytest.raises(SystemExit, match="epochs was 7 and is now 8"):
+    with pytest.raises(LiVTError, match="epochs was 7 and is now 8"):
         sweep("losses", "--finetune", "--epochs 8")
-    with pytest.raises(SystemExit, match="mask_ratio was 0.75 and is now 0.5"):
+    with pytest.raises(LiVTError, match="mask_ratio was 0.75 and is now 0.5"):
         sweep("losses", "--pretrain", "--mask_ratio 0.5", "--finetune", "--epochs 7")
 
 
 def test_a_run_under_way_with_other_settings_is_not_gone_on_with(runs, sweep, tmp_path):
     sweep("losses", "--only", "ce", "--finetune", "--epochs 7")
     (tmp_path / "sweeps" / "glyphs" / "bft" / "loss=ce_seed=0" / "results.json").unlink()  # as if killed
-    with pytest.raises(SystemExit, match="epochs was 7 and is now 8"):
+    with pytest.raises(LiVTError, match="epochs was 7 and is now 8"):
         sweep("losses", "--only", "ce", "--finetune", "--epochs 8")
     done = len(runs.commands)
     with pytest.raises(FileExistsError):  # the stand-in makes its folder anew: it was asked to go on
@@ -206,11 +212,11 @@ def test_a_run_under_way_with_other_settings_is_not_gone_on_with(runs, sweep, tm
 
 def test_a_failed_run_is_reported_with_its_command_and_log_and_tried_again(runs, sweep, tmp_path):
     runs.failing = ("loss=bce",)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(LiVTError) as stopped:
         sweep("losses")
     said = str(stopped.value)
     log = tmp_path / "sweeps" / "glyphs" / "bft" / "loss=bce_seed=0.out"
-    assert f"failed; see {log}" in said and "finetune.py" in said and "--loss bce" in said
+    assert f"failed; see {log}" in said and "livt_hf.recipes.finetune" in said and "--loss bce" in said
     assert log.read_text() == "training loss=bce_seed=0\n"
     assert not (tmp_path / "sweeps" / "glyphs" / "losses").exists()
     runs.failing = ()
@@ -237,21 +243,41 @@ def test_a_sweep_over_a_folder_keeps_its_runs_out_of_that_folder(runs, sweep, tm
 
 
 def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_path):
-    module = runpy.run_path(str(RECIPES / "sweep.py"), run_name="sweep")
     (tmp_path / "data" / "here").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    said = ["tau", "--dataset", "data/here", "--source", "somewhere", f"--output_dir={tmp_path}"]
+    said = ["tau", "--dataset", "data/here", "--source", str(tmp_path), f"--output_dir={tmp_path}"]
     said += ["--finetune", f"--epochs 3 --lists {tmp_path} --base_lr=1e-3", "--imbalance_factor", "100"]
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *said])
-    expected = "tau --dataset FOLDER --source FOLDER --output_dir=FOLDER"
-    expected += " --finetune '--epochs 3 --lists FOLDER --base_lr=1e-3' --imbalance_factor 100"
-    assert module["command"]() == f"python recipes/sweep.py {expected}"
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "losses", "--dataset", "org/name"])
-    assert module["command"]() == "python recipes/sweep.py losses --dataset org/name"
+    printed = recipe.command(recipe.SweepSettings.parse(said))
+    assert str(tmp_path) not in printed and printed.count("FOLDER") == 4
+    again = recipe.SweepSettings.parse(shlex.split(printed)[2:])
+    assert (again.sweep, again.imbalance_factor, again.finetune) == (
+        "tau",
+        "100",
+        "--epochs 3 --lists FOLDER --base_lr=1e-3",
+    )
+    printed = recipe.command(recipe.SweepSettings.parse(["losses", "--dataset", "org/name", "--seeds", "0", "1"]))
+    assert printed == "livt sweep losses --dataset org/name --seeds 0 1"
+
+
+def test_a_dry_run_prints_the_commands_and_starts_nothing(runs, sweep):
+    printed = sweep("losses", "--dry_run").splitlines()
+    assert [shlex.split(line)[:2] for line in printed] == [["livt", "pretrain"]] + [["livt", "finetune"]] * 4
+    assert runs.commands == []
+
+
+def test_a_sweep_may_start_from_a_checkpoint_that_exists(runs, sweep):
+    printed = sweep("tau", "--pretrained", "org/model", "--dry_run").splitlines()
+    assert all("--pretrained org/model" in line and line.startswith("livt finetune") for line in printed)
+
+
+def test_a_plugin_is_handed_to_every_run(runs, sweep, tmp_path):
+    (tmp_path / "mine.py").write_text("")
+    printed = sweep("losses", "--plugin", tmp_path / "mine.py", "--dry_run").splitlines()
+    assert all(f"--plugin {tmp_path / 'mine.py'}" in line for line in printed)
 
 
 def test_the_list_names_every_ablation_and_its_variants(sweep):
-    printed = sweep("--list")
+    printed = sweep()
     for name, entry in SWEEPS.items():
         assert f"{name:14s} {entry.title}: {'; '.join(variant.label for variant in entry.variants)}" in printed
 

@@ -32,7 +32,7 @@ def test_a_terminal_shows_a_progress_bar(workplace):
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     options = ["--dataset", workplace / "pictures", *TINY, "--log_steps", 2]
-    run = RecipeRun("pretrain.py", workplace / "terminal", *options, output=Path(os.ttyname(slave)))
+    run = RecipeRun("pretrain", workplace / "terminal", *options, output=Path(os.ttyname(slave)))
     assert run.wait() == 0
     reader.join(10)
     text = b"".join(shown).decode()
@@ -43,7 +43,7 @@ def test_a_terminal_shows_a_progress_bar(workplace):
 
 
 def test_a_file_gets_plain_lines(workplace):
-    run = RecipeRun("pretrain.py", workplace / "file", "--dataset", workplace / "pictures", *TINY, "--log_steps", 4)
+    run = RecipeRun("pretrain", workplace / "file", "--dataset", workplace / "pictures", *TINY, "--log_steps", 4)
     assert run.wait() == 0
     lines = run.printed.splitlines()
     assert "\r" not in run.printed and "%|" not in run.printed
@@ -56,7 +56,7 @@ def test_a_file_gets_plain_lines(workplace):
 
 
 def test_the_next_command_of_a_small_folder_names_a_batch_it_can_fill(workplace):
-    run = RecipeRun("pretrain.py", workplace / "my run", "--dataset", workplace / "pictures", *TINY, "--max_steps", 1)
+    run = RecipeRun("pretrain", workplace / "my run", "--dataset", workplace / "pictures", *TINY, "--max_steps", 1)
     assert run.wait() == 0
     folder = workplace / "my run"
     assert run.printed.endswith(f"recipes/finetune.py --pretrained '{folder}' --batch_size 16\n")

@@ -17,9 +17,12 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, LoggerType
 from torch import nn
 
-from livt_hf.settings import PretrainArguments
+from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.results import Results
+from livt_hf.runs import Run, check_resumable
+from livt_hf.settings import PretrainSettings
 from livt_hf.training.checkpoints import CheckpointError, checkpoints
-from livt_hf.training.loop import Interrupted, Loop, make_accelerator, open_run
+from livt_hf.training.loop import Loop, make_accelerator, open_run
 from livt_hf.training.machine import StopOnSignal, available_cores, choose_precision, cpu_computes_bf16
 
 PER_EPOCH = 4
@@ -55,31 +58,28 @@ class Batches:
                 yield {"pixel_values": part}
 
 
-def squared_error(model, batch, epoch):
+def squared_error(model, batch, moment):
     return (model(batch["pixel_values"]) - 1).square().mean()
 
 
-def unchanged(batch, **key):
-    return batch
-
-
-def settings(folder: Path, **options) -> PretrainArguments:
+def settings(folder: Path, **options) -> PretrainSettings:
     """Three epochs with one of warm-up; the rate is base_lr itself."""
     defaults = dict(epochs=3, warmup_epochs=1, batch_size=256, base_lr=0.1, min_lr=0.01, log_steps=1, threads=1)
-    return PretrainArguments(output_dir=str(folder), **(defaults | options))
+    return PretrainSettings(output_dir=str(folder), **(defaults | options))
 
 
-def make_loop(arguments: PretrainArguments, loss_of=squared_error) -> Loop:
-    AcceleratorState._reset_state(reset_partial_state=True)
+def make_loop(arguments: PretrainSettings, loss_of=squared_error, resumed: Run | None = None) -> Loop:
     accelerator = make_accelerator(arguments)
     torch.manual_seed(0)
-    run = open_run(accelerator, arguments)
-    return Loop(accelerator, arguments, run, Line(), Batches(arguments.accumulation), loss_of, unchanged)
+    run = open_run(accelerator, arguments, resumed)
+    return Loop(accelerator, arguments, run, Line(), Batches(arguments.accumulation), loss_of)
 
 
-def resumed(arguments: PretrainArguments, **options) -> Loop:
-    arguments = PretrainArguments(**(vars(arguments) | {"resume": arguments.output_dir} | options))
-    loop = make_loop(arguments, options.get("loss_of", squared_error))
+def resumed(arguments: PretrainSettings, loss_of=squared_error, **options) -> Loop:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    arguments, run = PretrainSettings(**(vars(arguments) | options)), Run(Path(arguments.output_dir))
+    check_resumable(run, arguments)
+    loop = make_loop(arguments, loss_of, run)
     loop.resume()
     return loop
 
@@ -120,6 +120,17 @@ def test_two_micro_batches_of_four_make_the_step_of_eight(tmp_path):
         losses.append([line["loss"] for line in log_of(loop)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_every_micro_batch_of_every_update_draws_its_own_random_numbers(tmp_path):
+    drawn = []
+
+    def drawing(model, batch, moment):
+        drawn.append(torch.rand(()).item())  # as drop path does
+        return squared_error(model, batch, moment)
+
+    make_loop(settings(tmp_path / "run", accumulation=2), drawing).fit()
+    assert len(set(drawn)) == len(drawn) == 2 * 3 * PER_EPOCH
 
 
 def test_a_log_line_holds_the_mean_loss_since_the_one_before(tmp_path):
@@ -169,11 +180,11 @@ def test_a_run_that_dies_in_any_update_goes_on_from_the_last_checkpoint(tmp_path
     arguments = settings(tmp_path / "broken", ema_decay=0.5, log_steps=5, save_steps=3)
     calls = []
 
-    def dying(model, batch, epoch):
+    def dying(model, batch, moment):
         if len(calls) == last:
             raise Failing
-        calls.append(epoch)
-        return squared_error(model, batch, epoch)
+        calls.append(moment.epoch)
+        return squared_error(model, batch, moment)
 
     with pytest.raises(Failing):
         make_loop(arguments, dying).fit()
@@ -230,12 +241,12 @@ def test_resuming_runs_no_code_from_the_run_folder(tmp_path, name):
 def test_a_loss_that_becomes_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     calls = []
 
-    def nan_from_the_eighth(model, batch, epoch):
-        calls.append(epoch)
-        return squared_error(model, batch, epoch) * (math.nan if len(calls) >= 8 else 1)
+    def nan_from_the_eighth(model, batch, moment):
+        calls.append(moment.epoch)
+        return squared_error(model, batch, moment) * (math.nan if len(calls) >= 8 else 1)
 
     loop = make_loop(settings(tmp_path / "run", save_steps=3, log_steps=10), nan_from_the_eighth)
-    with pytest.raises(FloatingPointError) as raised:
+    with pytest.raises(LiVTError) as raised:
         loop.fit()
     good = tmp_path / "run" / "checkpoints" / "step-6"
     assert str(raised.value).startswith(f"the loss became nan at update 8; the last good checkpoint is {good}.")
@@ -250,7 +261,7 @@ def test_weights_that_became_infinite_are_not_saved(tmp_path):
             loop.bare_model.linear.weight.data.fill_(math.inf)
 
     loop.optimizer.optimizer.register_step_post_hook(overflow)
-    with pytest.raises(FloatingPointError, match="the weights became infinite or NaN at update 4; .*step-2"):
+    with pytest.raises(LiVTError, match="the weights became infinite or NaN at update 4; .*step-2"):
         loop.fit()
     assert [path.name for path in checkpoints(loop.run)] == ["step-2"]
 
@@ -296,7 +307,7 @@ def test_settings_that_touch_the_mathematics_cannot_change_on_resuming(tmp_path)
 
 def test_a_finished_run_is_not_resumed(tmp_path):
     arguments = settings(tmp_path / "run")
-    make_loop(arguments).run.write_results({})
+    make_loop(arguments).run.write_results(Results(stage="pretrain", dataset="glyphs"))
     with pytest.raises(ValueError, match="run is finished; there is nothing to resume"):
         resumed(arguments)
 
@@ -414,10 +425,10 @@ def test_a_launched_process_takes_all_cores(tmp_path):
     script = tmp_path / "threads.py"
     script.write_text(
         "import torch\n"
-        "from livt_hf.settings import PretrainArguments\n"
+        "from livt_hf.settings import PretrainSettings\n"
         "from livt_hf.training.loop import make_accelerator\n"
         "before = torch.get_num_threads()\n"
-        "make_accelerator(PretrainArguments())\n"
+        "make_accelerator(PretrainSettings())\n"
         "print('threads', before, torch.get_num_threads())\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

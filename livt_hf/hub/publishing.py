@@ -146,7 +146,7 @@ def _write_model(run: Path, folder: Path, stage: str, form: str) -> list[int] | 
     else:
         to_beit(model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(folder)
-    return model.config.class_counts
+    return model.config.long_tail.class_counts
 
 
 def _report_files(run: Path) -> list[Path]:

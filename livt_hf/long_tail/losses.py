@@ -1,14 +1,14 @@
 """The paper's logit biases (Theorems 1-3) and the losses it compares, as pure functions of logits and targets.
 
-Every loss takes `logits` (B, C) and `targets` (B, C): one-hot, soft or, for sigmoid losses, multi-hot; it sums over
-classes and averages over images. `LOSSES` says of each what a model needs to know. Half-precision logits are raised
-to float32 first.
+Every loss takes `logits` (B, C) and `targets` (B, C), which are one-hot, soft or, for sigmoid losses, multi-hot. It
+sums over the classes and returns one number per image (B,), which the head averages. `LOSSES` says of each loss what a
+model needs to know. Half-precision logits are raised to float32 first.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_odds
+
+if TYPE_CHECKING:
+    from livt_hf.long_tail.config import LongTailConfig
 
 
 def balanced_ce_bias(class_counts: Sequence[int], test_prior: Prior = None) -> Tensor:
@@ -31,7 +34,7 @@ def balanced_bce_bias(
 ) -> Tensor:
     """Theorem 2, logit(pi_s), and with a test prior Theorem 3, logit(pi_s) - logit(pi_t). (C,)
 
-    "uniform" gives Eq. 13: log pi - log(1 - pi) + log(C - 1). With several labels an image pass `num_images`.
+    "uniform" gives Eq. 13: log pi - log(1 - pi) + log(C - 1). Pass `num_images` where images may have several labels.
     """
     bias = log_odds(class_counts, num_images)
     if test_prior is not None:
@@ -54,13 +57,13 @@ def ldam_margins(class_counts: Sequence[int], max_margin: float) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    return -(weight * targets * _raised(logits).log_softmax(-1)).sum(dim=-1).mean()
+    return -(weight * targets * _raised(logits).log_softmax(-1)).sum(dim=-1)
 
 
 def binary_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     logits = _raised(logits)
     loss = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none")
-    return (weight * loss).sum(dim=-1).mean()
+    return (weight * loss).sum(dim=-1)
 
 
 def negative_tolerant_bce(logits: Tensor, targets: Tensor, tolerance: float) -> Tensor:
@@ -68,7 +71,7 @@ def negative_tolerant_bce(logits: Tensor, targets: Tensor, tolerance: float) -> 
     logits = _raised(logits)
     positive = targets * F.softplus(-logits)
     negative = (1 - targets) * F.softplus(tolerance * logits) / tolerance
-    return (positive + negative).sum(dim=-1).mean()
+    return (positive + negative).sum(dim=-1)
 
 
 def ldam(logits: Tensor, targets: Tensor, margins: Tensor, scale: float) -> Tensor:
@@ -82,13 +85,14 @@ def ldam(logits: Tensor, targets: Tensor, margins: Tensor, scale: float) -> Tens
     below_top = logits.softmax(-1).scatter(-1, top, 0.0)
     rest = logits.logsumexp(-1, keepdim=True) + torch.log1p(-below_top)  # (B, C)
     rest = rest.scatter(-1, top, logits.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True))
-    return (targets * F.softplus(rest - logits + scale * margins)).sum(dim=-1).mean()
+    return (targets * F.softplus(rest - logits + scale * margins)).sum(dim=-1)
 
 
 def lade_regulariser(logits: Tensor, targets: Tensor, prior: Tensor, strength: float) -> Tensor:
     """LADE's Donsker-Varadhan term (Hong et al., 2021): pulls each f_c towards a log density ratio. Hard labels only.
 
-    A class without an image in the batch has no mean logit; its partition term stays.
+    It is one number for the whole batch. A class without an image in the batch has no mean logit; its partition term
+    stays.
     """
     logits = _raised(logits)
     images, classes = logits.shape
@@ -104,7 +108,7 @@ def influence_balanced(logits: Tensor, targets: Tensor, features: Tensor, alpha:
     logits = _raised(logits)
     influence = (logits.softmax(-1) - targets).abs().sum(-1) * features.float().abs().sum(-1)  # (B,)
     loss = -(targets * logits.log_softmax(-1)).sum(dim=-1)
-    return (loss * alpha / (influence + 1e-3)).mean()
+    return loss * alpha / (influence + 1e-3)
 
 
 def _raised(logits: Tensor) -> Tensor:
@@ -112,33 +116,54 @@ def _raised(logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class ClassStatistics:
+    """What the class counts determine, one number per class (C,)."""
+
+    prior: Tensor  # n_j / N
+    class_weight: Tensor  # inverse effective numbers
+    margin: Tensor  # LDAM's
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Everything a loss may look at."""
+
+    logits: Tensor  # z (B, C), float32
+    adjusted: Tensor  # z + tau B for a balanced loss, z otherwise (B, C)
+    targets: Tensor  # (B, C)
+    features: Tensor  # what the classifier saw (B, D)
+    classes: ClassStatistics | None  # None where the head does not know the class counts
+    settings: "LongTailConfig"
+    progress: float  # how much of the training is done, from 0 to 1
+
+
+@dataclass(frozen=True)
 class LossSpec:
-    """A loss and what the head must know of it.
+    """A loss and what a head must know of it; `function` returns one number per image (B,) or one for the batch."""
 
-    `function(adjusted, targets, head, logits, features)`: `adjusted` is z + tau B for a balanced loss and z otherwise,
-    `head` the `LongTailHead` with the config and the tensors made of the class counts.
-    """
-
-    function: Callable[..., Tensor]
+    function: Callable[[LossInputs], Tensor]
     activation: Literal["softmax", "sigmoid"]
     balanced: bool = False
     needs_counts: bool = False
     soft_labels: bool = True
-    # Why activation(z + tau B) does not estimate the training posterior, if it does not.
-    no_posterior: str | None = None
+    # Why activation(z + tau B) does not estimate the training posterior, if it does not; may depend on the settings.
+    no_posterior: "str | Callable[[LongTailConfig], str | None] | None" = None
 
     @property
     def uses_counts(self) -> bool:
         return self.balanced or self.needs_counts
 
+    def why_no_posterior(self, settings: "LongTailConfig") -> str | None:
+        return self.no_posterior(settings) if callable(self.no_posterior) else self.no_posterior
+
 
 LOSSES: dict[str, LossSpec] = {}
 
 
-def register_loss(name: str, **spec) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Make a function a loss a config can name; keyword arguments are those of `LossSpec`."""
+def register_loss(name: str, **spec) -> Callable[[Callable[[LossInputs], Tensor]], Callable[[LossInputs], Tensor]]:
+    """Make a function of `LossInputs` a loss that a config can name; the keyword arguments are those of `LossSpec`."""
 
-    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def register(function: Callable[[LossInputs], Tensor]) -> Callable[[LossInputs], Tensor]:
         if name in LOSSES:
             raise LiVTError(f"a loss named {name!r} exists already; choose another name.")
         LOSSES[name] = LossSpec(function, **spec)
@@ -152,53 +177,55 @@ _REWEIGHTED = "its class weights change what the outputs estimate"
 
 @register_loss("ce", activation="softmax")
 @register_loss("bal_ce", activation="softmax", balanced=True)
-def _ce(adjusted, targets, head, logits, features):
-    return cross_entropy(adjusted, targets)
+def _ce(batch: LossInputs) -> Tensor:
+    return cross_entropy(batch.adjusted, batch.targets)
 
 
 @register_loss("bce", activation="sigmoid")
 @register_loss("bal_bce", activation="sigmoid", balanced=True)
-def _bce(adjusted, targets, head, logits, features):
-    return binary_cross_entropy(adjusted, targets)
+def _bce(batch: LossInputs) -> Tensor:
+    return binary_cross_entropy(batch.adjusted, batch.targets)
 
 
 @register_loss("cb_ce", activation="softmax", needs_counts=True, no_posterior=_REWEIGHTED)
-def _cb_ce(adjusted, targets, head, logits, features):
-    return cross_entropy(adjusted, targets, head.class_weight)
+def _cb_ce(batch: LossInputs) -> Tensor:
+    return cross_entropy(batch.adjusted, batch.targets, batch.classes.class_weight)
 
 
 # A weight on both terms of a class does not move its optimum, so these outputs stay posteriors.
 @register_loss("cb_bce", activation="sigmoid", needs_counts=True)
-def _cb_bce(adjusted, targets, head, logits, features):
-    return binary_cross_entropy(adjusted, targets, head.class_weight)
+def _cb_bce(batch: LossInputs) -> Tensor:
+    return binary_cross_entropy(batch.adjusted, batch.targets, batch.classes.class_weight)
 
 
 @register_loss(
     "ldam", activation="softmax", needs_counts=True, no_posterior="its margins and scale make the outputs scores"
 )
-def _ldam(adjusted, targets, head, logits, features):
-    return ldam(adjusted, targets, head.margin, head.config.ldam_scale)
+def _ldam(batch: LossInputs) -> Tensor:
+    return ldam(batch.adjusted, batch.targets, batch.classes.margin, batch.settings.ldam_scale)
 
 
 @register_loss(
     "lade", activation="softmax", balanced=True, soft_labels=False, no_posterior="its regulariser moves the outputs"
 )
-def _lade(adjusted, targets, head, logits, features):
-    regulariser = lade_regulariser(logits, targets, head.prior, head.config.lade_lambda)
-    return cross_entropy(adjusted, targets) + head.config.lade_weight * regulariser
+def _lade(batch: LossInputs) -> Tensor:
+    settings = batch.settings
+    regulariser = lade_regulariser(batch.logits, batch.targets, batch.classes.prior, settings.lade_lambda)
+    return cross_entropy(batch.adjusted, batch.targets).mean() + settings.lade_weight * regulariser
 
 
 @register_loss("ib", activation="softmax", soft_labels=False, no_posterior="its image weights move the outputs")
-def _ib(adjusted, targets, head, logits, features):
-    if not head.ib_active:
-        return cross_entropy(adjusted, targets)
-    return influence_balanced(adjusted, targets, features, head.config.ib_alpha)
+def _ib(batch: LossInputs) -> Tensor:
+    if batch.progress < batch.settings.ib_warmup:
+        return cross_entropy(batch.adjusted, batch.targets)
+    return influence_balanced(batch.adjusted, batch.targets, batch.features, batch.settings.ib_alpha)
 
 
-_TOLERANT = "its negative term is not a log likelihood unless nt_lambda is 1"
+def _tolerant(settings: "LongTailConfig") -> str | None:
+    return None if settings.nt_lambda == 1 else "its negative term is a log likelihood only where nt_lambda is 1"
 
 
-@register_loss("nt_bce", activation="sigmoid", no_posterior=_TOLERANT)
-@register_loss("bal_nt_bce", activation="sigmoid", balanced=True, no_posterior=_TOLERANT)
-def _nt_bce(adjusted, targets, head, logits, features):
-    return negative_tolerant_bce(adjusted, targets, head.config.nt_lambda)
+@register_loss("nt_bce", activation="sigmoid", no_posterior=_tolerant)
+@register_loss("bal_nt_bce", activation="sigmoid", balanced=True, no_posterior=_tolerant)
+def _nt_bce(batch: LossInputs) -> Tensor:
+    return negative_tolerant_bce(batch.adjusted, batch.targets, batch.settings.nt_lambda)

@@ -12,7 +12,7 @@ _BLOCK = 2**22  # scores sorted at a time
 
 
 class MultiLabelMetrics:
-    """Macro and per-group mAP. Keeps 5 bytes an image and class; over processes, gather batches before `update`.
+    """Macro and per-group mAP. Keeps 5 bytes per image and class; those of several processes `merge` into one.
 
     Average precision is the sum over thresholds of (recall gained) x precision, equal scores sharing a threshold
     (scikit-learn's definition). Classes without a positive test image take no part. A NaN score ranks last.

@@ -23,12 +23,12 @@ from livt_hf.reports import (
     training_curves,
 )
 from livt_hf.runs import LOG
-from livt_hf.settings import EvalArguments
+from livt_hf.settings import EvalSettings
 
 SAMPLES = 6
 
 
-def choose_folder(arguments: EvalArguments) -> Path:
+def choose_folder(arguments: EvalSettings) -> Path:
     """Where the report goes: the folder asked for, if there is none yet, or report, report-2, ... beside the model."""
     if arguments.report is not None:
         if Path(arguments.report).exists():
@@ -41,7 +41,7 @@ def choose_folder(arguments: EvalArguments) -> Path:
 
 def write_report(
     folder: Path,
-    arguments: EvalArguments,
+    arguments: EvalSettings,
     summary: dict,
     measured: dict[str, LongTailMetrics],
     pairs: ConfusionPairs,

@@ -1,4 +1,4 @@
-"""The one training loop of both stages, under Accelerate: exact to resume, the same on any number of processes."""
+"""The one training loop of both stages, under Accelerate: it resumes bit for bit, on any number of processes."""
 
 import contextlib
 import dataclasses
@@ -17,11 +17,13 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
+from transformers import BaseImageProcessor
 
-from livt_hf.errors import LiVTError
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.randomness import keyed_seed
-from livt_hf.runs import Run, check_same_settings, new_run, unfinished_run
-from livt_hf.settings import TrainingArguments
+from livt_hf.results import Results
+from livt_hf.runs import Run, new_run
+from livt_hf.settings import TrainingSettings
 from livt_hf.training.checkpoints import (
     checkpoints,
     independent_of_processes,
@@ -35,49 +37,42 @@ from livt_hf.training.optim import WarmupCosine, layer_decay_groups, scaled_lr
 logger = logging.getLogger(__name__)
 
 
-def make_accelerator(arguments: TrainingArguments) -> Accelerator:
-    trackers = arguments.trackers.split(",") if arguments.trackers else []
+def make_accelerator(settings: TrainingSettings) -> Accelerator:
+    trackers = settings.trackers.split(",") if settings.trackers else []
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in trackers:  # Accelerate leaves out in silence what is not installed
         if tracker not in available:
             raise LiVTError(
                 f"the tracker {tracker!r} is not installed; install it or leave it out (log.jsonl is always written)."
             )
-    precision = choose_precision(arguments.mixed_precision)
+    precision = choose_precision(settings.mixed_precision)
     accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_dir=".")
     check_distribution(accelerator.distributed_type)
     check_processes(accelerator.num_processes)
-    use_all_cores(accelerator.device, arguments.threads)
+    use_all_cores(accelerator.device, settings.threads)
     independent_of_processes(accelerator)
     return accelerator
 
 
-def open_run(accelerator: Accelerator, arguments: TrainingArguments) -> Run:
+def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
     """The folder this command works in, the same on every process: a new one, or the one to resume."""
-    found: list = [None]
-    if accelerator.is_main_process:
-        run = unfinished_run(arguments) if arguments.resume else None
-        if run is not None and run.finished:
-            raise LiVTError(f"{run.folder} is finished; there is nothing to resume.")
-        if run is None:
-            run = new_run(arguments)
-            run.begin(arguments)
-        else:
-            check_same_settings(run, arguments)
-        found = [run]
+    found = [resumed]
+    if accelerator.is_main_process and resumed is None:
+        found = [new_run(settings)]
+        found[0].begin(settings)
     broadcast_object_list(found)
     run = found[0]
     accelerator.project_configuration.logging_dir = str(run.folder)
-    settings = {name: value for name, value in dataclasses.asdict(arguments).items() if value is not None}
-    accelerator.init_trackers("livt_hf", settings, {"wandb": {"name": str(run.folder)}})
+    said = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
+    accelerator.init_trackers("livt_hf", said, {"wandb": {"name": str(run.folder)}})
     return run
 
 
-def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
-    groups = layer_decay_groups(model, arguments.weight_decay, getattr(arguments, "layer_decay", 1.0))
-    lr = scaled_lr(arguments.base_lr, arguments.batch_size)
-    betas = 0.9, arguments.adam_beta2
-    if getattr(arguments, "optimizer", "adamw") == "lamb":
+def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
+    groups = layer_decay_groups(model, settings.weight_decay, getattr(settings, "layer_decay", 1.0))
+    lr = scaled_lr(settings.base_lr, settings.batch_size)
+    betas = 0.9, settings.adam_beta2
+    if getattr(settings, "optimizer", "adamw") == "lamb":
         from timm.optim import Lamb
 
         return Lamb(groups, lr=lr, betas=betas)
@@ -97,12 +92,18 @@ class Progress:
     seconds: float = 0.0
 
 
-class Interrupted(Exception):
-    """The run was asked to stop, saved itself and can go on."""
+@dataclass(frozen=True)
+class Moment:
+    """Where in a run a micro-batch is trained on: all that randomness beyond a single image is keyed by."""
+
+    epoch: int
+    update: int
+    micro: int = 0
+    rank: int = 0
 
 
 class Loop:
-    """Trains a model: `loss_of(model, batch, epoch)` is the stage, everything else is the same for both.
+    """Trains a model: `loss_of(model, batch, moment)` is the stage, everything else is the same for both.
 
     All randomness is keyed (see randomness.py): data by (seed, epoch, image), the rest by (seed, update, process). So
     the state of a run is its weights, its optimizer and the number of the update.
@@ -111,35 +112,34 @@ class Loop:
     def __init__(
         self,
         accelerator: Accelerator,
-        arguments: TrainingArguments,
+        settings: TrainingSettings,
         run: Run,
         model: nn.Module,
         loader,
-        loss_of: Callable[[nn.Module, dict, int], Tensor],
-        device_transform: Callable[..., dict],
+        loss_of: Callable[[nn.Module, dict, Moment], Tensor],
     ):
-        self.accelerator, self.arguments, self.run, self.loader = accelerator, arguments, run, loader
-        self.loss_of, self.device_transform = loss_of, device_transform
+        self.accelerator, self.settings, self.run, self.loader = accelerator, settings, run, loader
+        self.loss_of = loss_of
         self.per_epoch = loader.updates_per_epoch
-        self.total = arguments.epochs * self.per_epoch
-        if arguments.max_steps is not None:
-            self.total = min(self.total, arguments.max_steps)
-        if arguments.gradient_checkpointing:
+        self.total = settings.epochs * self.per_epoch
+        if settings.max_steps is not None:
+            self.total = min(self.total, settings.max_steps)
+        if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        if arguments.compile:
+        if settings.compile:
             model.compile()  # in place: no wrapper, so checkpoints keep their names
-        optimizer = make_optimizer(model, arguments)
+        optimizer = make_optimizer(model, settings)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.schedule = WarmupCosine(
             self.optimizer,
-            peak=scaled_lr(arguments.base_lr, arguments.batch_size),
-            floor=arguments.min_lr,
-            warmup=min(round(arguments.warmup_epochs * self.per_epoch), self.total // 2),
+            peak=scaled_lr(settings.base_lr, settings.batch_size),
+            floor=settings.min_lr,
+            warmup=min(round(settings.warmup_epochs * self.per_epoch), self.total // 2),
             total=self.total,
         )
         self.ema = None
-        if arguments.ema_decay is not None:
-            self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(arguments.ema_decay))
+        if settings.ema_decay is not None:
+            self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay))
             keep_in_checkpoints(accelerator, self.ema, "ema")
         self.progress = Progress()
 
@@ -193,18 +193,18 @@ class Loop:
                     self._update(batches, epoch)
                     bar.update()
                     self.progress.seconds = seconds_before + time.monotonic() - started
-                    if self.progress.update % self.arguments.log_steps == 0 or self.progress.update == self.total:
+                    if self.progress.update % self.settings.log_steps == 0 or self.progress.update == self.total:
                         bar.set_postfix(self._log())
                     if step == self.per_epoch - 1 or self.progress.update == self.total:
                         self._log_evaluation(after_epoch(epoch), epoch)
-                    due = time.monotonic() - saved > 60 * self.arguments.save_minutes
+                    due = time.monotonic() - saved > 60 * self.settings.save_minutes
                     stop, save = self._agree(stopping.requested or self._out_of_time(started), due)
                     finished = self.progress.update == self.total
                     if stop or save or finished or self._at_save_step():
                         self._check_finite()
                         self._check_weights()
                         save_checkpoint(
-                            self.accelerator, self.run, vars(self.progress), self.arguments.save_total_limit
+                            self.accelerator, self.run, vars(self.progress), self.settings.save_total_limit
                         )
                         saved = time.monotonic()
                     if stop and not finished:
@@ -212,24 +212,22 @@ class Loop:
 
     def _update(self, batches: Iterable[dict], epoch: int) -> None:
         """One update: all micro-batches, each weighted alike, then one optimizer step."""
-        accelerator, arguments, update = self.accelerator, self.arguments, self.progress.update
+        accelerator, settings, update = self.accelerator, self.settings, self.progress.update
         self._lr = self.schedule.set(update)
         total = 0.0
-        for micro in range(arguments.accumulation):
+        for micro in range(settings.accumulation):
             # Drop path draws from the global generator; keyed like this it needs no state to resume.
-            torch.manual_seed(keyed_seed(arguments.seed, update, micro, accelerator.process_index))
+            torch.manual_seed(keyed_seed(settings.seed, update, micro, accelerator.process_index))
             batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in next(batches).items()}
-            batch = self.device_transform(
-                batch, epoch=epoch, update=update, micro=micro, rank=accelerator.process_index
-            )
-            last = micro == arguments.accumulation - 1
+            moment = Moment(epoch, update, micro, accelerator.process_index)
+            last = micro == settings.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
                 with accelerator.autocast():
-                    loss = self.loss_of(self.model, batch, epoch) / arguments.accumulation
+                    loss = self.loss_of(self.model, batch, moment) / settings.accumulation
                 accelerator.backward(loss)
             total = total + loss.detach()
-        if arguments.clip_grad is not None:
-            accelerator.clip_grad_norm_(self.model.parameters(), arguments.clip_grad)
+        if settings.clip_grad is not None:
+            accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.ema is not None:
@@ -266,7 +264,7 @@ class Loop:
         self._check_finite()
         losses, progress = self._settle_losses(), self.progress
         then, since = self._window
-        speed = (progress.update - since) * self.arguments.batch_size / (time.monotonic() - then)
+        speed = (progress.update - since) * self.settings.batch_size / (time.monotonic() - then)
         self._window = time.monotonic(), progress.update
         line = {
             "update": progress.update,
@@ -300,11 +298,11 @@ class Loop:
         return (self.accelerator.reduce(flags, "sum") > 0).tolist()
 
     def _at_save_step(self) -> bool:
-        every = self.arguments.save_steps
+        every = self.settings.save_steps
         return every is not None and self.progress.update % every == 0
 
     def _out_of_time(self, started: float) -> bool:
-        limit = self.arguments.max_hours
+        limit = self.settings.max_hours
         return limit is not None and time.monotonic() - started > 3600 * limit
 
     @property
@@ -312,12 +310,12 @@ class Loop:
         return self.accelerator.is_main_process and sys.stderr.isatty()
 
 
-def finish_run(loop: Loop, run: Run, processor, results: dict) -> None:
+def finish_run(loop: Loop, processor: BaseImageProcessor, results: Results) -> None:
     """Write the final model and its processor, then the results that mark the run as finished."""
     accelerator = loop.accelerator
     if accelerator.is_main_process:
-        loop.final_model.save_pretrained(run.folder)
-        processor.save_pretrained(run.folder)
-        run.write_results(results)
+        loop.final_model.save_pretrained(loop.run.folder)
+        processor.save_pretrained(loop.run.folder)
+        loop.run.write_results(results)
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.measuring import compared, peak_megabytes
 from datasets import ClassLabel, Dataset, Features, Image
+from livt_hf.recipes.benchmarks.measuring import compared, peak_megabytes
 from PIL import Image as PILImage
 from timm.data import create_transform
 from timm.data.constants import IMAGENET_DEFAULT_MEAN as MEAN

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from benchmarks.launch import launch_ours
-from benchmarks.measuring import median_seconds, peak_megabytes
 from datasets import ClassLabel, Dataset, Features
+from livt_hf.recipes.benchmarks.launch import launch_ours
+from livt_hf.recipes.benchmarks.measuring import median_seconds, peak_megabytes
 
 from livt_hf.data import class_counts, exponential_counts, long_tail_indices
 from livt_hf.data.labels import labels_of

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.measuring import compared
+from livt_hf.recipes.benchmarks.measuring import compared
 
 HERE = Path(__file__).parent
 

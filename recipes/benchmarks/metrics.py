@@ -7,7 +7,7 @@ calibration.
 
 import numpy as np
 import torch
-from benchmarks.measuring import peak_megabytes, processor_seconds
+from livt_hf.recipes.benchmarks.measuring import peak_megabytes, processor_seconds
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, recall_score, top_k_accuracy_score
 

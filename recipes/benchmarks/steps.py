@@ -5,7 +5,7 @@ from functools import partial
 
 import timm
 import torch
-from benchmarks.measuring import compared, median_seconds
+from livt_hf.recipes.benchmarks.measuring import compared, median_seconds
 from timm.loss import BinaryCrossEntropy
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEForPreTraining

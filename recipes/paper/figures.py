@@ -1,22 +1,25 @@
 """The paper's pictures, made from formulas and from your runs.
 
-python recipes/figures.py biases FOLDER                 # Theorem 1 against 3, over pi and over gamma
-python recipes/figures.py curves FILE.png RUN...        # loss, rate and accuracy of one or several runs
-python recipes/figures.py reconstructions FILE.png RUN...   # pretraining runs on the same pictures and masks
+python recipes/paper/figures.py biases FOLDER                 # Theorem 1 against 3, over pi and over gamma
+python recipes/paper/figures.py curves FILE.png RUN...        # loss, rate and accuracy of one or several runs
+python recipes/paper/figures.py reconstructions FILE.png RUN...   # pretraining runs on the same images and masks
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoImageProcessor
 
 from livt_hf import LiViTForPreTraining
-from livt_hf.commands import load_data, run_command
+from livt_hf.commands import run_command
+from livt_hf.data import load_data
+from livt_hf.errors import LiVTError
 from livt_hf.pretraining import held_out_images, reconstruction_rows
 from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
 from livt_hf.runs import LOG, RESULTS, Run
-from livt_hf.settings import PretrainArguments
+from livt_hf.settings import PretrainSettings
 
 
 def biases(folder: Path) -> list[Path]:
@@ -29,34 +32,34 @@ def curves(file: Path, runs: list[Run]) -> list[Path]:
 
 @torch.no_grad()
 def reconstructions(file: Path, runs: list[Run]) -> list[Path]:
-    """One column a run; pictures, masks and processor are those of the first run's data."""
-    pictures = held_out_images(load_data(PretrainArguments(**runs[0].arguments)), 8)
+    """One column per run; images, masks and processor are those of the first run's data."""
+    images = held_out_images(load_data(PretrainSettings(**runs[0].settings_of(PretrainSettings))), 8)
     processor = AutoImageProcessor.from_pretrained(runs[0].folder)
     models = [LiViTForPreTraining.from_pretrained(run.folder) for run in runs]
     sizes = {(model.config.image_size, model.config.patch_size, model.config.mask_ratio) for model in models}
     if len(sizes) > 1:
-        raise ValueError(f"the runs differ in image size, patch size or mask ratio {sorted(sizes)}: no common masks.")
-    first, *others = [reconstruction_rows(model, pictures, processor, seed=0) for model in models]
+        raise LiVTError(f"the runs differ in image size, patch size or mask ratio {sorted(sizes)}: no common masks.")
+    first, *others = [reconstruction_rows(model, images, processor, seed=0) for model in models]
     rows = [[*row, *(other[number][2] for other in others)] for number, row in enumerate(first)]
     return [reconstruction_sheet(rows, file, ["image", "masked", *(str(run.folder) for run in runs)])]
 
 
-def main():
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", choices=["biases", "curves", "reconstructions"])
     parser.add_argument("output", type=Path)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     runs = [Run(folder) for folder in arguments.runs]
     if arguments.figure == "biases":
         written = biases(arguments.output)
     else:
         if not runs:
-            raise SystemExit(f"{arguments.figure} needs the folder of at least one run.")
+            raise LiVTError(f"{arguments.figure} needs the folder of at least one run.")
         needed = LOG if arguments.figure == "curves" else RESULTS
         for run in runs:
             if not (run.folder / needed).exists():
-                raise ValueError(f"{run.folder} has no {needed}: name the folder of a run, runs/GROUP/NUMBER.")
+                raise LiVTError(f"{run.folder} has no {needed}: name the folder of a run, runs/GROUP/NUMBER.")
         written = {"curves": curves, "reconstructions": reconstructions}[arguments.figure](arguments.output, runs)
     print("\n".join(str(path) for path in written))
 

@@ -1,7 +1,7 @@
 """What the paper's training costs, on paper: operations, memory and hours on GPUs, without running it.
 
-    python recipes/scale.py                          # eight GPUs of 80 GB and 312 TFLOP/s (A100, bfloat16)
-    python recipes/scale.py --gpus 16 --tflops 990 --utilisation 0.4
+    python recipes/paper/scale.py                          # eight GPUs of 80 GB and 312 TFLOP/s (A100, bfloat16)
+    python recipes/paper/scale.py --gpus 16 --tflops 990 --utilisation 0.4
 
 Operations and activations are counted on tensors without data that go through our own models, forward and backward
 under bfloat16 autocast. Hours are operations over a rate, and two rates are shown: the one of the authors' log, and
@@ -13,6 +13,7 @@ data` recorded.
 import argparse
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,31 +25,31 @@ from torch.utils.flop_counter import FlopCounterMode
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.reports import markdown_table
-from livt_hf.settings import FinetuneArguments, PretrainArguments, parse
+from livt_hf.settings import FinetuneSettings, PretrainSettings
 
-HERE = Path(__file__).parent
-CONFIGS = HERE / "configs"
+RECIPES = Path(__file__).parents[1]
+CONFIGS = RECIPES / "configs"
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142}
 RUNS = [
-    (PretrainArguments, "imagenet-lt", "base"),
-    (FinetuneArguments, "imagenet-lt", "base"),
-    (PretrainArguments, "imagenet-lt", "large"),
-    (FinetuneArguments, "imagenet-lt", "large"),
-    (PretrainArguments, "inat18", "base"),
-    (FinetuneArguments, "inat18", "base"),
+    (PretrainSettings, "imagenet-lt", "base"),
+    (FinetuneSettings, "imagenet-lt", "base"),
+    (PretrainSettings, "imagenet-lt", "large"),
+    (FinetuneSettings, "imagenet-lt", "large"),
+    (PretrainSettings, "inat18", "base"),
+    (FinetuneSettings, "inat18", "base"),
 ]
 AUTHORS_GPU_HOURS = 4 * 23.5  # their log of fine-tuning ViT-B on iNat18 at 224 pixels
 BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two moments
 
 
-def main():
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--memory", type=float, default=80, help="of a GPU, GB")
     parser.add_argument("--tflops", type=float, default=312, help="peak of a GPU, 10^12 operations a second")
     parser.add_argument("--utilisation", type=float, default=0.4, help="share of the peak")
     parser.add_argument("--output", default=None, help="JSON file for the rows")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     rows = [cost(*run) for run in RUNS]
     authors_rate = rows[-1]["operations"] / (AUTHORS_GPU_HOURS * 3600)
     rate = arguments.utilisation * arguments.tflops * 1e12
@@ -70,15 +71,15 @@ def main():
 
 
 def cost(stage, dataset: str, size: str) -> dict:
-    """One stage of the paper on one data set, as its config sets it."""
-    large = size == "large" and stage is FinetuneArguments  # the one that has a config of its own
+    """One stage of the paper on one dataset, as its config sets it."""
+    large = size == "large" and stage is FinetuneSettings  # the one that has a config of its own
     words = ["--config", str(CONFIGS / "finetune-imagenet-lt-large.yaml")] if large else ["--dataset", dataset]
-    settings = parse(stage, [*words, "--model_size", size], configs=CONFIGS)
+    settings = stage.parse([*words, "--model_size", size], CONFIGS)
     pixels = settings.image_size or 224
     few, many = (step_cost(stage, size, pixels, CLASSES[dataset], images) for images in (8, 16))
     operations = (many["operations"] - few["operations"]) / 8
     return {
-        "stage": "MGP" if stage is PretrainArguments else "BFT",
+        "stage": "MGP" if stage is PretrainSettings else "BFT",
         "dataset": dataset,
         "model_size": size,
         "image_size": pixels,
@@ -93,7 +94,7 @@ def cost(stage, dataset: str, size: str) -> dict:
 
 def step_cost(stage, size: str, pixels: int, classes: int, images: int) -> dict:
     """Operations of forward and backward and the bytes autograd keeps between them, of a model that has no data."""
-    if stage is PretrainArguments:
+    if stage is PretrainSettings:
         kind, config = LiViTForPreTraining, pretraining_config(size, image_size=pixels)
     else:
         kind = LiViTForImageClassification
@@ -124,7 +125,7 @@ def step_cost(stage, size: str, pixels: int, classes: int, images: int) -> dict:
 
 def images_a_core() -> dict[str, float]:
     """Images a second that one core decodes and augments for each stage, from the recorded benchmark."""
-    recorded = json.loads((HERE / "results" / "benchmark.json").read_text())
+    recorded = json.loads((RECIPES / "results" / "benchmark.json").read_text())
     stages = ("MGP", "BFT")
     return {stage: next(r["ours"] for r in recorded if r["question"].startswith(f"{stage} input")) for stage in stages}
 

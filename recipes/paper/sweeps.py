@@ -1,14 +1,14 @@
 """The paper's ablations: what varies in each, and the table and plot its results make."""
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from livt_hf.hub.paper import paper_table
+from livt_hf.results import Results
+from livt_hf.settings import FinetuneSettings
 
-METRICS = ("accuracy", "many", "medium", "few", "ece")
+REPORTED = ("accuracy", "many", "medium", "few", "ece")
 
 
 @dataclass(frozen=True)
@@ -119,35 +119,39 @@ SWEEPS: dict[str, Sweep] = {
 }
 
 
-def paper_row(sweep: Sweep, variant: Variant, dataset: str, imbalance_factor: float | None) -> dict | None:
+def paper_row(sweep: Sweep, variant: Variant, base: FinetuneSettings) -> dict | None:
     """The paper's numbers (percent) for a variant, ViT-B at 224 where there are several."""
     if sweep.table is None or not variant.paper:
         return None
-    wanted = variant.paper | {"dataset": dataset, "model_size": "base", "image_size": 224}
+    wanted = variant.paper | {"dataset": base.dataset, "model_size": "base", "image_size": 224}
     for row in paper_table(sweep.table):
-        same_tail = row.get("imbalance_factor") in (None, imbalance_factor)
+        same_tail = row.get("imbalance_factor") in (None, base.imbalance_factor)
         if same_tail and all(row.get(key) == value for key, value in wanted.items()):
-            return {name: row[name] for name in METRICS if name in row}
+            return {name: row[name] for name in REPORTED if name in row}
     return None
 
 
-def summarise(results: dict[str, list[dict]], paper: Callable[[str], dict | None] = lambda label: None) -> list[dict]:
-    """A row a variant: mean and deviation (percent) over its seeds, and the paper's numbers where it has them.
+def summarise(
+    results: dict[str, list[Results]],
+    paper: Callable[[str], dict | None] = lambda label: None,
+    pretraining: dict[str, list[Results]] | None = None,
+) -> list[dict]:
+    """One row per variant: mean and deviation (percent) over its seeds, and the paper's numbers where it has them.
 
-    `pretrain_seconds` in a run is what its first stage took, given where the variants differ in it.
+    `pretraining` holds the first stages of the runs, given where the variants differ in them.
     """
     rows = []
     for label, runs in results.items():
         row = {"variant": label, "seeds": len(runs)}
-        for name in METRICS:
-            values = [100 * run["metrics"][name] for run in runs if run["metrics"][name] is not None]
+        for name in REPORTED:
+            values = [100 * run.metrics[name] for run in runs if run.metrics[name] is not None]
             row[name] = statistics.fmean(values) if values else None
             row[f"{name}_deviation"] = statistics.stdev(values) if len(values) > 1 else None
-        posterior = [100 * run["posterior"]["accuracy"] for run in runs if run["posterior"]]
+        posterior = [100 * run.posterior["accuracy"] for run in runs if run.posterior]
         row["posterior_accuracy"] = statistics.fmean(posterior) if posterior else None
-        row["minutes"] = statistics.fmean(run["seconds"] / 60 for run in runs)
-        pretraining = [run["pretrain_seconds"] / 60 for run in runs if run.get("pretrain_seconds")]
-        row["pretrain_minutes"] = statistics.fmean(pretraining) if pretraining else None
+        row["minutes"] = statistics.fmean(run.seconds / 60 for run in runs)
+        first = pretraining[label] if pretraining else []
+        row["pretrain_minutes"] = statistics.fmean(run.seconds / 60 for run in first) if first else None
         row["paper"] = paper(label)
         rows.append(row)
     return rows
@@ -164,7 +168,7 @@ def table_rows(rows: list[dict]) -> list[dict]:
 
     table = []
     for row in rows:
-        line = {"variant": row["variant"]} | {name: cell(row, name) for name in METRICS}
+        line = {"variant": row["variant"]} | {name: cell(row, name) for name in REPORTED}
         posterior = row["posterior_accuracy"]
         line |= {"posterior rule": "-" if posterior is None else f"{posterior:.1f}", "seeds": row["seeds"]}
         if any(other.get("pretrain_minutes") for other in rows):
@@ -174,7 +178,3 @@ def table_rows(rows: list[dict]) -> list[dict]:
             line["paper (ViT-B)"] = row["paper"]["accuracy"] if row["paper"] else "-"
         table.append(line)
     return table
-
-
-def load_results(folders: list[Path]) -> list[dict]:
-    return [json.loads((folder / "results.json").read_text()) for folder in folders]

@@ -1,7 +1,7 @@
 """Write the tables of README.md and results/README.md from the result files in recipes/results.
 
-    python recipes/tables.py            # rewrites them between their markers
-    python recipes/tables.py --check    # fails where they are out of date
+    python recipes/paper/tables.py            # rewrites them between their markers
+    python recipes/paper/tables.py --check    # fails where they are out of date
 
 A marker says what goes before its closing one: `<!-- results cifar100-lt/losses -->` the sweeps it names,
 `<!-- benchmark MGP input; BFT -->` the questions that begin so; without names all.
@@ -11,19 +11,20 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from livt_hf.recipes.paper.sweeps import table_rows
 
 from livt_hf.reports import markdown_table
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-PAGES = (HERE.parent / "README.md", RESULTS / "README.md")
+RECIPES = Path(__file__).parents[1]
+RESULTS = RECIPES / "results"
+PAGES = (RECIPES.parent / "README.md", RESULTS / "README.md")
 
 
 def results_section(which: str, page: Path) -> str:
-    """A table for each sweep: results/<dataset>/<sweep>.json, as recipes/sweep.py writes it."""
+    """One table per sweep: results/<dataset>/<sweep>.json, as `livt sweep` writes it."""
     paths = [RESULTS / f"{name}.json" for name in which.split()] or sorted(RESULTS.glob("*/*.json"))
     parts = []
     for path in paths:
@@ -69,10 +70,14 @@ def render(text: str, page: Path) -> str:
     return marked.sub(filled, text)
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
     stale = [page for page in PAGES if render(page.read_text(), page) != page.read_text()]
-    if "--check" in sys.argv[1:]:
-        names = ", ".join(page.relative_to(HERE.parent).as_posix() for page in stale)
-        sys.exit(f"{names}: out of date; run python recipes/tables.py" if stale else 0)
+    if "--check" in (sys.argv[1:] if argv is None else argv):
+        names = ", ".join(page.relative_to(RECIPES.parent).as_posix() for page in stale)
+        sys.exit(f"{names}: out of date; run python recipes/paper/tables.py" if stale else 0)
     for page in stale:
         page.write_text(render(page.read_text(), page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Checkpoints to be measured or served: how they are loaded, what they know, and what a run lends to a command."""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    BaseImageProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from livt_hf.data.labels import class_feature
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.head import LongTailHead
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.modeling_livit_mae import LiViTForPreTraining
+from livt_hf.runs import ARGUMENTS, Run, newest_finished, runs_folder
+from livt_hf.settings import DataSettings, FinetuneSettings
+
+
+def load_checkpoint(path: str) -> PreTrainedModel:
+    """A LiViT in either of its forms, a ViTMAE, or any other image classifier."""
+    with _refusing_what_is_not_there(path):
+        config, _ = PreTrainedConfig.get_config_dict(path)
+        kind = config.get("model_type")
+        if kind is None:
+            raise LiVTError(f"{path} holds no model: it has no config.json with a model_type.")
+        if kind == "vit_mae":
+            return LiViTForPreTraining.from_pretrained(path).eval()
+        if kind == "livit" or "livit" in config:
+            return LiViTForImageClassification.from_pretrained(path).eval()
+        return AutoModelForImageClassification.from_pretrained(path, use_safetensors=True).eval()
+
+
+def load_classifier(path: str) -> PreTrainedModel:
+    with _refusing_what_is_not_there(path):
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    if config.get("model_type") == "vit_mae":
+        raise LiVTError(f"{path} is a pretraining, which knows no classes; fine-tune it first.")
+    return load_checkpoint(path)
+
+
+@contextlib.contextmanager
+def _refusing_what_is_not_there(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        words = " ".join(str(error).split())
+        raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
+
+
+def load_processor(path: str) -> BaseImageProcessor:
+    """The image processor that was saved beside a checkpoint."""
+    try:
+        return AutoImageProcessor.from_pretrained(path)
+    except OSError as error:
+        raise LiVTError(
+            f"{path} has no image processor (preprocessor_config.json), so it is unknown how its images are "
+            "prepared; save the one it was trained with beside it."
+        ) from error
+
+
+def class_names(model: PreTrainedModel) -> list[str]:
+    """In the order of the model's outputs."""
+    return [model.config.id2label[label] for label in range(model.config.num_labels)]
+
+
+def is_multi_label(model: PreTrainedModel) -> bool:
+    return model.config.problem_type == "multi_label_classification"
+
+
+def head_of(model: PreTrainedModel) -> LongTailHead | None:
+    """The head that knows the class prior, or None for a model without one."""
+    return model.head if isinstance(model, LiViTForImageClassification) else None
+
+
+def why_no_posterior(model: PreTrainedModel) -> str | None:
+    """Why a checkpoint gives no class probabilities under a prior, or None where it does."""
+    if isinstance(model, LiViTForPreTraining):
+        return "it is no classifier"
+    head = head_of(model)
+    return "it does not know its training prior" if head is None else head.no_posterior
+
+
+def check_posterior(model: PreTrainedModel) -> None:
+    """Refuse a prior for a model that has no use for it."""
+    why = why_no_posterior(model)
+    if why is not None:
+        raise LiVTError(
+            f"{model.name_or_path} gives no probabilities under a prior ({why}); ask for them without a prior."
+        )
+
+
+def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
+    """Refuse to measure a model on classes that are not its own."""
+    names, known = class_feature(dataset).names, class_names(model)
+    if len(names) != len(known):
+        raise LiVTError(f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first.")
+    unnamed = known == [f"LABEL_{i}" for i in range(len(known))]
+    if not unnamed and known != names:
+        first = next(i for i in range(len(names)) if names[i] != known[i])
+        raise LiVTError(
+            f"class {first} is {known[first]!r} to the model and {names[first]!r} in the data; "
+            "bring the classes into the order of the model's id2label."
+        )
+
+
+def choose_device(asked: str | None) -> torch.device:
+    """The device that was asked for, or the fastest one that is there."""
+    present: dict[str, Callable[[], bool]] = {
+        "cuda": torch.cuda.is_available,
+        "mps": torch.backends.mps.is_available,
+        "cpu": lambda: True,
+    }
+    if asked is None:
+        return torch.device(next(name for name, is_there in present.items() if is_there()))
+    if asked.split(":")[0] not in present or not present[asked.split(":")[0]]():
+        there = ", ".join(name for name, is_there in present.items() if is_there())
+        raise LiVTError(f"there is no device {asked!r} here; choose one of {there}.")
+    return torch.device(asked)
+
+
+def lent_by_run(asked: dict) -> dict:
+    """What an evaluation takes from a run where it was not told: the model, its data, its plugin."""
+    lent = {}
+    if asked.get("model", "auto") == "auto":
+        run = newest_finished(FinetuneSettings)
+        if run is None:
+            raise LiVTError(f"there is no finished fine-tuning under {runs_folder()}; name a checkpoint with --model.")
+        lent["model"] = str(run.folder)
+    else:
+        run = Run(Path(asked["model"]))
+    if "dataset" not in asked:
+        if not run.finished:
+            raise LiVTError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
+        saved = run.arguments
+        names = set(DataSettings.names()) - {"plugin"}
+        lent |= {name: saved[name] for name in names if saved.get(name) is not None}
+    if "plugin" not in asked:
+        lent["plugin"] = lent_plugin(run.folder)
+    return lent
+
+
+def lent_plugin(folder: Path) -> str | None:
+    """The plugin a run was trained with. One in the model's own folder is not run unasked: it may be a download."""
+    if not (folder / ARGUMENTS).exists():
+        return None
+    plugin = Run(folder).arguments.get("plugin")
+    if plugin is not None and _lies_in(plugin, folder):
+        raise LiVTError(
+            f"{folder} was trained with the plugin {plugin}, which lies in the model's own folder; code that comes "
+            f"with a model is not run unasked: read it, then pass --plugin {plugin}."
+        )
+    return plugin
+
+
+def _lies_in(plugin: str, folder: Path) -> bool:
+    if plugin.endswith(".py"):
+        places = [plugin]
+    else:  # of a module `a.b` the package `a` is looked for, for importing it would already run its code
+        spec = importlib.util.find_spec(plugin.split(".")[0])
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return any(Path(place).expanduser().resolve().is_relative_to(folder.resolve()) for place in places if place)

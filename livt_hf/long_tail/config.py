@@ -1,0 +1,155 @@
+"""`LongTailConfig`: the settings of a long-tailed head, saved as `config.long_tail` of any image classifier."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.losses import LOSSES, LossSpec
+from livt_hf.long_tail.priors import as_prior
+
+
+@dataclass(frozen=True, eq=False)
+class LongTailConfig(dict):
+    """How a classifier learns from imbalanced classes; the defaults are the paper's.
+
+    It is a dictionary as well, so that the config of every transformers model can save it as JSON.
+
+    loss: a name of `livt_hf.losses.LOSSES`.
+    class_counts: training images of each class.
+    num_train_images: must be given where an image may have several labels; elsewhere it is the sum of the counts.
+    tau: strength of the logit bias.
+    test_prior: None (Theorem 2), "uniform" (Eq. 13) or one probability per class (Theorem 3).
+    bias: bias of balanced sigmoid losses: "bce" (Theorems 2 and 3) or "ce" (Theorem 1, the paper's negative example).
+    head_start: where the bias of the classifier starts under a sigmoid loss: "prior", logit(test_prior), or "zero".
+    label_smoothing: applied once, in the loss, in training mode.
+    ib_warmup: share of the training with plain cross-entropy before the IB loss starts.
+
+    The rest are the hyper-parameters of the compared losses, with the values of their papers.
+    """
+
+    loss: str = "bal_bce"
+    class_counts: list[int] | None = None
+    num_train_images: int | None = None
+    tau: float = 1.0
+    test_prior: Literal["uniform"] | list[float] | None = "uniform"
+    bias: Literal["bce", "ce"] = "bce"
+    head_start: Literal["prior", "zero"] = "prior"
+    label_smoothing: float = 0.0
+    cb_beta: float = 0.9999
+    ldam_max_margin: float = 0.5
+    ldam_scale: float = 30.0
+    lade_weight: float = 0.1
+    lade_lambda: float = 0.01
+    ib_alpha: float = 1000.0
+    ib_warmup: float = 0.5
+    nt_lambda: float = 2.0
+
+    def __post_init__(self):
+        values = vars(self)  # the class is frozen, so that the attributes and the dictionary stay the same
+        if self.class_counts is not None:
+            values["class_counts"] = [_whole(count) for count in self.class_counts]
+        if self.test_prior is not None and not isinstance(self.test_prior, str):
+            values["test_prior"] = [float(value) for value in self.test_prior]
+        self.update(values)
+        self._check()
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in fields(cls)]
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "LongTailConfig":
+        """Settings read from a file."""
+        unknown = sorted(values.keys() - set(cls.names()))
+        if unknown:
+            raise LiVTError(f"long_tail has settings {unknown}, which this version does not know; upgrade livt-hf.")
+        return cls(**values)
+
+    @property
+    def spec(self) -> LossSpec:
+        return LOSSES[self.loss]
+
+    @property
+    def num_images(self) -> int:
+        """The number of training images."""
+        return self.num_train_images or sum(self.class_counts)
+
+    def _check(self) -> None:
+        """Refuse what is wrong whatever the classes are."""
+        if self.loss not in LOSSES:
+            raise LiVTError(
+                f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
+                "or import the module that registers it."
+            )
+        for name in ("bias", "head_start"):
+            choices = get_args(LongTailConfig.__annotations__[name])
+            if getattr(self, name) not in choices:
+                raise LiVTError(f"{name} {getattr(self, name)!r} is not known; choose one of {', '.join(choices)}.")
+        if not (math.isfinite(self.tau) and self.tau >= 0):
+            raise LiVTError(f"tau {self.tau} must be a finite number, 0 (no bias) or more.")
+        if not 0 <= self.label_smoothing < 1:
+            raise LiVTError(f"label_smoothing {self.label_smoothing} must be at least 0 and below 1.")
+        if self.label_smoothing and not self.spec.soft_labels:
+            raise LiVTError(
+                f"label_smoothing {self.label_smoothing} cannot be used with loss {self.loss!r}, which wants hard "
+                "labels; set it to 0."
+            )
+        if self.nt_lambda <= 0:
+            raise LiVTError(f"nt_lambda {self.nt_lambda} must be positive; 1 is plain BCE.")
+        if not 0 < self.cb_beta < 1:
+            raise LiVTError(f"cb_beta {self.cb_beta} must lie between 0 and 1.")
+
+    def check_labels(self, num_labels: int, multi_label: bool) -> None:
+        """Refuse what does not fit the labels of the model."""
+        if multi_label:
+            self._check_multi_label()
+        if self.test_prior is not None:
+            prior = as_prior(self.test_prior, num_labels, multi_label=multi_label, what="test_prior")
+            if (prior <= 0).any() or (prior >= 1).any():
+                raise LiVTError("test_prior must lie strictly between 0 and 1 in every class; its log-odds are used.")
+        if self.class_counts is not None:
+            self._check_counts(num_labels, multi_label)
+
+    def _check_multi_label(self) -> None:
+        if self.bias == "ce":
+            raise LiVTError("bias='ce' compares the classes of one image; multi-label data needs bias='bce'.")
+        if self.spec.activation == "softmax":
+            raise LiVTError(f"loss {self.loss!r} picks one class per image; multi-label data needs a sigmoid loss.")
+        if self.label_smoothing:
+            raise LiVTError(
+                f"label_smoothing {self.label_smoothing} cannot be used with multi-label targets; set it to 0."
+            )
+        if self.test_prior == "uniform":
+            raise LiVTError(
+                "test_prior='uniform' has no meaning where an image may have several labels; "
+                "pass test_prior=None or one probability per class."
+            )
+
+    def _check_counts(self, num_labels: int, multi_label: bool) -> None:
+        counts, images = self.class_counts, self.num_train_images
+        if len(counts) != num_labels:
+            raise LiVTError(f"class_counts has {len(counts)} entries for {num_labels} labels; give one per class.")
+        empty = [label for label, count in enumerate(counts) if count <= 0]
+        if empty:
+            listed = str(empty[:10])[:-1] + (", ...]" if len(empty) > 10 else "]")
+            raise LiVTError(
+                f"classes {listed} have no training image, so their prior is undefined; "
+                "drop them or pass class_counts."
+            )
+        if multi_label and images is None:
+            raise LiVTError("multi-label priors are n_j / num_train_images; pass num_train_images.")
+        if multi_label and max(counts) >= images:
+            label = counts.index(max(counts))
+            raise LiVTError(
+                f"class {label} has {counts[label]} of {images} images: a label that every image has cannot be "
+                "learned; drop it or correct num_train_images."
+            )
+        if not multi_label and images not in (None, sum(counts)):
+            raise LiVTError(f"num_train_images is {images} but class_counts sum to {sum(counts)}; leave it out.")
+
+
+def _whole(count) -> int:
+    if count != int(count):
+        raise LiVTError(f"class_counts holds {count}; counts of images are whole numbers.")
+    return int(count)

@@ -1,0 +1,179 @@
+"""Reading checkpoints into a LiViT: its own, its published BEiT form, and the encoder of any ViT or ViTMAE."""
+
+import contextlib
+import copy
+import logging
+from dataclasses import fields
+
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig
+
+from livt_hf.configuration_livit import LiViTConfig, with_settings
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.config import LongTailConfig
+
+logger = logging.getLogger(__name__)
+
+# What a checkpoint of another model may hold that a LiViT encoder has no use for.
+_NOT_ENCODER = ("decoder.", "classifier.", "pooler.", "layernorm.", "fc_norm.", "embeddings.mask_token")
+_ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
+# The stock-BEiT form a LiViT is published in (see conversion.to_beit), read back under our names.
+_BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
+_LABEL_FIELDS = ("id2label", "label2id", "num_labels", "class_counts", "num_train_images", "test_prior")
+_LABEL_FIELDS += ("problem_type",)
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+_FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
+
+
+class ReadsOtherCheckpoints:
+    """`from_pretrained` of the LiViT classes. A model with a head names the class of its encoder."""
+
+    encoder_class: type | None = None
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+        """Load a LiViT, its published BEiT form, or the encoder of any ViT or ViTMAE checkpoint.
+
+        Fields of `LiViTConfig` and `LongTailConfig` may be given as keywords. The checkpoint is read in its own
+        geometry, the set of new parameters is checked, and only then are positions resized (`image_size`) and a new
+        classifier made (other labels). A `.bin` file is read only with `use_safetensors=False`, and then with
+        `weights_only`.
+        """
+        path = pretrained_model_name_or_path
+        if kwargs.get("weights_only") is False:
+            raise LiVTError("weights_only=False would let the checkpoint run code; convert it to safetensors instead.")
+        kwargs.setdefault("use_safetensors", True)
+        if config is not None:  # not a field, so the copy made of the config would lose it
+            kwargs.setdefault("attn_implementation", config._attn_implementation)
+        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in _FIELDS and name != "dtype"}
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        source, _ = PreTrainedConfig.get_config_dict(path, **hub)
+        target = _target_config(config or source, overrides, path)
+        read = cls._read_encoder if cls.encoder_class is None else cls._read_classifier
+        result = read(path, source, target, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        getattr(model, model.base_model_prefix, model).resize_positions(target.image_size)
+        return result
+
+    @classmethod
+    def _read_encoder(cls, path, source: dict, target: LiViTConfig, **kwargs):
+        """The encoder at the source's resolution; new are only the norms that the source's pooling did not have."""
+        new = set()
+        if target.pooling == "mean" and _source_pooling(source) != "mean":
+            new = {"fc_norm.weight", "fc_norm.bias"}
+        if target.pooling == "cls" and _source_pooling(source) == "mean":
+            new = {"layernorm.weight", "layernorm.bias"}
+        return cls._read(path, source, target, new, **kwargs)
+
+    @classmethod
+    def _read_classifier(cls, path, source: dict, target: LiViTConfig, **kwargs):
+        """The whole classifier where its head fits, and otherwise its encoder under a fresh head."""
+        same_features = _has_our_head(source) and _source_pooling(source) == target.pooling
+        if same_features and _labels_of(source) == _labels_of(target.to_dict()):
+            return cls._read(path, source, target, set(), **kwargs)
+        if kwargs.pop("output_loading_info", False):
+            raise LiVTError("output_loading_info is for a classifier loaded whole; this one gets a new head.")
+        if target.long_tail.class_counts is None and _labels_of(target.to_dict()) == _labels_of({}):
+            logger.warning(
+                "%s has no classifier, so this one has two untrained classes; pass class_counts, id2label or "
+                "num_labels for yours.",
+                path,
+            )
+        encoder = cls.encoder_class._read_encoder(path, source, target, **kwargs)
+        # One config object for model and encoder: attention layers hold it too.
+        model = cls(encoder.config).to(device=encoder.device, dtype=encoder.dtype)
+        setattr(model, model.base_model_prefix, encoder)
+        return model.eval()
+
+    @classmethod
+    def _read(cls, path, source: dict, target: LiViTConfig, new: set[str], output_loading_info=False, **kwargs):
+        """transformers' loading at the source's resolution, then a check that exactly `new` was not in the file."""
+        config = copy.deepcopy(target)
+        config.image_size = source["image_size"]
+        beit = source.get("model_type") == "beit"
+        if beit:
+            kwargs["key_mapping"] = _BEIT_KEYS
+        kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below in our words
+        try:
+            with _without_load_report():
+                model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise LiVTError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
+        if info["mismatched_keys"]:
+            key, stored, wanted = min(info["mismatched_keys"])
+            raise LiVTError(
+                f"{path} has other sizes: {key} is {tuple(stored)} in the file and {tuple(wanted)} in the model asked "
+                "for; of a checkpoint's sizes only image_size can be changed."
+            )
+        missing = {key for key in info["missing_keys"] if not (beit and key.endswith("k_proj.bias"))}
+        unknown = [key for key in info["unexpected_keys"] if not key.removeprefix("vit.").startswith(_NOT_ENCODER)]
+        if missing != new or unknown:
+            raise LiVTError(
+                f"{path} is not a ViT encoder of these sizes: it lacks {_shorten(missing - new)} and has unknown "
+                f"{_shorten(unknown)}; pass a LiViT, ViT or ViTMAE checkpoint."
+            )
+        model._weight_conversions = None  # save under our own names, whatever names were read
+        return (model, info) if output_loading_info else model
+
+
+@contextlib.contextmanager
+def _without_load_report():
+    """Hold back transformers' table of missing and unexpected keys: here every such key is expected or refused."""
+    transformers_logger = logging.getLogger("transformers.modeling_utils")
+
+    def not_a_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    transformers_logger.addFilter(not_a_report)
+    try:
+        yield
+    finally:
+        transformers_logger.removeFilter(not_a_report)
+
+
+def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConfig:
+    """The config asked for: the checkpoint's (or the given one), with the keywords over it."""
+    values = base if isinstance(base, dict) else base.to_dict()
+    kind = values.get("model_type")
+    if kind not in _ENCODER_TYPES:
+        raise LiVTError(f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}.")
+    if kind == "beit":
+        if "livit" not in values:
+            raise LiVTError(f"{path} is a BEiT that was not exported by livt_hf; its attention is not a plain ViT's.")
+        values = values | values["livit"]
+    values = with_settings(values, {})
+    known = _FIELDS - {"architectures", "transformers_version", "dtype"}
+    values = {name: value for name, value in values.items() if name in known}
+    if kind in ("vit", "vit_mae") or not _keeps_labels(values, overrides):
+        # Nothing the old label set said about its classes holds for the new one.
+        values = {name: value for name, value in values.items() if name not in _LABEL_FIELDS}
+    return LiViTConfig(**with_settings(values, overrides))
+
+
+def _keeps_labels(values: dict, overrides: dict) -> bool:
+    if "id2label" in overrides:
+        return _labels_of(values) == _labels_of(overrides)
+    asked = overrides.get("num_labels") or len(overrides.get("class_counts") or ())
+    return asked in (0, len(_labels_of(values)))
+
+
+def _has_our_head(source: dict) -> bool:
+    classifier = any("Classification" in name for name in source.get("architectures") or ())
+    return classifier and source["model_type"] in ("livit", "beit")
+
+
+def _source_pooling(source: dict) -> str:
+    if source["model_type"] == "beit":
+        return "mean" if source["use_mean_pooling"] else "cls"
+    return source.get("pooling", "mean") if source["model_type"] == "livit" else "cls"
+
+
+def _labels_of(config: dict) -> list[str]:
+    """Label names in order of their ids; transformers leaves out the default two."""
+    names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
+    return [name for _, name in sorted((int(label), name) for label, name in names.items())]
+
+
+def _shorten(keys) -> str:
+    keys = sorted(keys)
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "") if keys else "nothing"

@@ -1,0 +1,72 @@
+"""What the two stages share around their models: sizes, batches, and the common part of their results."""
+
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+from datasets import Dataset
+
+from livt_hf.configuration_livit import PRESETS
+from livt_hf.data import Batches
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.loading import StoredImages
+from livt_hf.metrics import group_sizes
+from livt_hf.results import provenance
+from livt_hf.settings import TrainingSettings
+from livt_hf.training.loop import Loop
+
+
+def image_size(settings: TrainingSettings) -> int:
+    return settings.image_size or PRESETS[settings.model_size]["image_size"]
+
+
+def is_native(dataset: Dataset, image_size: int) -> bool:
+    """Whether images are small and come at the model's own size, so that evaluation leaves them as they are."""
+    height, width = StoredImages(dataset.select(range(1))).images([0])[0].shape[-2:]
+    return image_size <= 96 and (height, width) == (image_size, image_size)
+
+
+def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Batches:
+    """How the images of an update are shared out among processes and accumulation steps."""
+    return Batches(
+        settings.batch_size,
+        settings.accumulation,
+        settings.seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        num_workers=settings.num_workers,
+    )
+
+
+def shared_batches(per_process: int, accelerator: Accelerator, num_workers: int = 0) -> Batches:
+    """Batches for evaluation: `per_process` images per forward pass, each image on one process."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    return Batches(per_process * world_size, rank=rank, world_size=world_size, num_workers=num_workers)
+
+
+def counts_summary(counts: np.ndarray) -> dict:
+    """The shape of a long tail in six numbers."""
+    sizes = {"max": int(counts.max()), "min": int(counts.min()), "imbalance": float(counts.max() / counts.min())}
+    return sizes | group_sizes(counts)
+
+
+def is_local(name: str) -> bool:
+    """Whether a dataset or checkpoint was read from a disk: `data/birds` could be either."""
+    return name not in BENCHMARKS and Path(name).expanduser().exists()
+
+
+def common_results(settings: TrainingSettings, loop: Loop) -> dict:
+    """What the results of both stages say alike."""
+    return {
+        "stage": settings.stage,
+        "dataset": settings.dataset,
+        "dataset_local": is_local(settings.dataset),
+        "imbalance_factor": settings.imbalance_factor,
+        "model_size": settings.model_size,
+        "parameters": sum(p.numel() for p in loop.final_model.parameters()),
+        "epochs": settings.epochs,
+        "updates": loop.progress.update,
+        "weights": "model" if settings.ema_decay is None else "ema",
+        "seed": settings.seed,
+        "seconds": loop.progress.seconds,
+    } | provenance()

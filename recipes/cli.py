@@ -1,0 +1,132 @@
+"""`livt COMMAND ...`: every recipe as a command of the installed package."""
+
+import difflib
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from livt_hf import __version__
+from livt_hf.errors import LiVTError
+
+COMMANDS = {
+    "pretrain": "masked generative pretraining (MGP) of a ViT on your images",
+    "finetune": "balanced fine-tuning (BFT) of a pretrained model",
+    "eval": "measure a model, by class frequency and under several decision rules; write a report",
+    "predict": "classify image files",
+    "publish": "put a finished run on the Hub, with its model card",
+    "convert": "convert checkpoints: the authors' files, BEiT, timm",
+    "data": "look at a dataset before training",
+    "sweep": "the paper's ablations, one command each",
+}
+LAUNCHED = ("pretrain", "finetune", "eval")
+CONFIGS = Path(__file__).parent / "configs"
+MOST_PROCESSES = 8
+
+HELP = f"""\
+usage: livt [LAUNCH OPTIONS] COMMAND [OPTIONS]
+
+{"".join(f"  {name:10s} {what}{chr(10)}" for name, what in COMMANDS.items())}
+livt COMMAND --help lists the options of a command; --version prints the version. {", ".join(LAUNCHED)} run under
+Accelerate: options before the command are those of `accelerate launch`, as in
+`livt --multi_gpu --num_processes 8 pretrain --config FILE`. Without any, a machine without an accelerator gets as many
+processes as it has cores.
+"""
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    place = next((number for number, word in enumerate(words) if word in COMMANDS), None)
+    if place is None:
+        sys.exit(without_command(words))
+    launcher, command, argv = words[:place], words[place], words[place + 1 :]
+    if command in LAUNCHED and not {"-h", "--help"} & set(argv):
+        launch(launcher, command, argv)
+        return
+    from livt_hf.commands import run_command
+
+    if launcher:
+        sys.exit(f"error: {launcher[0]} stands before {command}, which is not launched; put its options after it.")
+    recipe = importlib.import_module(f"livt_hf.recipes.{command}")
+    run_command(lambda: recipe.main(argv))
+
+
+def without_command(words: Sequence[str]) -> str | None:
+    """Help or the version where they were asked for; otherwise what is wrong."""
+    if not words or {"-h", "--help"} & set(words):
+        print(HELP, end="")
+        return None
+    if "--version" in words:
+        print(f"livt_hf {__version__}")
+        return None
+    near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+    return f"error: there is no command {words[0]!r}; " + (f"did you mean {near[0]}?" if near else "see livt --help.")
+
+
+def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
+    """Run a stage under Accelerate; what the stage refuses ends with its sentence, without the launcher's trace."""
+    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if not launcher and not Path(default_config_file).exists():
+        launcher = chosen_layout(command, argv)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    words = [*launcher, "--module", f"livt_hf.recipes.{command}", *argv]
+    try:
+        launch_command(launch_command_parser().parse_args(words))
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)
+    except ChildFailedError as error:
+        sys.exit(error.get_first_failure()[1].exitcode)
+
+
+def chosen_layout(command: str, argv: Sequence[str]) -> list[str]:
+    """Options of `accelerate launch` for a machine that nobody described."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return []  # Accelerate knows its accelerators
+    processes = 1 if command == "eval" else fitting_processes(command, argv)
+    said = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+    if processes > 1:
+        os.environ["ACCELERATE_USE_CPU"] = "1"
+        said.insert(0, "--multi_gpu")  # Accelerate's word for several processes, on CPUs too
+    return [*said, "--dynamo_backend", "no"]
+
+
+def fitting_processes(command: str, argv: Sequence[str]) -> int:
+    """One process per core, up to eight, or the next lower number that can share the images of an update.
+
+    One process per core beats one process with a thread per core (`livt benchmark launch` measures it). Settings are
+    read here as the stage will read them, so what it refuses is refused before anything is launched.
+    """
+    from livt_hf.runs import lent_by_pretraining, parse_training
+    from livt_hf.settings import FinetuneSettings, PretrainSettings
+    from livt_hf.training.machine import available_cores
+
+    if command == "pretrain":
+        settings, _ = parse_training(PretrainSettings, argv, CONFIGS)
+    else:
+        settings, _ = parse_training(FinetuneSettings, argv, CONFIGS, lent_by_pretraining)
+    if settings.threads is not None:
+        return 1
+    share = settings.batch_size // settings.accumulation
+    pairs = 2 if command == "finetune" and (settings.mixup or settings.cutmix) else 1  # mixup pairs images
+    most = min(available_cores(), MOST_PROCESSES)
+    return next((number for number in range(most, 1, -1) if share % (number * pairs) == 0), 1)
+
+
+def command() -> None:
+    """The entry point of the package."""
+    try:
+        main()
+    except LiVTError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,128 @@
+"""Classify image files with a run, a checkpoint or a model of the Hub.
+
+    livt predict MODEL IMAGE...                       # files, folders (searched below), quoted patterns 'a/**/*.jpg'
+    livt predict MODEL FOLDER --prior training        # where classes are as frequent as they were in training
+    livt predict MODEL FOLDER --prior prior.json --format jsonl
+
+Prints one line per file. A file that cannot be read gets a line on stderr that says why, and the exit code is then 1.
+"""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tqdm import tqdm
+
+from livt_hf.commands import run_command
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import lent_plugin
+from livt_hf.evaluation.prediction import Predictor, find_images
+from livt_hf.evaluation.rules import serving_prior
+from livt_hf.settings import REQUIRED, CommandSettings, option
+from livt_hf.training.machine import use_all_cores
+
+
+@dataclass(kw_only=True)
+class PredictSettings(CommandSettings):
+    """Classify image files."""
+
+    stage: ClassVar[str] = "predict"
+
+    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", positional=True, place=True)
+    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", positional="+", place=True)
+    prior: str | None = option(
+        None,
+        "how frequent each class is where the model serves: training, uniform, or a JSON or YAML file; "
+        "default: the model's own test prior",
+        place=True,
+    )
+    top_k: int = option(5, "classes to print per image", at_least=1)
+    format: Literal["table", "jsonl", "csv"] = option("table", "what a line looks like")
+    batch_size: int = option(32, "images per forward pass", at_least=1)
+    device: str | None = option(None, "cuda, mps or cpu; default: the first of them that is there")
+    threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = PredictSettings.parse(argv, inherit=plugin_of_model)
+    paths = find_images(settings.images)
+    if not paths:
+        raise LiVTError(f"there is no image in {' '.join(settings.images)}; name files, folders or quoted patterns.")
+    predictor = Predictor(settings.model, device=settings.device)
+    use_all_cores(predictor.device, settings.threads)
+    if settings.prior is not None:
+        predictor.serve_under(serving_prior(settings.prior, predictor.model))
+    if predictor.caveat:
+        print(predictor.caveat, file=sys.stderr)
+    line = FORMATS[settings.format](paths, settings.top_k)
+    broken = 0
+    answers = predictor.predict(paths, settings.batch_size)
+    for path, scores in tqdm(answers, total=len(paths), unit="image", disable=None):
+        if isinstance(scores, str):
+            broken += 1
+            tqdm.write(f"cannot read {path}: {scores}", file=sys.stderr)
+            text = line(path, [], scores)
+        else:
+            best = scores.topk(min(settings.top_k, len(scores)))
+            chosen = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            text = line(path, [(predictor.labels[i], round(score, 4)) for i, score in chosen], None)
+        if text is not None:
+            tqdm.write(text)
+    if broken:
+        print(f"{broken} of {len(paths)} files could not be read", file=sys.stderr)
+        sys.exit(1)
+
+
+def plugin_of_model(asked: dict) -> dict:
+    return {} if "plugin" in asked else {"plugin": lent_plugin(Path(asked["model"]))}
+
+
+# A format is made for some paths and a number of classes; it turns a path, its (label, score) pairs and what is wrong
+# with the file into a line.
+Line = Callable[[Path, list[tuple[str, float]], str | None], str | None]
+
+
+def table(paths: list[Path], top_k: int) -> Line:
+    width = max(len(str(path)) for path in paths)
+
+    def line(path, named, error):
+        answers = "  ".join(f"{label} {score:.3f}" for label, score in named)
+        return f"{path!s:<{width}}  {answers}" if error is None else None
+
+    return line
+
+
+def jsonl(paths: list[Path], top_k: int) -> Line:
+    def line(path, named, error):
+        answers = {"predictions": [{"label": label, "score": score} for label, score in named]}
+        return json.dumps({"file": str(path)} | ({"error": error} if error else answers), ensure_ascii=False)
+
+    return line
+
+
+def comma_separated(paths: list[Path], top_k: int) -> Line:
+    columns = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "score")]
+    tqdm.write(_csv_row(["file", "error", *columns]))
+
+    def line(path, named, error):
+        return _csv_row([path, error, *(value for pair in named for value in pair)])
+
+    return line
+
+
+def _csv_row(values: list) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(values)
+    return text.getvalue()
+
+
+FORMATS = {"table": table, "jsonl": jsonl, "csv": comma_separated}
+
+
+if __name__ == "__main__":
+    run_command(main)

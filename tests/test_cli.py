@@ -1,0 +1,90 @@
+"""The command `livt`: what it finds, how it launches, how it refuses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from livt_hf.recipes import cli
+from recipe_runs import TINY, make_pictures
+
+from livt_hf.settings import FinetuneSettings, PretrainSettings
+
+RECIPES = Path(cli.__file__).parent
+
+
+def livt(*words, **environment) -> subprocess.CompletedProcess:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
+    command = [sys.executable, "-m", "livt_hf.recipes.cli", *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("cli") / "pictures")
+
+
+def test_every_command_is_a_recipe():
+    assert all((RECIPES / f"{name.replace('-', '_')}.py").is_file() for name in cli.COMMANDS)
+
+
+def test_help_lists_every_command(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["livt", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code is None
+    printed = capsys.readouterr().out
+    assert all(f"  {name}" in printed for name in cli.COMMANDS)
+
+
+def test_an_unknown_command_suggests_the_nearest():
+    assert cli.without_command(["pretrian"]) == "error: there is no command 'pretrian'; did you mean pretrain?"
+
+
+def test_an_option_that_does_not_exist_is_refused_before_anything_is_launched():
+    answer = livt("pretrain", "--epoch", 3)
+    assert (answer.returncode, answer.stderr) == (1, "error: there is no option '--epoch'; did you mean --epochs?\n")
+
+
+@pytest.mark.parametrize(
+    ("cores", "words", "processes"),
+    [
+        (4, ["--batch_size", "64"], 4),
+        (6, ["--batch_size", "64"], 4),
+        (64, ["--batch_size", "64"], cli.MOST_PROCESSES),
+        (4, ["--batch_size", "50"], 2),
+        (4, ["--batch_size", "7"], 1),
+        (4, ["--batch_size", "64", "--accumulation", "8"], 4),
+        (4, ["--batch_size", "64", "--accumulation", "32"], 2),
+        (4, ["--batch_size", "64", "--threads", "2"], 1),
+    ],
+)
+def test_an_update_is_shared_by_as_many_processes_as_cores_where_it_divides(monkeypatch, cores, words, processes):
+    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: cores)
+    assert cli.fitting_processes("pretrain", words) == processes
+    assert PretrainSettings.parse(words).batch_size % processes == 0
+
+
+def test_mixup_keeps_pairs_of_images_on_each_process(monkeypatch):
+    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 4)
+    words = ["--dataset", "somewhere", "--pretrained", "none", "--batch_size", "36"]
+    assert FinetuneSettings.parse(words).mixup > 0
+    assert cli.fitting_processes("finetune", words) == 3  # 36 / 4 images are an odd number
+    assert cli.fitting_processes("finetune", [*words, "--mixup", "0", "--cutmix", "0"]) == 4
+
+
+def test_two_processes_that_are_given_a_wrong_checkpoint_say_one_sentence(pictures, tmp_path):
+    options = ["--dataset", pictures, *TINY[:-2], "--pretrained", tmp_path / "nowhere", "--mixup", 0, "--cutmix", 0]
+    answer = livt("--multi_gpu", "--num_processes", 2, "finetune", *options, ACCELERATE_USE_CPU="1")
+    assert answer.returncode != 0
+    errors = [line for line in answer.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "nowhere is neither a checkpoint folder nor a model the Hub has" in errors[0]
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_stage_launched_by_livt_trains_and_names_the_next_command(pictures, tmp_path):
+    answer = livt("pretrain", "--dataset", pictures, *TINY[:-2], "--max_steps", 2, "--output_dir", tmp_path / "run")
+    assert answer.returncode == 0, answer.stderr
+    assert (tmp_path / "run" / "results.json").exists()
+    assert f"livt finetune --pretrained {tmp_path / 'run'}" in answer.stdout

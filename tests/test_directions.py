@@ -1,0 +1,84 @@
+"""Who may import whom: mathematics nothing of ours, data no model, training no stage, the package no recipe."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "livt_hf"
+ABOVE = ("pretraining", "finetuning", "stages", "commands", "recipes", "hub", "reports", "evaluation")
+# Part of the package: what it must not import, at any level of indentation.
+FORBIDDEN = {
+    "long_tail/losses.py": (*ABOVE, "data", "training", "metrics", "settings", "runs", "modeling", "configuration"),
+    "long_tail/priors.py": (*ABOVE, "data", "training", "metrics", "settings", "runs", "modeling", "configuration"),
+    "long_tail": (*ABOVE, "data", "training", "settings", "runs", "configuration_livit"),
+    "modeling_livit.py": (*ABOVE, "data", "training", "settings", "runs"),
+    "modeling_livit_mae.py": (*ABOVE, "data", "training", "settings", "runs"),
+    "data": (*ABOVE, "training", "modeling", "configuration", "long_tail", "runs"),
+    "metrics": (*ABOVE, "data", "training", "modeling", "settings", "runs"),
+    "training": (*ABOVE, "data", "metrics", "modeling", "long_tail"),
+    "reports": ("hub", "recipes", "training", "finetuning", "pretraining"),
+    "settings.py": (*ABOVE, "data", "training", "modeling", "runs", "metrics"),
+    "": ("recipes",),
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of ours that a file imports, as paths below the package such as `data.loading`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("livt_hf.") for name in names if name.startswith("livt_hf.")}
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_a_part_imports_nothing_from_above_it(part):
+    place = PACKAGE / part
+    files = [place] if place.suffix == ".py" else sorted(place.rglob("*.py"))
+    assert files
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in files
+        for name in imported(path)
+        if name.startswith(FORBIDDEN[part])
+    ]
+    allowed = {"settings.py imports long_tail.losses.LOSSES"}
+    assert sorted(set(wrong) - allowed) == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import livt_hf", ("torch", "transformers", "datasets", "numpy")),
+        ("import livt_hf.data.splits", ("torch", "transformers", "datasets")),
+        ("import livt_hf.settings, livt_hf.runs, livt_hf.recipes.cli", ("torch", "transformers", "datasets")),
+    ],
+)
+def test_importing_costs_nothing_that_is_not_used(statement, absent):
+    code = f"{statement}\nimport sys\nprint([name for name in {absent!r} if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_the_auto_classes_know_a_livit_however_the_package_was_imported(tmp_path):
+    code = """
+from livt_hf import LiViTConfig, LiViTForImageClassification
+sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, image_size=8, patch_size=4)
+LiViTForImageClassification(LiViTConfig(**sizes, class_counts=[3, 2])).save_pretrained(FOLDER)
+"""
+    load = """
+from transformers import AutoConfig, AutoModelForImageClassification
+print(type(AutoConfig.from_pretrained(FOLDER)).__name__)
+print(type(AutoModelForImageClassification.from_pretrained(FOLDER)).__name__)
+"""
+    folder = f"FOLDER = {str(tmp_path)!r}\n"
+    subprocess.run([sys.executable, "-c", folder + code], check=True)
+    for program in (f"import livt_hf\n{load}", f"import transformers.models.auto.modeling_auto, livt_hf\n{load}"):
+        answer = subprocess.run([sys.executable, "-c", folder + program], capture_output=True, text=True, check=True)
+        assert answer.stdout.split() == ["LiViTConfig", "LiViTForImageClassification"]

@@ -1,0 +1,376 @@
+"""Settings: where they come from, which are refused, and what a resumed run may change."""
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import ClassLabel, Dataset, Features
+
+from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
+from livt_hf.commands import resume_message
+from livt_hf.errors import LiVTError
+from livt_hf.finetuning import build_classifier, lent_by_checkpoint
+from livt_hf.results import Results
+from livt_hf.runs import (
+    Run,
+    find_pretraining,
+    lent_by_pretraining,
+    new_run,
+    parse_training,
+    unfinished_run,
+)
+from livt_hf.settings import (
+    CommandSettings,
+    DataSettings,
+    EvalSettings,
+    FinetuneSettings,
+    PretrainSettings,
+    command_line,
+    make_parser,
+    save_settings,
+)
+
+
+@pytest.fixture
+def configs(tmp_path) -> Path:
+    """A folder of configs, with one for glyphs in each stage."""
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "pretrain-glyphs.yaml").write_text("dataset: glyphs\nmodel_size: micro\nepochs: 30\nseed: 5\n")
+    (folder / "finetune-glyphs.yaml").write_text("dataset: glyphs\nmodel_size: micro\nepochs: 20\n")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def started(*argv: str) -> Run:
+    """A run that has been started and not finished."""
+    arguments = PretrainSettings.parse(list(argv))
+    run = new_run(arguments)
+    run.begin(arguments)
+    return run
+
+
+# Where a value comes from
+
+
+def test_a_value_comes_from_the_command_line_then_the_datasets_config_then_the_defaults(configs):
+    arguments = PretrainSettings.parse(["--epochs", "3"], configs)
+    assert (arguments.epochs, arguments.seed, arguments.batch_size) == (3, 5, 4096)
+
+
+def test_a_config_takes_the_place_of_the_datasets_own(configs, tmp_path):
+    mine = written(tmp_path / "mine.yaml", "epochs: 7\n")
+    arguments = PretrainSettings.parse(["--config", mine], configs)
+    assert (arguments.epochs, arguments.seed, arguments.model_size) == (7, 0, "base")
+    assert PretrainSettings.parse(["--seed", "1", "--config", mine, "--epochs", "9"], configs).epochs == 9
+
+
+def test_the_datasets_config_is_that_of_the_stage_and_a_dataset_without_one_gets_the_paper_s_defaults(configs):
+    assert FinetuneSettings.parse([], configs).epochs == 20
+    arguments = FinetuneSettings.parse(["--dataset", "owner/name"], configs)
+    assert (arguments.epochs, arguments.model_size) == (100, "base")
+
+
+def test_settings_saved_and_read_back_are_the_same(tmp_path):
+    arguments = FinetuneSettings.parse(["--mixed_precision", "no", "--base_lr", "3e-7", "--flip", "false"])
+    save_settings(arguments, tmp_path / "arguments.yaml")
+    assert FinetuneSettings.parse(["--config", str(tmp_path / "arguments.yaml")]) == arguments
+
+
+# How a value is written
+
+
+@pytest.mark.parametrize("word", ["False", "false", "0", "no"])
+def test_flag_false_is_false(word, tmp_path):
+    assert PretrainSettings.parse(["--flip", word]).flip is False
+    assert PretrainSettings.parse(["--config", written(tmp_path / "c.yaml", f"flip: {word}\n")]).flip is False
+
+
+def test_a_flag_without_a_value_is_true():
+    assert PretrainSettings.parse(["--compile"]).compile is True
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1.0e-3", "0.001", ".001"])
+def test_yaml_numbers_need_no_decimal_point(number, tmp_path):
+    assert PretrainSettings.parse(["--config", written(tmp_path / "c.yaml", f"base_lr: {number}\n")]).base_lr == 1e-3
+
+
+def test_yaml_words_stay_words_and_null_is_nothing(tmp_path):
+    text = "mixed_precision: no\npretrained: none\ntest_prior: none\nclip_grad: null\nsource: ~\nhub_model_id:\n"
+    arguments = FinetuneSettings.parse(["--config", written(tmp_path / "c.yaml", text)])
+    assert (arguments.mixed_precision, arguments.pretrained, arguments.test_prior) == ("no", "none", "none")
+    assert (arguments.clip_grad, arguments.source, arguments.hub_model_id) == (None, None, None)
+
+
+def test_a_yaml_value_may_start_with_a_dash(tmp_path):
+    arguments = PretrainSettings.parse(["--config", written(tmp_path / "c.yaml", "dataset: -odd-name\n")])
+    assert arguments.dataset == "-odd-name"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("words", [["--epoch", "3"], ["--epoch=3"]])
+def test_an_unknown_option_suggests_the_nearest(words):
+    with pytest.raises(LiVTError, match=r"there is no option '--epoch'; did you mean --epochs\?"):
+        PretrainSettings.parse(words)
+
+
+def test_an_option_like_no_other_points_to_the_help():
+    with pytest.raises(LiVTError, match="there is no option '--xyzzy'; --help lists them"):
+        PretrainSettings.parse(["--xyzzy", "3"])
+
+
+def test_an_option_of_the_other_stage_is_unknown():
+    with pytest.raises(LiVTError, match="there is no option '--mask_ratio'"):
+        FinetuneSettings.parse(["--mask_ratio", "0.5"])
+
+
+def test_an_unknown_yaml_key_names_the_file_and_suggests_the_nearest(tmp_path):
+    file = written(tmp_path / "mine.yaml", "epochs: 3\nbatchsize: 8\n")
+    with pytest.raises(LiVTError, match=r"mine.yaml: there is no option 'batchsize'; did you mean batch_size\?"):
+        PretrainSettings.parse(["--config", file])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- epochs\n", "must hold 'option: value' lines, not a list"), ("epochs: [1, 2]\n", "epochs must be a single")],
+)
+def test_yaml_of_another_shape_is_refused(text, message, tmp_path):
+    with pytest.raises(LiVTError, match=message):
+        PretrainSettings.parse(["--config", written(tmp_path / "c.yaml", text)])
+
+
+def test_a_config_that_does_not_exist_is_named():
+    with pytest.raises(LiVTError, match="the config file nowhere.yaml does not exist"):
+        PretrainSettings.parse(["--config", "nowhere.yaml"])
+
+
+@pytest.mark.parametrize("words", [["--epochs", "ten"], ["--model_size", "giant"], ["--flip", "perhaps"]])
+def test_a_value_of_the_wrong_kind_is_refused_with_the_option_s_name_and_the_value(words):
+    with pytest.raises(LiVTError, match=f"{words[0][2:]} is '{words[1]}'; "):
+        PretrainSettings.parse(words)
+
+
+@pytest.mark.parametrize("name", ["epochs", "batch_size", "accumulation", "eval_epochs", "max_steps"])
+def test_a_count_below_one_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+        FinetuneSettings.parse([f"--{name}", "0"])
+
+
+@pytest.mark.parametrize("cls", [PretrainSettings, FinetuneSettings, EvalSettings])
+def test_every_option_is_explained(cls):
+    assert all(field.metadata["help"] for field in dataclasses.fields(cls))
+
+
+# Run folders
+
+
+def test_a_folder_completed_by_the_shell_is_the_same_dataset():
+    assert PretrainSettings.parse(["--dataset", "birds/"]) == PretrainSettings.parse(["--dataset", "birds"])
+
+
+def test_a_printed_command_can_be_copied_where_the_folder_has_spaces():
+    message = resume_message(Run(Path("runs/pretrain-my birds-micro/1")), "pretrain")
+    assert shlex.split(message.splitlines()[-1])[-2:] == ["--resume", "runs/pretrain-my birds-micro/1"]
+
+
+def test_running_twice_makes_a_second_numbered_run(runs):
+    assert started().folder == runs / "pretrain-glyphs-base" / "1"
+    assert started().folder == runs / "pretrain-glyphs-base" / "2"
+    assert started("--imbalance_factor", "100").folder == runs / "pretrain-glyphs-100-base" / "1"
+
+
+def test_a_folder_that_holds_another_run_is_refused_with_the_two_ways_out(tmp_path):
+    folder = str(tmp_path / "run")
+    started("--output_dir", folder)
+    with pytest.raises(ValueError, match=r"holds another run; pass --resume .*run to go on, or a new --output_dir"):
+        started("--output_dir", folder)
+
+
+def test_an_empty_folder_may_be_given(tmp_path):
+    assert new_run(PretrainSettings.parse(["--output_dir", str(tmp_path)])).folder == tmp_path
+
+
+# Going on with a run
+
+
+def test_a_resumed_run_keeps_the_settings_it_was_started_with(runs, configs):
+    run = started("--epochs", "3", "--seed", "8")
+    settings, resumed = parse_training(PretrainSettings, ["--resume", str(run.folder)], configs)
+    assert (settings.epochs, settings.seed, settings.batch_size, resumed) == (3, 8, 4096, run)
+
+
+def test_the_first_command_with_resume_after_it_goes_on(runs, tmp_path):
+    first = ["--config", written(tmp_path / "mine.yaml", "epochs: 3\nmodel_size: micro\n"), "--seed", "8"]
+    run = started(*first)
+    assert parse_training(PretrainSettings, [*first, "--resume"])[1] == run
+
+
+def test_what_fine_tuning_found_for_itself_survives_resume_with_a_config(runs, tmp_path):
+    first = ["--config", written(tmp_path / "mine.yaml", "model_size: micro\n")]
+    settings = FinetuneSettings.parse(first)
+    settings.pretrained = "runs/pretrain-glyphs-micro/1"
+    new_run(settings).begin(settings)
+    assert parse_training(FinetuneSettings, [*first, "--resume"])[0].pretrained == settings.pretrained
+
+
+def test_a_run_of_an_older_version_goes_on_without_the_options_that_are_gone(runs):
+    run = started("--epochs", "3")
+    (run.folder / "arguments.yaml").write_text("hub_private: false\nepochs: 3\ndataset: glyphs\n")
+    settings, resumed = parse_training(PretrainSettings, ["--resume", str(run.folder)])
+    assert (settings.epochs, resumed) == (3, run)
+
+
+def test_resume_auto_means_the_newest_unfinished_run_or_a_new_one(runs):
+    assert unfinished_run(PretrainSettings.parse(["--resume"])) is None
+    first, second = started(), started()
+    assert unfinished_run(PretrainSettings.parse(["--resume", "auto"])) == second
+    second.write_results(Results(stage="pretrain", dataset="glyphs"))
+    assert unfinished_run(PretrainSettings.parse(["--resume"])) == first
+
+
+def test_resuming_with_other_settings_says_which_differ(runs):
+    run = started("--epochs", "3")
+    asked = ["--resume", str(run.folder), "--epochs", "5", "--base_lr", "1e-2", "--save_steps", "7"]
+    with pytest.raises(LiVTError) as refused:
+        parse_training(PretrainSettings, asked)
+    assert "base_lr was 0.00015 and is now 0.01" in str(refused.value)
+    assert "epochs was 3 and is now 5" in str(refused.value)
+    assert "save_steps" not in str(refused.value)  # it changes nothing that is learned
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):
+    with pytest.raises(ValueError, match="is not a run: it has no arguments.yaml"):
+        parse_training(PretrainSettings, ["--resume", str(tmp_path)])
+
+
+# What fine-tuning takes from its pretraining
+
+
+def finished(*argv: str) -> Run:
+    run = started(*argv)
+    run.write_results(Results(stage="pretrain", dataset="glyphs"))
+    return run
+
+
+def test_fine_tuning_takes_data_and_size_of_the_newest_pretraining(runs, configs):
+    finished("--dataset", "imagenet-bal", "--images_per_class", "116", "--model_size", "tiny", "--split_seed", "3")
+    settings = FinetuneSettings.parse([], configs, lent_by_pretraining)
+    assert (settings.dataset, settings.images_per_class) == ("imagenet-bal", 116)
+    assert (settings.model_size, settings.split_seed, settings.epochs) == ("tiny", 3, 100)
+
+
+def test_the_tail_of_a_pretraining_counts_more_than_that_of_the_dataset_s_config(runs, configs):
+    written(configs / "finetune-cifar100-lt.yaml", "dataset: cifar100-lt\nimbalance_factor: 100\nepochs: 12\n")
+    finished("--dataset", "cifar100-lt", "--imbalance_factor", "10")
+    settings = FinetuneSettings.parse([], configs, lent_by_pretraining)
+    assert (settings.imbalance_factor, settings.epochs) == (10, 12)
+
+
+def test_fine_tuning_that_names_its_data_takes_nothing_unless_it_names_a_pretraining_too(runs):
+    run = finished("--dataset", "imagenet-bal", "--model_size", "tiny")
+    assert lent_by_pretraining({"dataset": "glyphs"}) == {}
+    lent = lent_by_pretraining({"dataset": "glyphs", "pretrained": str(run.folder)})
+    assert lent == {"plugin": None, "model_size": "tiny", "patch_size": None}
+
+
+def test_a_checkpoint_that_is_no_run_knows_its_size(tmp_path):
+    LiViTForPreTraining(pretraining_config("micro", image_size=8)).save_pretrained(tmp_path)
+    asked = {"dataset": "glyphs", "pretrained": str(tmp_path)}
+    assert lent_by_checkpoint(asked) == {"model_size": "micro", "patch_size": 4}
+    with pytest.raises(LiVTError, match="nowhere is neither a checkpoint folder nor a model the Hub has"):
+        lent_by_checkpoint({"dataset": "glyphs", "pretrained": str(tmp_path / "nowhere")})
+
+
+def test_fine_tuning_keeps_the_image_size_of_its_checkpoint_unless_told_another(tmp_path):
+    LiViTForPreTraining(pretraining_config("micro", image_size=8)).save_pretrained(tmp_path)
+    train = Dataset.from_dict({"label": [0, 0, 1]}, features=Features(label=ClassLabel(names=["cat", "dog"])))
+
+    def size(*words: str) -> int:
+        arguments = FinetuneSettings.parse(["--model_size", "micro", *words])
+        return build_classifier(arguments, train).config.image_size
+
+    assert size("--pretrained", str(tmp_path)) == 8
+    assert size("--pretrained", str(tmp_path), "--image_size", "16") == 16
+    assert size("--pretrained", "none") == 32
+
+
+def test_fine_tuning_does_not_start_from_another_tail(runs):
+    data = ["--dataset", "cifar100-lt", "--imbalance_factor"]
+    run = finished(*data, "100")
+    assert find_pretraining(FinetuneSettings.parse([*data, "100"])) == str(run.folder)
+    with pytest.raises(LiVTError, match="no finished pretraining with dataset cifar100-lt, .*imbalance_factor 10.0"):
+        find_pretraining(FinetuneSettings.parse([*data, "10"]))
+
+
+@pytest.mark.parametrize("option", [("split_seed", "3"), ("test_fraction", "0.5"), ("label_column", "coarse")])
+def test_fine_tuning_does_not_start_from_another_split_which_may_have_seen_its_test_images(runs, option):
+    name, value = option
+    run = finished("--dataset", "pictures", f"--{name}", value)
+    with pytest.raises(LiVTError, match="no finished pretraining with dataset pictures"):
+        find_pretraining(FinetuneSettings.parse(["--dataset", "pictures"]))
+    assert find_pretraining(FinetuneSettings.parse(["--dataset", "pictures", f"--{name}", value])) == str(run.folder)
+
+
+def test_a_run_folder_holds_its_settings_and_results_as_plain_files(runs):
+    run = finished("--epochs", "3")
+    assert yaml.safe_load((run.folder / "arguments.yaml").read_text())["epochs"] == 3
+    assert json.loads((run.folder / "results.json").read_text()) == dataclasses.asdict(run.results)
+
+
+def test_results_of_another_version_are_read_for_what_they_share(tmp_path):
+    (tmp_path / "results.json").write_text('{"stage": "finetune", "dataset": "glyphs", "gone": 1, "seed": 4}')
+    results = Results.read(tmp_path / "results.json")
+    assert (results.dataset, results.seed, results.posterior) == ("glyphs", 4, None)
+
+
+def test_a_value_may_contain_an_equals_sign():
+    words = ["--model", "runs/seed=1", "--report=a=b"]
+    assert command_line(EvalSettings, words) == {"model": "runs/seed=1", "report": "a=b"}
+
+
+# Facts of options
+
+
+def test_every_list_of_options_comes_from_their_declarations():
+    assert {"source", "lists", "output_dir", "plugin", "pretrained", "test_prior"} <= set(
+        FinetuneSettings.names("place")
+    )
+    assert "loss" not in FinetuneSettings.names("place")
+    assert set(DataSettings.names("selects_data")) >= {"dataset", "imbalance_factor", "split_seed", "label_column"}
+    assert not set(FinetuneSettings.names("free")) & {"loss", "seed", "base_lr", "dataset"}
+
+
+def test_help_names_the_choices_and_defaults():
+    text = " ".join(make_parser(FinetuneSettings).format_help().split())
+    assert "one of bal_bce, bal_ce, bal_nt_bce" in text and "one of exponential, pareto, balanced" in text
+    assert "(default: 0.75)" in text
+
+
+def every_settings_class(cls=CommandSettings):
+    return [cls, *(below for child in cls.__subclasses__() for below in every_settings_class(child))]
+
+
+def test_every_option_is_read_by_someone():
+    root = Path(__file__).parents[1]
+    sources = [path for folder in ("livt_hf", "recipes") for path in (root / folder).rglob("*.py")]
+    text = "\n".join(path.read_text() for path in sources)
+    head = {field.name for field in dataclasses.fields(LongTailConfig)}  # handed over by name
+    names = {name for cls in every_settings_class() for name in cls.names()} - head
+    unread = [name for name in sorted(names) if not re.search(rf"(settings|self)\.{name}\b", text)]
+    assert unread == []
