@@ -31,7 +31,7 @@ class ReadsOtherCheckpoints:
     encoder_class: type | None = None
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path, *_model_args, config=None, **kwargs):
         """Load a LiViT, its published BEiT form, or the encoder of any ViT or ViTMAE checkpoint.
 
         Fields of `LiViTConfig` and `LongTailConfig` may be given as keywords. The checkpoint is read in its own

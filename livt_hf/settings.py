@@ -74,7 +74,7 @@ class CommandSettings:
         cls,
         argv: Sequence[str] | None = None,
         configs: Path | None = None,
-        inherit: Callable[[dict], dict] = lambda asked: {},
+        inherit: Callable[[dict], dict] = lambda _: {},
     ) -> Self:
         """The settings of a command. `inherit` gets what was asked for and returns what an earlier run lends."""
         asked = cls.asked(argv)
@@ -257,8 +257,18 @@ class FinetuneSettings(TrainingSettings):
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
     label_smoothing: float = option(0.0, "probability mass moved to all classes, in the loss")
-    nt_lambda: float = option(2.0, "lambda of the NT-BCE losses")
-    ib_warmup: float = option(0.5, "share of the epochs on cross-entropy before the IB loss starts")
+    normalised_classifier: bool = option(False, "LDAM: logits are cosines, as Cao et al. have them (not the paper)")
+    drw_start: float | None = option(
+        None, "deferred re-weighting: share of the epochs after which images are weighted by class; default: never"
+    )
+    cb_beta: float = option(0.9999, "beta of the class weights of CB and of deferred re-weighting")
+    ldam_max_margin: float = option(0.5, "LDAM: margin of the rarest class")
+    ldam_scale: float = option(30.0, "LDAM: factor of the logits")
+    lade_weight: float = option(0.1, "LADE: weight of its regulariser; 0.005 on Places-LT, 0.05 on ImageNet-LT")
+    lade_lambda: float = option(0.01, "LADE: lambda; 0.1 on Places-LT, 0.5 on ImageNet-LT")
+    ib_alpha: float = option(1000.0, "IB: factor of the loss")
+    ib_warmup: float = option(0.5, "IB: share of the epochs on cross-entropy before it starts")
+    nt_lambda: float = option(2.0, "lambda of the NT-BCE losses; 1 is plain BCE")
     augmentation: Literal["rand_augment", "three_augment", "crop", "pad_crop"] = option(
         "rand_augment", "the paper's, DeiT III's, random resized crops alone, or pad-and-crop for small images"
     )

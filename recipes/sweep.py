@@ -136,7 +136,7 @@ def run_all(stage: str, commands: dict[Path, list[str]], settings: SweepSettings
 
     for folder, words in commands.items():  # begun under the same name, but perhaps with other options
         if (folder / ARGUMENTS).exists():
-            inherit = lent_by_pretraining if stage == "finetune" else lambda asked: {}
+            inherit = lent_by_pretraining if stage == "finetune" else lambda _: {}
             check_same_settings(Run(folder), STAGES[stage].parse(words, CONFIGS, inherit))
     waiting = [folder for folder in commands if not Run(folder).finished]
     with ThreadPoolExecutor(settings.jobs) as pool:

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from livt_hf.recipes import cli
 from recipe_runs import TINY, make_pictures
 
+from livt_hf.recipes import cli
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 RECIPES = Path(cli.__file__).parent

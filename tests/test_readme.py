@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from livt_hf.recipes import cli
-from livt_hf.recipes.paper import tables
 from PIL import Image
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.recipes import cli
+from livt_hf.recipes.paper import tables
 from livt_hf.settings import CommandSettings, command_line
 
 ROOT = Path(__file__).parents[1]

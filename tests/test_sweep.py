@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from livt_hf.recipes import sweep as recipe
-from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from recipe_runs import RECIPES, TINY, make_pictures
 
 from livt_hf.errors import LiVTError
+from livt_hf.recipes import sweep as recipe
+from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from livt_hf.results import Results
 from livt_hf.runs import Run, lent_by_pretraining
 from livt_hf.settings import FinetuneSettings, PretrainSettings, save_settings

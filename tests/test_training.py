@@ -280,13 +280,12 @@ def test_a_limit_of_hours_counts_from_each_start(tmp_path):
 
 def test_a_second_signal_acts_at_once_but_a_repeated_one_does_not():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
-    with pytest.raises(KeyboardInterrupt):
-        with StopOnSignal() as stopping:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            assert stopping.requested
-            stopping.patience = 0.0
-            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopOnSignal() as stopping:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stopping.requested
+        stopping.patience = 0.0
+        signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -167,8 +167,8 @@ class Loop:
 
     def fit(
         self,
-        before_epoch: Callable[[int], None] = lambda epoch: None,
-        after_epoch: Callable[[int], dict | None] = lambda epoch: None,
+        before_epoch: Callable[[int], None] = lambda _: None,
+        after_epoch: Callable[[int], dict | None] = lambda _: None,
     ) -> None:
         """Train to the end, or raise `Interrupted` after saving. `after_epoch` may return measurements to log."""
         started = saved = time.monotonic()
