@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from test_cards import PRETRAINING, RESULTS
 from transformers import AutoImageProcessor, ViTMAEForPreTraining, pipeline
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
-from livt_hf.data import eval_processor, read_rgb
+from livt_hf.data import eval_processor, load_data, read_rgb
 from livt_hf.errors import LiVTError
-from livt_hf.hub import Publication, PublishError, prepare_publication, publish
+from livt_hf.hub import Publication, PublishError, origin_of, prepare_publication, publish, publish_dataset
 from livt_hf.hub.scrubbing import scrub_file
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.recipes.publish import main
+from livt_hf.recipes.publish_data import PublishDataSettings
 from livt_hf.settings import CommandSettings
 
 SIZES = dict(
@@ -30,7 +32,7 @@ SIZES = dict(
 NAMES = {0: "cat", 1: "dog", 2: "newt"}
 # One process plays three users, one after the other: what the next one imports is refused until then.
 CLIENT = """
-import json, os, re, sys
+import contextlib, io, json, os, re, sys
 import torch
 from PIL import Image
 
@@ -99,6 +101,21 @@ publish_dataset(splits, Publication("org/data", license="mit"), origin)
 rows = lambda splits: {n: [(r["image"].tobytes().hex(), r["label"]) for r in s] for n, s in splits.items()}
 back = load_dataset("org/data")
 answers["data"] = rows(back) == rows(splits) and back["train"].features == features
+
+from livt_hf.recipes.publish_data import main
+for name, count in {"cat": 10, "newt": 5}.items():
+    os.makedirs(f"own/{name}")
+    for i in range(count):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(f"own/{name}/{i}.png")
+command = ["own", "org/own", "--imbalance_factor", "4", "--license", "mit"]
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    main([*command, "--dry_run"])
+answers["listed"] = printed.getvalue().splitlines()
+answers["uploaded by a dry run"] = HfApi().repo_exists("org/own", repo_type="dataset")
+with contextlib.redirect_stdout(io.StringIO()):
+    main(command)
+answers["own"] = {name: len(split) for name, split in load_dataset("org/own").items()}
+answers["own is private"] = HfApi().dataset_info("org/own").private
 print(json.dumps(answers))
 """
 
@@ -251,7 +268,8 @@ def answers(run, pretraining_run, picture, tmp_path_factory) -> dict:
         put(run, hub, "org/livt-timm", form="timm")
         put(pretraining_run, hub, "org/mgp")
         answers = json.loads(hub.run(CLIENT, home, first.oid))
-        return answers | {"data files": hub.files("org/data", kind="datasets"), "home": str(home)}
+        files = {name: hub.files(f"org/{name}", kind="datasets") for name in ("data", "own")}
+        return answers | {"data files": files["data"], "own files": files["own"], "home": str(home)}
 
 
 def test_plain_transformers_serves_the_published_model_with_equal_logits(answers, logits):
@@ -457,9 +475,41 @@ def test_an_unfinished_run_is_refused(tmp_path):
         prepare_publication(tmp_path, tmp_path / "publication", Publication("org/livt"))
 
 
-def test_a_pushed_data_set_comes_back_equal_with_counts_rule_and_seed(answers):
+def test_a_pushed_dataset_comes_back_equal_with_counts_rule_and_seed(answers):
     assert answers["data"]
     card = answers["data files"]["README.md"].decode()
     assert "n_i = int(30 * 10^-i). Seed: 7." in card and "license: mit" in card and "dataset_info" in card
     assert "| train | 33 | 2 | 30 | 3 | 10 | 0 | 1 | 1 |" in card and "| newt | 3 | 2 |" in card
     assert not [name for name, content in answers["data files"].items() if answers["home"].encode() in content]
+
+
+def test_a_folder_becomes_a_private_dataset_whose_card_says_how_it_was_divided(answers):
+    assert answers["listed"][-1] == "Nothing was uploaded." and not answers["uploaded by a dry run"]
+    assert answers["listed"][0].startswith("To the private repository org/own") and answers["own is private"]
+    assert answers["own"] == {"train": 8 + 2, "test": 2 + 1}  # a fifth of 10 and of 5 set aside, then 8 and 8 / 4
+    assert [line.split(" images")[0] for line in answers["listed"][1:3]] == ["  train: 10", "  test: 3"]
+    card = answers["own files"]["README.md"].decode()
+    assert "int(n_max * 4^(-i / (C - 1)))" in card and "has no test split of its own" in card
+    assert "| train | 10 | 2 | 8 | 2 | 4 |" in card and "extended|" not in card
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [(["glyphs"], "livt publish-data DATASET organisation/name"), ([".", "org/own"], r"\. holds .* --license")],
+)
+def test_a_dataset_command_that_lacks_something_is_refused_with_what_it_lacks(words, refusal):
+    with pytest.raises(LiVTError, match=refusal):
+        PublishDataSettings.parse(words)
+
+
+def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):
+    def cut(*arguments, **options):
+        raise ConnectionResetError("cut")
+
+    monkeypatch.setattr("livt_hf.hub.datasets.HfApi", partial(HfApi, endpoint=hub.endpoint, token=TOKEN))
+    monkeypatch.setattr("datasets.DatasetDict.push_to_hub", cut)
+    settings = PublishDataSettings(dataset="glyphs", repo_id="org/glyphs")
+    data = load_data(settings)
+    with pytest.raises(PublishError, match="in org/glyphs, which is private, the card is complete .*cut"):
+        publish_dataset(data, Publication("org/glyphs"), origin_of(data, settings))
+    assert set(hub.files("org/glyphs", kind="datasets")) == {".gitattributes", "README.md"}

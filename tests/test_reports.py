@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib._pylab_helpers import Gcf
+from matplotlib.text import Text
 from PIL import Image
 
 from livt_hf import reports
@@ -95,7 +96,7 @@ def test_the_reliability_diagram_states_the_ece_and_mce_of_the_metrics(figures):
     metrics, _ = measured(10, images_per_class=50)
     reports.reliability_diagram(metrics.bins, "x.png", title="ten classes")
     computed = metrics.compute()
-    words = figures[0].axes[0].texts[0].get_text()
+    words = figures[0].axes[0].get_title(loc="left")
     assert f"ECE {100 * computed['ece']:.1f} %" in words
     assert f"MCE {100 * computed['mce']:.1f} %" in words
     assert ("over" in words) == (computed["mean_confidence"] > computed["accuracy"])
@@ -164,11 +165,45 @@ def test_reconstructions_stand_in_columns_under_their_titles(tmp_path, figures):
         reports.reconstruction_sheet([(picture, picture)], "x.png", ["image"])
 
 
+def accuracies(*pairs):
+    """Rows of `per_class`: how many test images of each class are right, of how many."""
+    shares = [None if not images else right / images for right, images in pairs]
+    return [{"class": i, "accuracy": share, "images": pairs[i][1]} for i, share in enumerate(shares)]
+
+
 def test_the_best_and_the_worst_classes_are_those_of_highest_and_lowest_accuracy():
-    rows = [{"class": i, "accuracy": a, "confidence": 0.5} for i, a in enumerate([0.5, None, 1.0, 0.0, 0.7])]
+    rows = accuracies((5, 10), (0, 0), (10, 10), (0, 10), (7, 10))
     assert reports.best_and_worst_classes(rows, 1) == ([2], [3])
     assert reports.best_and_worst_classes(rows, 5) == ([2, 4], [3, 0])
     assert reports.best_and_worst_classes(rows[:1], 5) == ([0], [])
+
+
+def test_among_classes_of_equal_accuracy_those_with_the_most_test_images_come_first():
+    rows = accuracies((0, 2), (0, 12), (3, 3), (9, 9), (1, 2), (1, 2))
+    assert reports.best_and_worst_classes(rows, 1) == ([3], [1])
+    assert reports.best_and_worst_classes(rows, 2) == ([3, 2], [1, 0])
+
+
+def test_a_class_with_one_test_image_is_ranked_only_where_there_is_no_other():
+    rows = accuracies((0, 1), (1, 1), (0, 12), (2, 4), (0, 1))
+    assert reports.best_and_worst_classes(rows) == ([3], [2])
+    assert reports.best_and_worst_classes(accuracies((0, 1), (1, 1), (0, 1))) == ([1], [0, 2])
+
+
+def test_no_class_is_among_the_best_and_the_worst_and_none_without_a_right_image_is_a_best_one():
+    assert reports.best_and_worst_classes(accuracies(*[(0, 12)] * 6), 5) == ([], [0, 1, 2, 3, 4])
+    assert reports.best_and_worst_classes(accuracies(*[(12, 12)] * 6), 3) == ([0, 1, 2], [])
+    best, worst = reports.best_and_worst_classes(accuracies(*[(6, 12)] * 6), 5)
+    assert not set(best) & set(worst) and len(best + worst) == 6
+
+
+def test_the_words_of_a_reliability_diagram_hide_none_of_its_bars(figures):
+    bins = [{"low": i / 15, "high": (i + 1) / 15, "images": 7, "accuracy": 1.0, "confidence": 1.0} for i in range(15)]
+    reports.reliability_diagram(bins, "x.png", title="bars everywhere")
+    figure = figures[0]
+    words = [figure.legends[0], *(text for text in figure.findobj(Text) if text.get_text())]
+    bars = [bar for ax in figure.axes for bar in ax.patches]
+    assert not [1 for word in words for bar in bars if word.get_window_extent().overlaps(bar.get_window_extent())]
 
 
 def test_a_faultless_model_has_a_picture_of_confusions_that_says_so(figures):

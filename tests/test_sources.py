@@ -15,6 +15,7 @@ from PIL import Image as PILImage
 from livt_hf.data import (
     class_counts,
     exponential_counts,
+    has_carved_test,
     label_statistics,
     load_long_tailed,
     normalization,
@@ -225,6 +226,101 @@ def test_an_image_folder_with_splits_keeps_them(tmp_path):
         write_images(tmp_path / "birds" / split, {"finch": count, "owl": count})
     data = load_long_tailed(str(tmp_path / "birds"))
     assert {split: len(part) for split, part in data.items()} == {"train": 8, "validation": 4, "test": 6}
+
+
+def test_the_top_folder_is_the_class_however_deep_its_images_lie(tmp_path):
+    write_images(tmp_path / "birds", {"finch": 2, "owl/field trip 2019": 1, "owl/field trip 2019/day 2": 2})
+    data = load_long_tailed(str(tmp_path / "birds"), test_fraction=0.4)
+    assert data["train"].features["label"].names == ["finch", "owl"]
+    assert class_counts(data["train"]).tolist() == [1, 2] and class_counts(data["test"]).tolist() == [1, 1]
+    write_images(tmp_path / "split/train", {"finch": 2, "owl/field trip 2019": 3})
+    write_images(tmp_path / "split/Test2", {"owl/more": 1})
+    data = load_long_tailed(str(tmp_path / "split"))
+    assert class_counts(data["train"]).tolist() == [2, 3] and class_counts(data["test"]).tolist() == [0, 1]
+
+
+def test_classes_may_be_called_like_splits_and_archives_may_nest_their_folder(tmp_path):
+    write_images(tmp_path / "archive/vehicles", {"bullet train": 5, "train": 5, "test tube": 5})
+    data = load_long_tailed(str(tmp_path / "archive"))
+    assert data["train"].features["label"].names == ["bullet train", "test tube", "train"]
+
+
+def test_folders_that_are_neither_a_split_nor_a_class_are_refused_by_name(tmp_path):
+    write_images(tmp_path / "birds/train", {"finch": 2, "owl": 2})
+    write_images(tmp_path / "birds/docs", {"figures": 0})
+    assert load_long_tailed(str(tmp_path / "birds"))["train"].features["label"].names == ["finch", "owl"]
+    write_images(tmp_path / "birds/more", {"finch": 2, "owl": 2})
+    with pytest.raises(LiVTError, match="birds/more names no split, but train does"):
+        load_long_tailed(str(tmp_path / "birds"))
+    write_images(tmp_path, {"flat": 3})
+    with pytest.raises(LiVTError, match="flat holds no folders with images"):
+        load_long_tailed(str(tmp_path / "flat"))
+    write_images(tmp_path / "inside out", {"finch/train": 2, "finch/test": 1, "owl/train": 2, "owl/test": 1})
+    with pytest.raises(LiVTError, match="finch/test lies below a class"):
+        load_long_tailed(str(tmp_path / "inside out"))
+
+
+def test_an_empty_class_folder_is_refused_or_dropped(tmp_path, caplog):
+    write_images(tmp_path / "birds", {"finch": 5, "ghost": 0, "owl": 5})
+    with pytest.raises(LiVTError, match="1 classes have no training image.*ghost.*--drop_empty"):
+        load_long_tailed(str(tmp_path / "birds"))
+    data = load_long_tailed(str(tmp_path / "birds"), drop_empty=True)
+    assert data["train"].features["label"].names == ["finch", "owl"] and "ghost" in caplog.text
+
+
+def test_hidden_files_are_left_out_and_files_that_are_no_images_are_counted(tmp_path, caplog):
+    write_images(tmp_path / "birds", {"finch": 5, "owl": 5, "__MACOSX": 5, ".thumbnails": 5})
+    for name in ("finch/.DS_Store", "finch/._000.png", "owl/notes.txt", "owl/one.heic", "owl/two.HEIC", "cover.png"):
+        (tmp_path / "birds" / name).write_bytes(b"")
+    data = load_long_tailed(str(tmp_path / "birds"))
+    assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
+    assert "2 .heic, 1 .txt" in caplog.text and "left out 1 images that lie in no class folder" in caplog.text
+
+
+def test_links_that_leave_the_image_folder_are_refused(tmp_path):
+    write_images(tmp_path / "birds", {"finch": 5, "owl": 4})
+    write_images(tmp_path, {"elsewhere": 1})
+    link = tmp_path / "birds/owl/004.png"
+    link.symlink_to("../finch/000.png")
+    assert len(load_long_tailed(str(tmp_path / "birds"))["train"]) == 8
+    for target in (tmp_path / "elsewhere/000.png", tmp_path / "elsewhere", tmp_path / "birds"):
+        link.unlink()
+        link.symlink_to(target)
+        with pytest.raises(LiVTError, match="004.png is a link to"):
+            load_long_tailed(str(tmp_path / "birds"))
+
+
+def test_an_image_folder_has_the_order_and_the_classes_that_datasets_gives_it(tmp_path):
+    write_images(tmp_path / "birds/train", {"b": 12, "a b": 3, "a": 3, "Z": 3, "é": 3, "a-b": 2})
+    write_images(tmp_path / "birds/validation", {"b": 2, "a": 3})
+    write_images(tmp_path / "birds/test", {"b": 1, "Z": 2})
+    for i in range(12):
+        (tmp_path / f"birds/train/b/{i}.PNG").write_bytes(png(i))
+    ours = load_long_tailed(str(tmp_path / "birds"))
+    theirs = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "birds"))
+    assert list(ours) == list(theirs)
+    for split in theirs:
+        assert ours[split].features == theirs[split].features
+        ours_rows, their_rows = (d[split].cast_column("image", Image(decode=False))[:] for d in (ours, theirs))
+        assert ours_rows == their_rows
+
+
+def test_a_test_set_cut_from_the_training_images_is_warned_of_and_remembered(tmp_path, caplog):
+    write_images(tmp_path / "birds/train", {"finch": 10, "owl": 10})
+    write_images(tmp_path / "birds/val", {"finch": 2, "owl": 2})
+    data = load_long_tailed(str(tmp_path / "birds"))
+    assert {split: len(part) for split, part in data.items()} == {"train": 16, "validation": 4, "test": 4}
+    assert "4 of 20 training images are set aside" in caplog.text and "call the validation split so" in caplog.text
+    assert has_carved_test(data) and has_carved_test({"test": data["test"].select([0])})
+    assert not has_carved_test({"test": data["train"]})
+    (tmp_path / "birds/val").rename(tmp_path / "birds/test")
+    assert not has_carved_test(load_long_tailed(str(tmp_path / "birds")))
+
+
+def test_an_image_folder_can_be_streamed(tmp_path):
+    write_images(tmp_path / "birds", {"finch": 2, "owl": 3})
+    stream = load_long_tailed(str(tmp_path / "birds"), streaming=True)["train"]
+    assert stream.num_shards == 5 and [row["label"] for row in stream] == [0, 0, 1, 1, 1]
 
 
 def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
@@ -462,7 +558,7 @@ def test_places_that_do_not_exist_or_hold_nothing_are_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere does not exist"):
         load_long_tailed(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no images"):
+    with pytest.raises(ValueError, match="empty holds no folders with images"):
         load_long_tailed(str(tmp_path / "empty"))
     (tmp_path / "x.csv").write_text("a,b")
     with pytest.raises(ValueError, match="x.csv is no parquet"):

@@ -7,7 +7,7 @@ _NAMES = {
     "decoding": ("find_broken", "read_rgb"),
     "labels": ("class_counts", "label_statistics"),
     "loading": ("Batches", "eval_loader", "train_loader"),
-    "sources": ("load_data", "load_long_tailed"),
+    "sources": ("has_carved_test", "load_data", "load_long_tailed"),
     "splits": ("balanced_counts", "exponential_counts", "long_tail_indices", "pareto_counts"),
     "transforms": ("DeviceTransform", "FinetuneAugmentation", "PretrainAugmentation", "eval_processor"),
 }

@@ -145,7 +145,8 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings) -> dict
     if settings.drop_empty:
         keep = np.flatnonzero(labels["train"].counts(len(names)))
         if len(keep) < len(names):
-            logger.warning("left out %d classes without a training image", len(names) - len(keep))
+            dropped = [names[c] for c in np.setdiff1d(np.arange(len(names)), keep)]
+            logger.warning("left out %d classes without a training image: %s", len(dropped), ", ".join(dropped[:10]))
     result = {}
     for split, dataset in splits.items():
         if labels[split].hidden:
@@ -261,10 +262,7 @@ def _find_label_column(features: Features) -> str:
     named = [name for name in LABEL_NAMES if name in features]
     classes = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     if not named and len(classes) != 1:
-        raise LiVTError(
-            f"found no label column among {_described(features)}: name it with --label_column; an image folder "
-            "needs one subfolder per class."
-        )
+        raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
     return (named or classes)[0]
 
 

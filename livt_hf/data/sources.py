@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
-from datasets.data_files import SPLIT_KEYWORDS
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import without_broken
+from livt_hf.data.folders import SPLIT_OF_WORD, open_image_folder
 from livt_hf.data.labels import (
     class_counts,
     class_feature,
@@ -33,7 +33,8 @@ from livt_hf.settings import DataSettings
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
-SPLIT_OF_WORD = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
+CARVED = "set aside from the training data"
 # Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
 SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_OF_WORD)})(?![^\W\d_])")
 
@@ -72,7 +73,7 @@ def load_long_tailed(
 def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
     """The dataset that the settings describe; `load_long_tailed` explains it."""
     benchmark = BENCHMARKS.get(settings.dataset, Benchmark())
-    settings = _with_defaults(settings, benchmark)
+    settings = with_defaults(settings, benchmark)
     if streaming and settings.rule is not None:
         raise LiVTError(f'a stream cannot be thinned out by the rule "{settings.rule}": load it without streaming.')
     splits = _open_benchmark(settings, benchmark, streaming)
@@ -83,7 +84,7 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
         return IterableDatasetDict(_reported_as_test(splits, benchmark))
     splits = _reported_as_test(standard_columns(splits, settings), benchmark)
     if "test" not in splits:
-        splits |= _carved_test(splits["train"], settings)
+        splits |= _carved_test(splits, settings)
     if settings.rule is not None and not benchmark.own_tail:
         splits["train"] = _thinned(splits["train"], settings)
     if settings.on_broken == "skip":
@@ -92,7 +93,7 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
     return DatasetDict({split: splits[split] for split in SPLITS if split in splits})
 
 
-def _with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
+def with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
     """The settings, with a benchmark's own rule and numbers where none are given."""
     rule = benchmark.rule if settings.rule is None else settings.rule
     if rule is None and (settings.imbalance_factor is not None or settings.images_per_class is not None):
@@ -111,7 +112,9 @@ def _reported_as_test(splits: dict, benchmark: Benchmark) -> dict:
     return splits
 
 
-def _carved_test(train: Dataset, settings: DataSettings) -> dict[str, Dataset]:
+def _carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
+    """The training split in two parts: one to train on, one to test on."""
+    train = splits["train"]
     if is_multi_label(train):
         order = np.random.RandomState(settings.split_seed).permutation(len(train))
         num_test = int(len(train) * settings.test_fraction)
@@ -119,11 +122,23 @@ def _carved_test(train: Dataset, settings: DataSettings) -> dict[str, Dataset]:
     else:
         rows, test_rows = stratified_split(labels_of(train).values, settings.test_fraction, settings.split_seed)
     parts = {"train": train.select(rows), "test": train.select(test_rows)}
+    parts["test"].info.description = CARVED
+    rename = ", or call the validation split so" if "validation" in splits else ""
+    logger.warning(
+        "there is no test split, so %d of %d training images are set aside as one; to choose them yourself, add a "
+        "split called test%s",
+        *(len(test_rows), len(train), rename),
+    )
     absent = np.flatnonzero((class_counts(parts["test"]) == 0) & (class_counts(train) > 0))
     if len(absent):
         names = [class_feature(train).names[c] for c in absent]
         logger.warning("%d classes are too small to give a test image: %s", len(names), ", ".join(names))
     return parts
+
+
+def has_carved_test(data: DatasetDict | IterableDatasetDict) -> bool:
+    """Whether the test split was set aside from the training images because the dataset has none of its own."""
+    return "test" in data and data["test"].info.description == CARVED
 
 
 def _thinned(train: Dataset, settings: DataSettings) -> Dataset:
@@ -240,8 +255,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
     if path.is_file() and is_image_list(path):
         root = Path(settings.source or path.parent).expanduser()
         splits = datasets_from_lists({"train": read_list(path)}, root, skip_missing)
-        return {"train": splits["train"].to_iterable_dataset(num_shards=64)} if streaming else splits
-    if path.is_file():
+    elif path.is_file():
         splits = _load(path.suffix[1:], {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
@@ -249,7 +263,15 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         raise LiVTError(f"{where} does not exist: pass an image folder, a parquet or arrow file, a list or a Hub id.")
     else:
         splits = _open_hub(where, settings, streaming)
-    return _named_splits(splits, where)
+    return _named_splits(_streams(splits) if streaming else splits, where)
+
+
+def _streams(splits: Mapping) -> dict[str, IterableDataset]:
+    """What is stored as paths becomes a stream too."""
+    return {
+        split: part.to_iterable_dataset(min(STREAM_SHARDS, len(part))) if isinstance(part, Dataset) else part
+        for split, part in splits.items()
+    }
 
 
 def _named_splits(splits: Mapping, where: str) -> dict:
@@ -286,10 +308,7 @@ def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
     lists = find_lists(path)
     if "train" in lists:
         return datasets_from_lists({split: read_list(file) for split, file in lists.items()}, path, skip_missing)
-    try:
-        return dict(load_dataset("imagefolder", data_dir=str(path), streaming=streaming))
-    except FileNotFoundError as error:
-        raise LiVTError(f"{path} holds no images, parquet or arrow files or lists: check the folder.") from error
+    return open_image_folder(path)
 
 
 def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:

@@ -4,7 +4,7 @@ import gzip
 import lzma
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,12 +97,18 @@ def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing
                 "--on_broken skip."
             )
         kept = np.setdiff1d(np.arange(len(images.paths)), missing)
-        paths = pa.array([os.path.join(root, images.paths[i]) for i in kept.tolist()], type=pa.string())
-        storage = pa.StructArray.from_arrays([pa.nulls(len(kept), pa.binary()), paths], names=["bytes", "path"])
-        features = Features(image=Image(), label=ClassLabel(names=names))
-        table = pa.table({"image": storage, "label": images.labels[kept]}).cast(features.arrow_schema)
-        result[split] = Dataset(table, info=DatasetInfo(features=features), split=NamedSplit(split))
+        paths = [os.path.join(root, images.paths[i]) for i in kept.tolist()]
+        result[split] = dataset_of_paths(paths, images.labels[kept], names, split)
     return result
+
+
+def dataset_of_paths(paths: list[str], labels: Sequence[int], names: list[str], split: str) -> Dataset:
+    """A dataset of images that stay in their files."""
+    images = [pa.nulls(len(paths), pa.binary()), pa.array(paths, type=pa.string())]
+    storage = pa.StructArray.from_arrays(images, names=["bytes", "path"])
+    features = Features(image=Image(), label=ClassLabel(names=names))
+    table = pa.table({"image": storage, "label": pa.array(labels, type=pa.int64())}).cast(features.arrow_schema)
+    return Dataset(table, info=DatasetInfo(features=features), split=NamedSplit(split))
 
 
 def missing_files(images: ImageList, root: Path) -> np.ndarray:

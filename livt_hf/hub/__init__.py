@@ -1,9 +1,10 @@
 """Publishing to the Hugging Face Hub: cards, results files, models and datasets."""
 
 from livt_hf.hub.cards import eval_result_files, model_card
-from livt_hf.hub.datasets import Origin, dataset_card, publish_dataset
+from livt_hf.hub.datasets import Origin, dataset_card, origin_of, publish_dataset
 from livt_hf.hub.publication import Publication
-from livt_hf.hub.publishing import PublishError, listing, prepare_publication, publish
+from livt_hf.hub.publishing import listing, prepare_publication, publish
+from livt_hf.hub.repository import PublishError
 
 __all__ = [
     "Origin",
@@ -13,6 +14,7 @@ __all__ = [
     "eval_result_files",
     "listing",
     "model_card",
+    "origin_of",
     "prepare_publication",
     "publish",
     "publish_dataset",

@@ -1,19 +1,34 @@
 """A long-tailed split on the Hub: parquet, and a card with its counts, rule and seed."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from datasets import DatasetDict
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
-from livt_hf.data import class_counts
+from livt_hf.data import class_counts, has_carved_test
+from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.labels import class_feature
+from livt_hf.data.sources import with_defaults
+from livt_hf.errors import LiVTError
 from livt_hf.hub.cards import template
 from livt_hf.hub.publication import Publication
+from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
 from livt_hf.metrics import group_sizes
 from livt_hf.results import number
+from livt_hf.settings import DataSettings
 
 LISTED_CLASSES = 1000  # with more classes than this, the card lists the largest and the smallest only
+
+
+RULES = {
+    "exponential": "The i-th largest of C classes keeps int(n_max * {gamma:g}^(-i / (C - 1))) training images, where "
+    "i counts from 0 and n_max is the number of images of the largest class.",
+    "pareto": "The numbers of training images are quantiles of a Pareto distribution with power 6, stretched to an "
+    "imbalance of {gamma:g}.",
+    "balanced": "Every class keeps {count} training images.",
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +38,19 @@ class Origin:
     rule: str
     seed: int
     source: str | None = None
+
+
+def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
+    """The origin of a dataset that was loaded with these settings."""
+    benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).expanduser().exists()
+    made = with_defaults(settings, benchmark)
+    rule = "The training images are those of the dataset."
+    if made.rule is not None:
+        rule = RULES[made.rule].format(gamma=made.imbalance_factor, count=made.images_per_class)
+    if has_carved_test(splits):
+        rule += " The dataset has no test split of its own; it was set aside from the training images before that."
+    hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
+    return Origin(rule, settings.split_seed, hub_id)
 
 
 def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) -> DatasetCard:
@@ -36,13 +64,13 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
         source_datasets=[f"extended|{source}"] if source else None,
         pretty_name=publication.name,
     )
-    taken = f"from [{source}](https://huggingface.co/datasets/{source})" if source else "from other images"
+    taken = f", taken from [{source}](https://huggingface.co/datasets/{source})" if source else ""
     card = DatasetCard.from_template(
         data,
         template_str=template("dataset"),
         title=publication.name,
         repo_id=publication.repo_id,
-        summary=f"A long-tailed image classification dataset of {len(names):,} classes, taken {taken} by livt_hf.",
+        summary=f"A long-tailed image classification dataset of {len(names):,} classes{taken}. Made with livt_hf.",
         rule=origin.rule,
         seed=origin.seed,
         splits=list(splits),
@@ -53,18 +81,25 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
     return DatasetCard(f"{str(card).rstrip()}\n")
 
 
-def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origin, token: str | None = None) -> str:
+def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origin) -> str:
     """Push a dataset as parquet with its card and return its address; `datasets.load_dataset(repo_id)` reads it."""
     card = dataset_card(splits, publication, origin)
-    api, repo_id, private = HfApi(token=token, library_name="livt_hf"), publication.repo_id, not publication.public
-    address = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
-    # The card goes first: push_to_hub adds the features and files to its metadata, in the same commit as the data.
-    api.upload_file(
-        path_or_fileobj=str(card).encode(), path_in_repo="README.md", repo_id=repo_id, repo_type="dataset",
-        commit_message="Card",
-    )  # fmt: skip
-    splits.push_to_hub(repo_id, private=private, token=token, commit_message="Data")
-    return str(address)
+    api, repo_id = HfApi(library_name="livt_hf"), publication.repo_id
+    visible = f"nothing of the dataset is visible in {repo_id}"
+    try:
+        open_repository(api, publication, "dataset")
+        # The card goes first: push_to_hub adds the features and files to its metadata, in the same commit as the data.
+        api.upload_file(
+            path_or_fileobj=str(card).encode(), path_in_repo="README.md", repo_id=repo_id, repo_type="dataset",
+            commit_message="Card",
+        )  # fmt: skip
+        visible = f"in {repo_id}, which is {publication.visibility}, the card is complete and the data may be in part"
+        splits.push_to_hub(repo_id, private=not publication.public, commit_message="Data")
+    except LiVTError:
+        raise
+    except HUB_ERRORS as error:
+        raise PublishError(f"{visible} ({reason(error)}); run the same command again to complete it.") from error
+    return f"{api.endpoint}/datasets/{repo_id}"
 
 
 def _split_row(counts: np.ndarray) -> list[str]:

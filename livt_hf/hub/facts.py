@@ -34,8 +34,8 @@ def loss_spec(results: Results) -> LossSpec:
 def dataset_names(results: Results) -> tuple[str, str | None]:
     """The dataset in words, and its id on the Hub or None."""
     name = results.dataset
-    if name in TITLES:
-        title, hub_id = TITLES[name], BENCHMARKS[name].hub
+    if name in BENCHMARKS:  # also those that a plugin has registered
+        title, hub_id = TITLES.get(name, name), BENCHMARKS[name].hub
     elif name in hub_ids(results):
         title, hub_id = name, name.partition(":")[0]  # what follows is one of its configurations
     else:
@@ -50,7 +50,7 @@ def hub_ids(results: Results) -> set[str]:
     Nothing is claimed for a run that did not record it.
     """
     names = set() if results.dataset_local else {results.dataset}
-    return (names if results.pretrained_local else names | {results.pretrained}) - {None, "none"}
+    return (names if results.pretrained_local else names | {results.pretrained}) - {None, "none", *BENCHMARKS}
 
 
 def published_split(results: Results) -> str | None:

@@ -31,6 +31,10 @@ class Publication:
     def name(self) -> str:
         return self.repo_id.split("/")[-1]
 
+    @property
+    def visibility(self) -> str:
+        return "public" if self.public else "private"
+
     def licensed(self, results: Results) -> Self:
         """The publication with its licence, which the user has to name for data or weights that are not ours."""
         if self.license is not None:

@@ -6,11 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-
-# The base class of the client's network errors, from whichever of httpx's generations it is built on.
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import AutoImageProcessor
 
 from livt_hf.conversion import save_timm, to_beit
@@ -18,12 +14,13 @@ from livt_hf.errors import LiVTError
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
+from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
 from livt_hf.hub.scrubbing import refuse_secrets, scrub_file
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.reports.biases import class_distribution
 from livt_hf.reports.evaluation import NUMBERS
 from livt_hf.results import Results
-from livt_hf.runs import ARGUMENTS, LOG, RESULTS
+from livt_hf.runs import ARGUMENTS, LOG, RESULTS, Run
 from livt_hf.version import __version__
 
 MAX_SHARD_SIZE = "5GB"
@@ -33,19 +30,16 @@ COUNTS_PICTURE = "class_counts.png"
 # What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind, and pictures
 # that are no longer asked for must go.
 REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/", "reconstructions.png")
-# What the Hub and the way to it can fail with; ValueError is the client's word for metadata that the Hub refuses.
-HUB_ERRORS = (HTTPError, OSError, RuntimeError, ValueError)
-
-
-class PublishError(LiVTError):
-    """The Hub could not be reached or refused; the run itself is untouched."""
 
 
 def check_finished(run: Path) -> None:
     """Refuse a folder unless everything that a publication is made from is there."""
     missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (run / name).is_file()]
     if missing:
-        raise LiVTError(f"{run} is not a finished run: it has no {', no '.join(missing)}; finish it with --resume.")
+        raise LiVTError(
+            f"{run} is not a finished run: it has no {', no '.join(missing)}; give the folder of a finished run, or "
+            "finish this one with --resume."
+        )
 
 
 def prepare_publication(run: str | Path, folder: str | Path, publication: Publication) -> Path:
@@ -56,7 +50,7 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     """
     run, folder = Path(run), Path(folder)
     check_finished(run)
-    results = Results.read(run / RESULTS)
+    results = Run(run).results
     publication = publication.licensed(results)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -66,11 +60,10 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     if counts:
         class_distribution(counts, folder / COUNTS_PICTURE)
     # The card is made from the scrubbed copies, so that no path reaches it.
-    results, arguments = Results.read(folder / RESULTS), yaml.safe_load((folder / ARGUMENTS).read_text("utf-8"))
-    model_card(results, arguments, publication, pictures, COUNTS_PICTURE if counts else None).save(
-        folder / "README.md"
-    )
-    for name, text in eval_result_files(results).items():
+    copies = Run(folder)
+    card = model_card(copies.results, copies.arguments, publication, pictures, COUNTS_PICTURE if counts else None)
+    card.save(folder / "README.md")
+    for name, text in eval_result_files(copies.results).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     private = {str(place) for place in (Path.home(), Path.cwd(), run.resolve().parent, folder.resolve())} - {"/"}
@@ -95,7 +88,7 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
     api = api or HfApi(library_name="livt_hf")
     with tempfile.TemporaryDirectory() as temporary:
         folder = prepare_publication(run, Path(temporary) / "publication", publication)
-        what = f"to the {_seen(publication.public)} repository {publication.repo_id}:\n{listing(folder)}"
+        what = f"to the {publication.visibility} repository {publication.repo_id}:\n{listing(folder)}"
         logging.getLogger(__name__).info(what)
         try:
             commit = _upload(api, folder, publication)
@@ -103,7 +96,7 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
             raise
         except HUB_ERRORS as error:
             raise PublishError(
-                f"{publication.repo_id} was not published ({_reason(error)}): nothing of the run is visible there. "
+                f"{publication.repo_id} was not published ({reason(error)}): nothing of the run is visible there. "
                 f"The run itself is complete; publish it later with: {publication.command(run)}"
             ) from error
     if publication.tag:
@@ -111,19 +104,9 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
     return commit
 
 
-def _seen(public: bool) -> str:
-    return "public" if public else "private"
-
-
 def _upload(api: HfApi, folder: Path, publication: Publication) -> CommitInfo:
     repo_id = publication.repo_id
-    api.create_repo(repo_id, private=not publication.public, exist_ok=True)
-    public = not api.model_info(repo_id).private
-    if public != publication.public:
-        raise LiVTError(
-            f"{repo_id} exists and is {_seen(public)}; {'pass' if public else 'leave out'} --public (in training "
-            f"--hub_public), make it {_seen(not public)} on the Hub first, or choose another name."
-        )
+    open_repository(api, publication)
     files = published_files(folder)
     stale = [name for name in api.list_repo_files(repo_id) if name.startswith(REPLACED) and name not in files]
     operations = [CommitOperationAdd(name, path) for name, path in files.items()]
@@ -137,17 +120,10 @@ def _tag(api: HfApi, publication: Publication, commit: CommitInfo) -> None:
         api.create_tag(publication.repo_id, tag=publication.tag, revision=commit.oid)
     except HUB_ERRORS as error:
         raise PublishError(
-            f"{publication.repo_id} is published and {_seen(publication.public)} "
-            f"({commit.commit_url}), but the tag {publication.tag} was not set ({_reason(error)}); set it with: "
+            f"{publication.repo_id} is published and {publication.visibility} "
+            f"({commit.commit_url}), but the tag {publication.tag} was not set ({reason(error)}); set it with: "
             f"hf repos tag create {publication.repo_id} {publication.tag} --revision {commit.oid}"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong in one line: the Hub's own words, or the innermost cause, which a client's errors wrap."""
-    while error.__cause__ is not None and not isinstance(error, HfHubHTTPError | ValueError):
-        error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _write_model(run: Path, folder: Path, results: Results, form: str) -> list[int] | None:

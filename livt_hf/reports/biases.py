@@ -50,7 +50,7 @@ def class_distribution(counts: Sequence[int], path: str | Path, names: Sequence[
         ce, bce = _both(sizes)
         right.plot(ranks, bce, label=_BCE_NAME, **_BCE)
         right.plot(ranks, ce, label=_CE_NAME, **_CE)
-        right.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)  # balanced classes fill the axes
     return save(figure, path)
 
 
