@@ -126,7 +126,7 @@ def test_the_posterior_in_the_results_is_under_the_uniform_prior_whatever_the_he
     model = LiViTForImageClassification(LiViTConfig(**sizes, class_counts=[1, 3], test_prior=[0.999, 0.001]))
     torch.nn.init.zeros_(model.classifier.weight)
     torch.nn.init.zeros_(model.classifier.bias)
-    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True, device=torch.device("cpu"))
     processor = eval_processor(32, [0.5] * 3, [0.5] * 3, native=True)
     measured = measure(model, train, processor, accelerator)
     uniform = model.head.posterior(torch.zeros(1, 2), "uniform").argmax().item()

@@ -92,7 +92,7 @@ class LongTailHead(nn.Module):
         """Tell the head that `epoch` of `epochs` begins, for losses that change during training."""
         self.progress = epoch / epochs
 
-    def take_features(self, classifier: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def take_features(self, _classifier: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """A forward pre-hook for the classifier of a model that does not hand its features over."""
         if self.spec.uses_features:
             self.features = inputs[0]
