@@ -176,8 +176,9 @@ def _outputs(results: Results, arguments: Mapping) -> dict:
     world = "every class is equally frequent"
     if prior not in (None, "uniform", "none"):
         world = f"the classes are as frequent as `{prior}` says"
-    # Of a loss that has a posterior for some of its settings only, the run has measured whether it is there.
-    return dict(balanced=spec.balanced, world=world, no_posterior=None if results.posterior else spec.no_posterior)
+    names = [name for name in LongTailConfig.names() if name in arguments and name not in ("loss", "test_prior")]
+    head = LongTailConfig(loss=results.loss, **{name: arguments[name] for name in names})
+    return dict(balanced=spec.balanced, world=world, no_posterior=spec.why_no_posterior(head))
 
 
 def _results_sections(results: Results, arguments: Mapping) -> dict:
