@@ -54,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = PublishDataSettings.parse(argv)
     data = load_data(settings)
     publication = Publication(settings.repo_id, license=settings.license, public=settings.public)
-    print(
-        f"To the {publication.visibility} repository {settings.repo_id}, with the images' file names and metadata:"
-    )
+    print(f"To the {publication.visibility} repository {settings.repo_id}, with the images' file names and metadata:")
     for name, split in data.items():
         counts = class_counts(split)
         print(f"  {name}: {number(len(split))} images of {number(int((counts > 0).sum()))} classes")
