@@ -18,6 +18,7 @@ _HOMES = {
     "LiViTForPreTraining": "livt_hf.modeling_livit_mae",
     "LiViTModel": "livt_hf.modeling_livit",
     "LongTailConfig": "livt_hf.long_tail.config",
+    "balance": "livt_hf.long_tail.balance",
     "pretraining_config": "livt_hf.modeling_livit_mae",
 }
 __all__ = ["__version__", *_HOMES]

@@ -13,6 +13,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
+from livt_hf.commands import run_command
 from livt_hf.data.decoding import find_broken, listed
 from livt_hf.data.labels import class_counts, class_feature, labels_of
 from livt_hf.data.loading import StoredImages
@@ -104,6 +105,4 @@ def sample(train: Dataset, counts: np.ndarray, names: list[str], seed: int) -> t
 
 
 if __name__ == "__main__":
-    from livt_hf.commands import run_command
-
     run_command(main)

@@ -64,7 +64,7 @@ class SweepSettings(CommandSettings):
     def words(self, stage: str) -> list[str]:
         """What every run of a stage is told."""
         shared = {name: getattr(self, name) for name in ("dataset", "source", "imbalance_factor", "plugin")}
-        return [*as_words(shared), *shlex.split(getattr(self, stage))]
+        return [*as_words(shared), *shlex.split({"pretrain": self.pretrain, "finetune": self.finetune}[stage])]
 
 
 @dataclass

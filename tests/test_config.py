@@ -179,5 +179,5 @@ def test_settings_given_on_reading_a_config_are_checked_and_replace_the_saved_on
 
 
 def test_a_setting_of_a_later_version_is_named():
-    with pytest.raises(ValueError, match=r"settings \['temper'\], which this version does not know"):
+    with pytest.raises(ValueError, match=r"settings \['temper'\] of the head are not known"):
         LiViTConfig(long_tail={"temper": 3})

@@ -35,7 +35,7 @@ def shell_commands() -> list[str]:
     lines = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
     commands = [part.strip() for line in lines for part in re.sub(r"(^|\s)#.*", "", line).split("&&") if part.strip()]
     commands = [command.replace(".venv/bin/", "") for command in commands]
-    inline = [code for code in INLINE if re.match(r"(livt|python|accelerate) \S", code) and " | " not in code]
+    inline = [code for code in INLINE if re.match(r"(livt|python|accelerate launch) \S", code) and " | " not in code]
     return [command for command in dict.fromkeys(commands + inline) if command not in ("livt eval", "livt sweep")]
 
 

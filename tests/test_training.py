@@ -227,7 +227,7 @@ def test_resuming_runs_no_code_from_the_run_folder(tmp_path, name):
     state["files"][name] = (folder / name).stat().st_size
     (folder / "state.json").write_text(json.dumps(state))
 
-    loop = make_loop(settings(tmp_path / "run", ema_decay=0.5, max_steps=2, resume=str(tmp_path / "run")))
+    loop = make_loop(arguments, resumed=Run(tmp_path / "run"))
     if name == "scaler.pt":
         loop.accelerator.scaler = torch.amp.GradScaler("cpu")  # of mixed precision
     if name == "random_states_0.pkl":

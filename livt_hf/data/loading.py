@@ -38,11 +38,7 @@ BUFFER = 1000  # encoded images of a stream that a worker keeps to shuffle from
 
 @dataclass(frozen=True)
 class Batches:
-    """How the images of an update are shared out.
-
-    `batch_size` counts the images of an update over all processes and accumulation steps; in evaluation, those of one
-    forward pass on each process.
-    """
+    """How images are shared out: `batch_size` of them per update, over all processes and accumulation steps."""
 
     batch_size: int
     accumulation: int = 1
@@ -51,14 +47,7 @@ class Batches:
     world_size: int = 1
     num_workers: int = 0
 
-    @property
-    def parts(self) -> int:
-        """Micro-batches of an update, over all processes."""
-        return self.world_size * self.accumulation
-
-    @property
-    def micro_size(self) -> int:
-        """Images of a micro-batch on one process."""
+    def __post_init__(self):
         if self.batch_size % self.parts:
             lower = self.batch_size // self.parts * self.parts
             near = " or ".join(str(b) for b in (lower, lower + self.parts) if b > 0)
@@ -66,6 +55,15 @@ class Batches:
                 f"batch_size {self.batch_size} is no multiple of {self.world_size} processes x {self.accumulation} "
                 f"accumulation steps: use {near}."
             )
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches per update, over all processes."""
+        return self.world_size * self.accumulation
+
+    @property
+    def micro_size(self) -> int:
+        """Images of a micro-batch on one process."""
         return self.batch_size // self.parts
 
     def updates(self, num_images: int) -> int:
@@ -114,7 +112,7 @@ class TrainLoader:
 
 class _UpdateSampler:
     def __init__(self, num_images: int, batches: Batches):
-        self.num_images, self.batches, self.micro_size = num_images, batches, batches.micro_size
+        self.num_images, self.batches = num_images, batches
         self.epoch = self.start_update = 0
 
     def __len__(self) -> int:
@@ -122,7 +120,7 @@ class _UpdateSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order = epoch_permutation(self.num_images, self.batches.seed, self.epoch)
-        first, size = self.start_update * self.batches.batch_size, self.micro_size
+        first, size = self.start_update * self.batches.batch_size, self.batches.micro_size
         for number in range(len(self)):
             start = first + (number * self.batches.world_size + self.batches.rank) * size
             yield [(self.epoch, index) for index in order[start : start + size].tolist()]
@@ -139,7 +137,7 @@ def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batche
     Processes get contiguous parts that differ by at most one image, so they may have different numbers of batches.
     """
     bounds = np.linspace(0, len(dataset), batches.world_size + 1).astype(int)
-    part, size = range(bounds[batches.rank], bounds[batches.rank + 1]), batches.batch_size
+    part, size = range(bounds[batches.rank], bounds[batches.rank + 1]), batches.micro_size
     images = _ProcessedImages(StoredImages(dataset), processor)
     rows = [list(part[i : i + size]) for i in range(0, len(part), size)]
     return _loader(images, batches.num_workers, batch_sampler=rows)
@@ -287,8 +285,7 @@ class _EndlessBatches(torch.utils.data.IterableDataset):
 
     def __init__(self, dataset: IterableDataset, augmentation: Augmentation, batches: Batches, on_broken: str):
         self.dataset = dataset.select_columns(["image", "label"]).cast_column("image", Image(decode=False))
-        self.augmentation, self.batches, self.micro_size = augmentation, batches, batches.micro_size
-        self.on_broken = on_broken
+        self.augmentation, self.batches, self.on_broken = augmentation, batches, on_broken
         self.several, self.num_classes = is_multi_label(dataset), number_of_classes(dataset)
         self.epoch, self.done = 0, 0.0
 
@@ -296,7 +293,7 @@ class _EndlessBatches(torch.utils.data.IterableDataset):
         images = self._images()
         try:
             while True:
-                indices, pixels, labels = zip(*itertools.islice(images, self.micro_size), strict=True)
+                indices, pixels, labels = zip(*itertools.islice(images, self.batches.micro_size), strict=True)
                 yield {
                     "pixel_values": self.augmentation.batch(pixels, self.batches.seed, self.epoch, indices),
                     "labels": self._targets(labels),

@@ -66,10 +66,10 @@ class LongTailConfig(dict):
 
     @classmethod
     def from_dict(cls, values: dict) -> "LongTailConfig":
-        """Settings read from a file."""
+        """Settings from keywords or from a file."""
         unknown = sorted(values.keys() - set(cls.names()))
         if unknown:
-            raise LiVTError(f"long_tail has settings {unknown}, which this version does not know; upgrade livt-hf.")
+            raise LiVTError(f"settings {unknown} of the head are not known; check the spelling, or upgrade livt-hf.")
         return cls(**values)
 
     @property
@@ -124,6 +124,8 @@ class LongTailConfig(dict):
 
     def check_labels(self, num_labels: int, multi_label: bool) -> None:
         """Refuse what does not fit the labels of the model."""
+        if num_labels < 2:
+            raise LiVTError(f"num_labels is {num_labels}; a classifier needs at least two classes.")
         if multi_label:
             self._check_multi_label()
         if self.test_prior is not None:

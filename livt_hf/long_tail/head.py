@@ -39,10 +39,15 @@ class CosineClassifier(nn.Linear):
         return nn.functional.linear(unit(features, dim=-1), unit(self.weight, dim=-1))
 
 
-def tau_normalised(weight: Tensor, tau: float = 1.0) -> Tensor:
-    """Rows of a classifier's weight (C, D) over their lengths to the power tau (Kang et al., 2020), which drop a bias.
+def start_std(classifier: nn.Linear) -> float:
+    """How the weights of a fresh classifier are spread: almost 0, or of length 1 where they are normalised anyway."""
+    return classifier.in_features**-0.5 if isinstance(classifier, CosineClassifier) else 2e-5
 
-    Frequent classes have long rows; tau 0 leaves them, 1 makes all of them equally long.
+
+def tau_normalised(weight: Tensor, tau: float = 1.0) -> Tensor:
+    """The rows of a classifier's weight divided by their lengths to the power tau (Kang et al., 2020). (C, D)
+
+    Frequent classes have long rows; tau 0 leaves them, 1 makes all of them equally long. Kang et al. drop the bias.
     """
     return weight / weight.norm(dim=-1, keepdim=True) ** tau
 
@@ -59,10 +64,9 @@ class LongTailHead(nn.Module):
         # How much of the training is done, from 0 to 1. Losses with two phases are in their second one when nobody
         # says otherwise.
         self.progress = 1.0
+        self.features: Tensor | None = None
         with torch.device("cpu"):  # transformers builds models on the meta device, where no prior can be checked
-            constants = self.constants()
-        for name, value in constants.items():
-            self.register_buffer(name, value, persistent=False)
+            self.derive("cpu")
 
     @property
     def settings(self) -> LongTailConfig:
@@ -88,6 +92,20 @@ class LongTailHead(nn.Module):
         """Tell the head that `epoch` of `epochs` begins, for losses that change during training."""
         self.progress = epoch / epochs
 
+    def take_features(self, _classifier: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """A forward pre-hook for the classifier of a model that does not hand its features over."""
+        if self.spec.uses_features:
+            self.features = inputs[0]
+
+    def drop_features(self, *_) -> None:
+        """A forward hook for that model: features of a past forward would hold its graph."""
+        self.features = None
+
+    def derive(self, device: torch.device | str) -> None:
+        """Make the tensors that follow from the settings, again where these have changed."""
+        for name, value in self.constants().items():
+            self.register_buffer(name, value.to(device), persistent=False)
+
     def constants(self) -> dict[str, Tensor]:
         """Everything the class counts determine: never saved, always derived."""
         settings, counts = self.settings, self.settings.class_counts
@@ -111,8 +129,7 @@ class LongTailHead(nn.Module):
     def _apply(self, fn, recurse=True):
         """Follow the model to its device but not to half precision: priors of one in ten million must survive."""
         super()._apply(fn, recurse)
-        for name, value in self.constants().items():
-            setattr(self, name, value.to(getattr(self, name).device))
+        self.derive(self.logit_bias.device)
         return self
 
     def classifier_start(self) -> Tensor:
@@ -127,7 +144,7 @@ class LongTailHead(nn.Module):
             return zero
         return log_odds(settings.class_counts, settings.num_images).float()
 
-    def forward(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, features: Tensor | None = None) -> Tensor:
         settings, classes = self.settings, None
         if settings.class_counts is not None:
             classes = ClassStatistics(self.prior, self.class_weight, self.inverse_count, self.margin)

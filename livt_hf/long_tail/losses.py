@@ -148,7 +148,7 @@ class LossInputs:
     logits: Tensor  # z (B, C), float32
     adjusted: Tensor  # z + tau B for a balanced loss, z otherwise (B, C)
     targets: Tensor  # (B, C)
-    features: Tensor  # what the classifier saw (B, D)
+    features: Tensor | None  # what the classifier saw (B, D), where the loss says that it uses features
     classes: ClassStatistics | None  # None where the head does not know the class counts
     settings: "LongTailConfig"
     progress: float  # how much of the training is done, from 0 to 1
@@ -169,6 +169,7 @@ class LossSpec:
     balanced: bool = False
     class_weighted: bool = False
     needs_counts: bool = False
+    uses_features: bool = False
     soft_labels: bool = True
     batch_statistic: bool = False
     no_posterior: "str | Callable[[LongTailConfig], str | None] | None" = None
@@ -238,6 +239,7 @@ def _lade(batch: LossInputs) -> Tensor:
     "ib",
     activation="softmax",
     needs_counts=True,
+    uses_features=True,
     soft_labels=False,
     no_posterior="its weights of images move the outputs",
 )
