@@ -112,16 +112,17 @@ def test_a_multi_label_card_reports_precision_and_no_accuracy():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_card_says_of_each_loss_what_its_spec_says(loss):
-    text = card_of(replace(RESULTS, loss=loss, posterior=None)).text
+    text, why = card_of(replace(RESULTS, loss=loss)).text, LOSSES[loss].why_no_posterior(LongTailConfig(loss))
     assert ("a bias that depends on the class counts is added" in text) == LOSSES[loss].balanced
     assert ("No bias is added" in text) == (not LOSSES[loss].balanced)
-    why = LOSSES[loss].why_no_posterior(LongTailConfig(loss=loss))
     assert ("model.probabilities" in text) == (why is None)
-    assert why is None or why in text
+    assert why is None or f"not probabilities under any prior, because {why}" in text
 
 
-def test_a_posterior_that_was_measured_is_on_the_card_though_its_loss_has_none_in_general():
-    assert "model.probabilities" in card_of(replace(RESULTS, loss="nt_bce")).text  # nt_lambda was 1
+def test_the_settings_of_a_loss_may_decide_whether_it_has_a_posterior():
+    results = replace(RESULTS, loss="bal_nt_bce")
+    assert "model.probabilities" in card_of(results, nt_lambda=1.0).text
+    assert "model.probabilities" not in card_of(results, nt_lambda=2.0, test_prior="prior.json").text
 
 
 def test_a_loss_of_a_plugin_that_is_not_loaded_is_refused_with_the_option_that_loads_it():

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, loss_spec, published_split
+from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, loss_spec, published_split, why_no_posterior
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.metrics import GROUPS
@@ -176,9 +176,7 @@ def _outputs(results: Results, arguments: Mapping) -> dict:
     world = "every class is equally frequent"
     if prior not in (None, "uniform", "none"):
         world = f"the classes are as frequent as `{prior}` says"
-    names = [name for name in LongTailConfig.names() if name in arguments and name not in ("loss", "test_prior")]
-    head = LongTailConfig(loss=results.loss, **{name: arguments[name] for name in names})
-    return dict(balanced=spec.balanced, world=world, no_posterior=spec.why_no_posterior(head))
+    return dict(balanced=spec.balanced, world=world, no_posterior=why_no_posterior(results, arguments))
 
 
 def _results_sections(results: Results, arguments: Mapping) -> dict:
