@@ -99,10 +99,14 @@ class CommandSettings:
         values = (inherited or {}) | asked
         load_plugin(values.get("plugin"))
         if values.pop("config", None) is None and configs is not None:
-            dataset = values.get("dataset", cls.__dataclass_fields__["dataset"].default)
-            own = configs / f"{cls.stage}-{str(dataset).replace('/', '-')}.yaml"
+            own = configs / f"{cls.stage}-{cls._own_config(values)}.yaml"
             values = (read_settings(cls, own) if own.exists() else {}) | values
         return cls(**values)
+
+    @classmethod
+    def _own_config(cls, values: dict) -> str:
+        """What the config is called that goes with the dataset."""
+        return str(values.get("dataset", cls.__dataclass_fields__["dataset"].default)).replace("/", "-")
 
 
 @dataclass
@@ -268,11 +272,20 @@ class FinetuneSettings(TrainingSettings):
     stage: ClassVar[str] = "finetune"
 
     image_size: int | None = option(None, "pixels; default: the checkpoint's, or the preset's", at_least=1)
+    model_size: str = option("base", "preset of the encoder; that of a checkpoint is known")
     pretrained: str | None = option(
         None,
-        "MGP run, ViT or ViTMAE checkpoint or Hub id; 'none' trains from scratch; default: the newest MGP run",
+        "MGP run, or checkpoint folder or Hub id of any image classifier; 'none' trains from scratch; default: the "
+        "newest MGP run",
         place=True,
     )
+    tune: Literal["full", "lora", "head"] | None = option(
+        None,
+        "what is trained: everything, low-rank additions (LoRA), or the classifier on features of the frozen "
+        "backbone; each has a config of its own; default: everything, with the dataset's config",
+    )
+    lora_rank: int = option(8, "rank of LoRA's additions", at_least=1)
+    views: int = option(1, "views per image that a frozen backbone keeps; all but the first are augmented", at_least=1)
     min_lr: float = option(1e-6, "floor of the cosine, not scaled by the batch", at_least=0)
     adam_beta2: float = option(0.99, "AdamW's second beta")
     optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
@@ -306,6 +319,11 @@ class FinetuneSettings(TrainingSettings):
     cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
     eval_epochs: int = option(5, "epochs between evaluations", at_least=1)
     select: Literal["last", "best"] = option("last", "weights to keep: the last, or the best on the validation split")
+
+    @classmethod
+    def _own_config(cls, values: dict) -> str:
+        """Pretrained backbones want another recipe than a ViT from scratch, whatever the dataset."""
+        return f"tune-{values['tune']}" if values.get("tune") else super()._own_config(values)
 
 
 @dataclass
