@@ -45,7 +45,7 @@ def lent_by_checkpoint(asked: dict) -> dict:
         try:
             config, _ = PreTrainedConfig.get_config_dict(named)
         except OSError as error:
-            raise LiVTError(f"{named} is neither a checkpoint folder nor a model the Hub has: {error}") from error
+            raise LiVTError(f"{named} could not be loaded as a checkpoint folder or from the Hub: {error}") from error
         if "hidden_size" in config:
             lent = {"model_size": size_name(config), "patch_size": config.get("patch_size")}
     return lent

@@ -111,12 +111,16 @@ class DataSettings(CommandSettings):
 
     dataset: str = option(
         "glyphs",
-        "benchmark name, image folder, image list (.txt), parquet folder or Hub dataset",
+        "benchmark name, image folder, table of labels (.csv, .tsv, .jsonl, .parquet), image list (.txt), parquet "
+        "folder or Hub dataset",
         selects_data=True,
         place=True,
     )
     source: str | None = option(
-        None, "local copy of a named benchmark, or the root folder of an image list", place=True, free=True
+        None,
+        "local copy of a named benchmark, or the folder of the images that a table or a list names",
+        place=True,
+        free=True,
     )
     imbalance_factor: float | None = option(
         None, "largest class over smallest class; a long tail is derived where this is given", selects_data=True
@@ -139,8 +143,32 @@ class DataSettings(CommandSettings):
     lists: str | None = option(
         None, "folder of a benchmark's split lists, where they are not in source", place=True, free=True
     )
-    image_column: str | None = option(None, "column of the images, where it cannot be told")
-    label_column: str | None = option(None, "column of the labels, where it cannot be told", selects_data=True)
+    image_column: str | None = option(None, "column of the images, where it cannot be told", selects_data=True)
+    label_column: str | None = option(
+        None,
+        "column of the labels, where it cannot be told; or, separated by commas, one column of 0 and 1 per class",
+        selects_data=True,
+    )
+    label_separator: str | None = option(
+        None, "what stands between the labels of an image that has several, such as '|'", selects_data=True
+    )
+    split_column: str | None = option(
+        None, "column that says train, val or test; default: one called split; none: no column", selects_data=True
+    )
+    group_column: str | None = option(
+        None,
+        "column of what belongs together (patient, site, animal): no group is on both sides of a split that is made",
+        selects_data=True,
+    )
+    exclude_labels: str | None = option(
+        None, "labels that are no classes, separated by commas, such as todo,Unknown", selects_data=True
+    )
+    min_images: int | None = option(
+        None, "smallest number of training images a class is kept with", selects_data=True, at_least=1
+    )
+    rare_classes: Literal["drop", "merge"] = option(
+        "drop", "what to do with classes below min_images: leave them out or make them one class", selects_data=True
+    )
     drop_empty: bool = option(
         False, "leave out classes without a training image instead of refusing them", selects_data=True
     )
@@ -153,7 +181,7 @@ class DataSettings(CommandSettings):
     test_fraction: float = option(
         0.2, "share of each class set aside when a dataset has no test split", selects_data=True
     )
-    on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be decoded")
+    on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be read")
     num_workers: int = option(0, "data loading processes per training process", free=True, at_least=0)
 
     def __post_init__(self):
