@@ -176,13 +176,12 @@ class BestWeights:
 
 
 def results_of(
-    settings: FinetuneSettings, data: DatasetDict, loop: Loop, processor: BaseImageProcessor, measured: dict
+    settings: FinetuneSettings, data: DatasetDict, loop: Loop, model: PreTrainedModel, measured: dict
 ) -> Results:
-    config, best = loop.final_model.config, loop.progress.best_epoch
+    config, best = model.config, loop.progress.best_epoch
     return Results(
-        **common_results(settings, loop),
+        **common_results(settings, loop, model),
         **measured,
-        image_size=input_facts(processor).size,
         split="test",
         test_carved=has_carved_test(data),
         num_images=measured["metrics"]["num_images"],

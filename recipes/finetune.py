@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from livt_hf.backbones import build_classifier, lent_by_checkpoint, serving_processor
+from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
 from livt_hf.commands import accuracy_line, next_command, publish_if_asked, resume_message, run_command
 from livt_hf.data import class_counts, load_data
 from livt_hf.errors import Interrupted
@@ -65,8 +65,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if best is not None:
         best.restore()
     measured = measure(loop.final_model, course.batches_of("test"), accelerator, counts)
-    results = results_of(settings, data, loop, processor, measured)
-    finish_run(loop, course.published(loop.final_model), processor, results)
+    published = course.published(loop.final_model)
+    results = results_of(settings, data, loop, published, measured)
+    results.image_size = input_facts(processor).size
+    finish_run(loop, published, processor, results)
     start = "scratch" if settings.pretrained == "none" else settings.pretrained
     accelerator.print(
         f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = reconstruction_rows(loop.final_model, held_out, processor, settings.seed)
         reconstruction_sheet(rows, run.folder / "reconstructions.png", ["image", "masked", "reconstruction"])
     results = Results(
-        **common_results(settings, loop),
+        **common_results(settings, loop, loop.final_model),
         image_size=size,
         num_train_images=loader.num_images,
         num_classes=number_of_classes(data["train"]),
