@@ -18,6 +18,7 @@ _HOMES = {
     "LiViTForPreTraining": "livt_hf.modeling_livit_mae",
     "LiViTModel": "livt_hf.modeling_livit",
     "LongTailConfig": "livt_hf.long_tail.config",
+    "balance": "livt_hf.long_tail.balance",
     "pretraining_config": "livt_hf.modeling_livit_mae",
 }
 __all__ = ["__version__", *_HOMES]
@@ -39,7 +40,7 @@ def _register_config(auto) -> None:
     auto.AutoConfig.register("livit", LiViTConfig, exist_ok=True)
 
 
-def _register_models(auto) -> None:
+def _register_models(_auto) -> None:
     # The module registers its classes at its end. It may have asked for the Auto classes itself and be half-way.
     importlib.import_module("livt_hf.modeling_livit")
 

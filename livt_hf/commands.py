@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.results import percent
 from livt_hf.runs import Run
 from livt_hf.settings import TrainingSettings
 
@@ -60,10 +61,6 @@ def publish_if_asked(settings: TrainingSettings, run: Run) -> None:
         publication = Publication(settings.hub_model_id, license=settings.hub_license, public=settings.hub_public)
         commit = publish(run.folder, publication)
         logging.getLogger(__name__).info("published: %s", commit.repo_url)
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
 
 
 def accuracy_line(metrics: dict) -> str:

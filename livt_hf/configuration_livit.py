@@ -68,8 +68,6 @@ class LiViTConfig(PreTrainedConfig):
             raise LiVTError(f"id2label names {len(self.id2label)} labels and num_labels is {kwargs['num_labels']}.")
         super().__post_init__(**kwargs)
         self._check_sizes()
-        if self.num_labels < 2:
-            raise LiVTError(f"num_labels is {self.num_labels}; a classifier needs at least two classes.")
         self.long_tail.check_labels(self.num_labels, self.problem_type == "multi_label_classification")
 
     @classmethod

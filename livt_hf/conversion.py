@@ -92,6 +92,7 @@ def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
     BEiT has no key bias: it adds the same to all scores of a query, so softmax cancels it. It comes back as zeros,
     which leaves the logits unchanged.
     """
+    _check_linear(model.config)
     values = model.config.to_dict()
     shared = {field.name for field in fields(BeitConfig)} - {"architectures", "transformers_version", "dtype"}
     ours = {field.name for field in fields(LiViTConfig)} - {field.name for field in fields(BeitConfig)} - {"long_tail"}
@@ -119,6 +120,7 @@ def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
 def to_timm(model: LiViTForImageClassification) -> VisionTransformer:
     """timm's `VisionTransformer` with equal logits at the model's own resolution."""
     config = model.config
+    _check_linear(config)
     if config.hidden_act != "gelu":
         raise LiVTError(f"hidden_act is {config.hidden_act!r}; timm's ViT form is written for 'gelu' only.")
     if config.layer_norm_eps != 1e-6:
@@ -133,6 +135,14 @@ def to_timm(model: LiViTForImageClassification) -> VisionTransformer:
     vit = vit.to(device=model.device, dtype=model.dtype)
     vit.load_state_dict({name: torch.cat(tensors) for name, tensors in parts.items()})
     return vit.eval()
+
+
+def _check_linear(config: LiViTConfig) -> None:
+    if config.long_tail.normalised_classifier:
+        raise LiVTError(
+            "normalised_classifier=True divides by the length of the features, which the linear classifier of other "
+            "forms cannot do; keep the LiViT form, which save_pretrained writes."
+        )
 
 
 def save_timm(model: LiViTForImageClassification, folder: str | Path, processor: BaseImageProcessor) -> None:

@@ -15,27 +15,13 @@ from transformers.utils.output_capturing import capture_outputs
 
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.head import LongTailHead
-from livt_hf.long_tail.priors import Prior
+from livt_hf.long_tail.balance import BalancedClassifier
+from livt_hf.long_tail.head import CosineClassifier, LongTailHead, start_std
 from livt_hf.pretrained import ReadsOtherCheckpoints
 
 
 class LiViTPreTrainedModel(ReadsOtherCheckpoints, ViTPreTrainedModel):
     config: LiViTConfig
-    # Trainer divides the loss by the accumulation steps only if forward does not claim to do it.
-    accepts_loss_kwargs = False
-
-    def parameter_depths(self) -> dict[str, int]:
-        """The layer each parameter belongs to: 0 for embeddings, i + 1 for block i, depth + 1 for what follows."""
-        vit = self if isinstance(self, LiViTModel) else self.vit
-        depths = {id(p): 0 for p in vit.embeddings.parameters()}
-        depths |= {id(p): i + 1 for i, layer in enumerate(vit.layers) for p in layer.parameters()}
-        return {name: depths.get(id(p), len(vit.layers) + 1) for name, p in self.named_parameters()}
-
-    def no_weight_decay(self) -> set[str]:
-        """1-D tensors, the class token and the positions."""
-        names = self.named_parameters()
-        return {n for n, p in names if p.ndim <= 1 or n.endswith(("cls_token", "position_embeddings"))}
 
 
 class LiViTModel(LiViTPreTrainedModel):
@@ -86,7 +72,7 @@ class LiViTModel(LiViTPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=features)
 
 
-class LiViTForImageClassification(LiViTPreTrainedModel):
+class LiViTForImageClassification(BalancedClassifier, LiViTPreTrainedModel):
     """LiViT with a linear classifier. Its loss is always the configured one; its logits never contain the bias."""
 
     encoder_class = LiViTModel
@@ -94,15 +80,17 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
     def __init__(self, config: LiViTConfig):
         super().__init__(config)
         self.vit = LiViTModel(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        linear = CosineClassifier if config.long_tail.normalised_classifier else nn.Linear
+        self.classifier = linear(config.hidden_size, config.num_labels)
         self.head = LongTailHead(config)
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module):
         if module is self.classifier:
-            init.trunc_normal_(module.weight, std=2e-5)
-            init.copy_(module.bias, self.head.classifier_start())
+            init.trunc_normal_(module.weight, std=start_std(module))
+            if module.bias is not None:
+                init.copy_(module.bias, self.head.classifier_start())
         elif module is self.head:
             for name, value in module.constants().items():
                 init.copy_(getattr(module, name), value)
@@ -118,11 +106,6 @@ class LiViTForImageClassification(LiViTPreTrainedModel):
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-    @torch.no_grad()
-    def probabilities(self, pixel_values: Tensor, prior: Prior = None) -> Tensor:
-        """Class probabilities under a serving prior (None: the config's test prior). (B, C)"""
-        return self.head.posterior(self(pixel_values).logits, prior)
 
 
 def _check_pixels(pixel_values: Tensor, config: LiViTConfig) -> None:

@@ -7,6 +7,7 @@ from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.vit_mae.modeling_vit_mae import (
+    ViTMAEAttention,
     ViTMAEDecoder,
     ViTMAEEmbeddings,
     ViTMAEForPreTrainingOutput,
@@ -45,11 +46,16 @@ class _MAEInitialisation:
     def _init_weights(self, module):
         config = self.config
         if isinstance(module, nn.Linear):
-            init.xavier_uniform_(module.weight)
+            # MAE draws query, key and value as one matrix of three times as many rows, so their bound is smaller.
+            attentions = (other for other in self.modules() if isinstance(other, ViTMAEAttention))
+            fused = any(module in (a.q_proj, a.k_proj, a.v_proj) for a in attentions)
+            init.xavier_uniform_(module.weight, gain=2**-0.5 if fused else 1.0)
             init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            init.xavier_uniform_(module.weight.view(len(module.weight), -1))  # as the linear map of a patch that it is
-            init.zeros_(module.bias)
+            kernel = module.weight.view(len(module.weight), -1)  # the linear map of a patch
+            init.xavier_uniform_(kernel)
+            bound = kernel.shape[1] ** -0.5  # torch's default, which MAE leaves
+            init.uniform_(module.bias, -bound, bound)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
@@ -107,7 +113,7 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         _check_pixels(pixel_values, self.config)
         if noise is not None and noise.shape != (len(pixel_values), self.num_patches):
             raise LiVTError(
-                f"noise has shape {tuple(noise.shape)}; expected one number a patch, "
+                f"noise has shape {tuple(noise.shape)}; expected one number per patch, "
                 f"({len(pixel_values)}, {self.num_patches})."
             )
         if not self.training:
@@ -145,13 +151,17 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         """Predictions for the masked patches. Tokens stay in (class, visible, masked) order: attention ignores it."""
         decoder = self.decoder
         x = decoder.decoder_embed(latent)
-        mask_tokens = decoder.mask_token.expand(*masked.shape, -1).to(x.dtype)
+        mask_tokens = decoder.mask_token.expand(*masked.shape, -1)
         table = decoder.decoder_pos_embed[0]  # (1 + patches, D)
         positions = torch.cat([torch.zeros_like(visible[:, :1]), visible + 1, masked + 1], dim=1)
         x = torch.cat([x, mask_tokens], dim=1) + table[positions]
         for layer in decoder.decoder_layers[:-1]:
             x = layer(x)
-        x = _last_block(decoder.decoder_layers[-1], x, masked.shape[1])
+        last = decoder.decoder_layers[-1]
+        if last.gradient_checkpointing:
+            x = last._gradient_checkpointing_func(_last_block, last, x, masked.shape[1])
+        else:
+            x = _last_block(last, x, masked.shape[1])
         return decoder.decoder_pred(decoder.decoder_norm(x))
 
     @torch.no_grad()

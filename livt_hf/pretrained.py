@@ -19,8 +19,8 @@ _NOT_ENCODER = ("decoder.", "classifier.", "pooler.", "layernorm.", "fc_norm.", 
 _ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
 # The stock-BEiT form a LiViT is published in (see conversion.to_beit), read back under our names.
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
-_LABEL_FIELDS = ("id2label", "label2id", "num_labels", "class_counts", "num_train_images", "test_prior")
-_LABEL_FIELDS += ("problem_type",)
+# What holds for one set of classes only.
+_OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior")
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
 
@@ -31,7 +31,7 @@ class ReadsOtherCheckpoints:
     encoder_class: type | None = None
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path, *_model_args, config=None, **kwargs):
         """Load a LiViT, its published BEiT form, or the encoder of any ViT or ViTMAE checkpoint.
 
         Fields of `LiViTConfig` and `LongTailConfig` may be given as keywords. The checkpoint is read in its own
@@ -68,8 +68,9 @@ class ReadsOtherCheckpoints:
     @classmethod
     def _read_classifier(cls, path, source: dict, target: LiViTConfig, **kwargs):
         """The whole classifier where its head fits, and otherwise its encoder under a fresh head."""
-        same_features = _has_our_head(source) and _source_pooling(source) == target.pooling
-        if same_features and _labels_of(source) == _labels_of(target.to_dict()):
+        cosine = with_settings(source, {}).get("normalised_classifier", False)
+        same_kind = _source_pooling(source) == target.pooling and cosine == target.long_tail.normalised_classifier
+        if _has_our_head(source) and same_kind and _labels_of(source) == _labels_of(target.to_dict()):
             return cls._read(path, source, target, set(), **kwargs)
         if kwargs.pop("output_loading_info", False):
             raise LiVTError("output_loading_info is for a classifier loaded whole; this one gets a new head.")
@@ -95,7 +96,7 @@ class ReadsOtherCheckpoints:
             kwargs["key_mapping"] = _BEIT_KEYS
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below in our words
         try:
-            with _without_load_report():
+            with without_load_report():
                 model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise LiVTError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
@@ -117,7 +118,7 @@ class ReadsOtherCheckpoints:
 
 
 @contextlib.contextmanager
-def _without_load_report():
+def without_load_report():
     """Hold back transformers' table of missing and unexpected keys: here every such key is expected or refused."""
     transformers_logger = logging.getLogger("transformers.modeling_utils")
 
@@ -145,8 +146,7 @@ def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConf
     known = _FIELDS - {"architectures", "transformers_version", "dtype"}
     values = {name: value for name, value in values.items() if name in known}
     if kind in ("vit", "vit_mae") or not _keeps_labels(values, overrides):
-        # Nothing the old label set said about its classes holds for the new one.
-        values = {name: value for name, value in values.items() if name not in _LABEL_FIELDS}
+        values = {name: value for name, value in values.items() if name not in _OF_LABELS}
     return LiViTConfig(**with_settings(values, overrides))
 
 

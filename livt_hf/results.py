@@ -28,6 +28,7 @@ class Results:
     posterior: dict | None = None
 
     # The model.
+    model_type: str | None = None  # transformers' name of the family; None in files from before there was another
     model_size: str | None = None
     parameters: int | None = None
     image_size: int | None = None
@@ -41,6 +42,7 @@ class Results:
     num_classes: int | None = None
     class_counts: dict | None = None
     split: str | None = None
+    test_carved: bool = False  # the dataset has no test split of its own: `test` was set aside from the training data
     num_images: int | None = None
     # The training.
     pretrained: str | None = None
@@ -69,6 +71,16 @@ class Results:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction for people: 0.1234 is "12.3"; what was not measured is a dash."""
+    return "-" if fraction is None else f"{100 * fraction:.1f}"
+
+
+def number(count: int | None) -> str:
+    """A count for people: 7102 is "7,102"."""
+    return "-" if count is None else f"{count:,}"
 
 
 def provenance() -> dict:

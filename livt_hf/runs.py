@@ -142,7 +142,7 @@ def parse_training(
     cls: type[TrainingSettings],
     argv: Sequence[str] | None = None,
     configs: Path | None = None,
-    inherit: Callable[[dict], dict] = lambda asked: {},
+    inherit: Callable[[dict], dict] = lambda _: {},
 ) -> tuple[TrainingSettings, Run | None]:
     """The settings of a stage, and the run that goes on with them where one is resumed."""
     asked = cls.asked(argv)

@@ -74,7 +74,7 @@ class CommandSettings:
         cls,
         argv: Sequence[str] | None = None,
         configs: Path | None = None,
-        inherit: Callable[[dict], dict] = lambda asked: {},
+        inherit: Callable[[dict], dict] = lambda _: {},
     ) -> Self:
         """The settings of a command. `inherit` gets what was asked for and returns what an earlier run lends."""
         asked = cls.asked(argv)
@@ -99,10 +99,14 @@ class CommandSettings:
         values = (inherited or {}) | asked
         load_plugin(values.get("plugin"))
         if values.pop("config", None) is None and configs is not None:
-            dataset = values.get("dataset", cls.__dataclass_fields__["dataset"].default)
-            own = configs / f"{cls.stage}-{str(dataset).replace('/', '-')}.yaml"
+            own = configs / f"{cls.stage}-{cls._own_config(values)}.yaml"
             values = (read_settings(cls, own) if own.exists() else {}) | values
         return cls(**values)
+
+    @classmethod
+    def _own_config(cls, values: dict) -> str:
+        """What the config is called that goes with the dataset."""
+        return str(values.get("dataset", cls.__dataclass_fields__["dataset"].default)).replace("/", "-")
 
 
 @dataclass
@@ -268,11 +272,20 @@ class FinetuneSettings(TrainingSettings):
     stage: ClassVar[str] = "finetune"
 
     image_size: int | None = option(None, "pixels; default: the checkpoint's, or the preset's", at_least=1)
+    model_size: str = option("base", "preset of the encoder; that of a checkpoint is known")
     pretrained: str | None = option(
         None,
-        "MGP run, ViT or ViTMAE checkpoint or Hub id; 'none' trains from scratch; default: the newest MGP run",
+        "MGP run, or checkpoint folder or Hub id of any image classifier; 'none' trains from scratch; default: the "
+        "newest MGP run",
         place=True,
     )
+    tune: Literal["full", "lora", "head"] | None = option(
+        None,
+        "what is trained: everything, low-rank additions (LoRA), or the classifier on features of the frozen "
+        "backbone; each has a config of its own; default: everything, with the dataset's config",
+    )
+    lora_rank: int = option(8, "rank of LoRA's additions", at_least=1)
+    views: int = option(1, "views per image that a frozen backbone keeps; all but the first are augmented", at_least=1)
     min_lr: float = option(1e-6, "floor of the cosine, not scaled by the batch", at_least=0)
     adam_beta2: float = option(0.99, "AdamW's second beta")
     optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
@@ -285,8 +298,18 @@ class FinetuneSettings(TrainingSettings):
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
     label_smoothing: float = option(0.0, "probability mass moved to all classes, in the loss")
-    nt_lambda: float = option(2.0, "lambda of the NT-BCE losses")
-    ib_warmup: float = option(0.5, "share of the epochs on cross-entropy before the IB loss starts")
+    normalised_classifier: bool = option(False, "LDAM: logits are cosines, as Cao et al. have them (not the paper)")
+    drw_start: float | None = option(
+        None, "deferred re-weighting: share of the epochs after which images are weighted by class; default: never"
+    )
+    cb_beta: float = option(0.9999, "beta of the class weights of CB and of deferred re-weighting")
+    ldam_max_margin: float = option(0.5, "LDAM: margin of the rarest class")
+    ldam_scale: float = option(30.0, "LDAM: factor of the logits")
+    lade_weight: float = option(0.1, "LADE: weight of its regulariser; 0.005 on Places-LT, 0.05 on ImageNet-LT")
+    lade_lambda: float = option(0.01, "LADE: lambda; 0.1 on Places-LT, 0.5 on ImageNet-LT")
+    ib_alpha: float = option(1000.0, "IB: factor of the loss")
+    ib_warmup: float = option(0.5, "IB: share of the epochs on cross-entropy before it starts")
+    nt_lambda: float = option(2.0, "lambda of the NT-BCE losses; 1 is plain BCE")
     augmentation: Literal["rand_augment", "three_augment", "crop", "pad_crop"] = option(
         "rand_augment", "the paper's, DeiT III's, random resized crops alone, or pad-and-crop for small images"
     )
@@ -296,6 +319,11 @@ class FinetuneSettings(TrainingSettings):
     cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
     eval_epochs: int = option(5, "epochs between evaluations", at_least=1)
     select: Literal["last", "best"] = option("last", "weights to keep: the last, or the best on the validation split")
+
+    @classmethod
+    def _own_config(cls, values: dict) -> str:
+        """Pretrained backbones want another recipe than a ViT from scratch, whatever the dataset."""
+        return f"tune-{values['tune']}" if values.get("tune") else super()._own_config(values)
 
 
 @dataclass

@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": "measure a model, by class frequency and under several decision rules; write a report",
     "predict": "classify image files",
     "publish": "put a finished run on the Hub, with its model card",
+    "publish-data": "put a long-tailed dataset on the Hub, with its card",
     "convert": "convert checkpoints: the authors' files, BEiT, timm",
     "data": "look at a dataset before training",
     "sweep": "the paper's ablations, one command each",
@@ -29,7 +30,7 @@ MOST_PROCESSES = 8
 HELP = f"""\
 usage: livt [LAUNCH OPTIONS] COMMAND [OPTIONS]
 
-{"".join(f"  {name:10s} {what}{chr(10)}" for name, what in COMMANDS.items())}
+{"".join(f"  {name:13s} {what}{chr(10)}" for name, what in COMMANDS.items())}
 livt COMMAND --help lists the options of a command; --version prints the version. {", ".join(LAUNCHED)} run under
 Accelerate: options before the command are those of `accelerate launch`, as in
 `livt --multi_gpu --num_processes 8 pretrain --config FILE`. Without any, a machine without an accelerator gets as many
@@ -50,7 +51,7 @@ def main() -> None:
 
     if launcher:
         sys.exit(f"error: {launcher[0]} stands before {command}, which is not launched; put its options after it.")
-    recipe = importlib.import_module(f"livt_hf.recipes.{command}")
+    recipe = importlib.import_module(f"livt_hf.recipes.{command.replace('-', '_')}")
     run_command(lambda: recipe.main(argv))
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from livt_hf import LiViTForPreTraining
-from livt_hf.commands import accuracy_line, percent, run_command
+from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
@@ -38,7 +38,7 @@ from livt_hf.evaluation.rules import PAPER, estimated_prior, posterior_rule, pri
 from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.reports.evaluation import choose_folder, write_report
-from livt_hf.results import provenance
+from livt_hf.results import percent, provenance
 from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches
 from livt_hf.training.machine import check_processes, use_all_cores

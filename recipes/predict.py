@@ -87,7 +87,7 @@ def plugin_of_model(asked: dict) -> dict:
 Line = Callable[[Path, list[tuple[str, float]], str | None], str | None]
 
 
-def table(paths: list[Path], top_k: int) -> Line:
+def table(paths: list[Path], _top_k: int) -> Line:
     width = max(len(str(path)) for path in paths)
 
     def line(path, named, error):
@@ -97,7 +97,7 @@ def table(paths: list[Path], top_k: int) -> Line:
     return line
 
 
-def jsonl(paths: list[Path], top_k: int) -> Line:
+def jsonl(_paths: list[Path], _top_k: int) -> Line:
     def line(path, named, error):
         answers = {"predictions": [{"label": label, "score": score} for label, score in named]}
         return json.dumps({"file": str(path)} | ({"error": error} if error else answers), ensure_ascii=False)
@@ -105,7 +105,7 @@ def jsonl(paths: list[Path], top_k: int) -> Line:
     return line
 
 
-def comma_separated(paths: list[Path], top_k: int) -> Line:
+def comma_separated(_paths: list[Path], top_k: int) -> Line:
     columns = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "score")]
     tqdm.write(_csv_row(["file", "error", *columns]))
 

@@ -1,46 +1,77 @@
-"""Publish a finished run: python recipes/publish.py RUN org/name [--private].
+"""Publish a finished run to the Hugging Face Hub.
+
+    livt publish RUN org/name --dry_run              # list the files and upload nothing
+    livt publish RUN org/name --license cc-by-4.0    # a private repository; --public makes it a public one
+    livt publish RUN org/name-timm --form timm       # weights for timm, in a repository of their own
 
 A classifier becomes a repository that plain transformers serves and `LiViTForImageClassification.from_pretrained`
-reads back, a pretraining run a stock ViTMAE one. `--timm` publishes the classifier for timm, in a repository of its
-own such as org/name-timm. `--folder DIR` writes what would be uploaded and uploads nothing.
+reads back, a pretraining run becomes a stock ViTMAE.
 """
 
-import argparse
-import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
 
-from livt_hf.hub import PublishError, prepare_publication, publish
+import yaml
+
+from livt_hf.commands import run_command
+from livt_hf.errors import LiVTError
+from livt_hf.hub import Publication, listing, prepare_publication, publish
+from livt_hf.runs import ARGUMENTS
+from livt_hf.settings import CommandSettings, option
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="folder of a finished run")
-    parser.add_argument("repo_id", help="org/name on the Hub")
-    parser.add_argument("--private", action="store_true", help="create the repository as a private one")
-    parser.add_argument("--timm", action="store_true", help="publish timm's form")
-    parser.add_argument("--tag", help="git tag for this version, e.g. v1.0")
-    parser.add_argument("--license", default="apache-2.0", help="licence of your weights, as the Hub spells it")
-    parser.add_argument("--folder", help="write the publication here and upload nothing")
-    options = parser.parse_args()
-    form = "timm" if options.timm else "transformers"
-    try:
-        if options.folder:
-            where = prepare_publication(
-                options.run, options.folder, options.repo_id, license=options.license, form=form
-            )
-            print(f"nothing uploaded; look at {where}")
-            return
-        commit = publish(
-            options.run,
-            options.repo_id,
-            private=options.private,
-            license=options.license,
-            form=form,
-            tag=options.tag,
-        )
-    except (PublishError, ValueError) as error:
-        sys.exit(str(error))
-    print(f"published: {commit.commit_url}")
+@dataclass
+class PublishSettings(CommandSettings):
+    """Publish a finished run to the Hugging Face Hub."""
+
+    stage: ClassVar[str] = "publish"
+
+    run: str | None = option(None, "folder of a finished run", positional="?", place=True)
+    repo_id: str | None = option(None, "organisation/name on the Hub", positional="?")
+    license: str | None = option(
+        None,
+        "licence of the weights, as the Hub spells it; must be named for weights trained on own data or started from "
+        "a checkpoint on the Hub; default for this package's benchmarks: apache-2.0",
+    )
+    public: bool = option(False, "make the repository public; without it the repository is private")
+    with_pictures: bool = option(
+        False,
+        "also upload the pictures that show images of the dataset (report page, best and worst classes, "
+        "reconstructions); without it only plots of numbers are uploaded",
+    )
+    form: Literal["transformers", "timm"] = option("transformers", "library that is to load the classifier")
+    tag: str | None = option(None, "git tag of this version, for instance v1.0")
+    folder: str | None = option(None, "write what would be uploaded to this folder and upload nothing", place=True)
+    dry_run: bool = option(False, "list the files that would be uploaded and upload nothing")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.run is None or self.repo_id is None:
+            raise LiVTError("publish needs the folder of a run and a repository: livt publish RUN organisation/name.")
+
+
+def recorded_plugin(asked: dict) -> dict:
+    """The plugin that the run was trained with, unless another one is asked for."""
+    path = Path(asked.get("run", ""), ARGUMENTS)
+    if "plugin" in asked or not path.is_file():
+        return {}
+    return {"plugin": yaml.safe_load(path.read_text(encoding="utf-8")).get("plugin")}
+
+
+def main(argv=None):
+    settings = PublishSettings.parse(argv, inherit=recorded_plugin)
+    names = ("repo_id", "license", "form", "public", "with_pictures", "tag")
+    publication = Publication(**{name: getattr(settings, name) for name in names})
+    if settings.folder or settings.dry_run:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(settings.folder or temporary)
+            print(listing(prepare_publication(settings.run, folder, publication)))
+        print(f"Nothing was uploaded{f'; look at {folder}' if settings.folder else ''}.")
+        return
+    print(f"Published: {publish(settings.run, publication).commit_url}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from tqdm.auto import tqdm
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
+from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, lent_by_pretraining, runs_folder
@@ -64,7 +64,7 @@ class SweepSettings(CommandSettings):
     def words(self, stage: str) -> list[str]:
         """What every run of a stage is told."""
         shared = {name: getattr(self, name) for name in ("dataset", "source", "imbalance_factor", "plugin")}
-        return [*as_words(shared), *shlex.split(getattr(self, stage))]
+        return [*as_words(shared), *shlex.split({"pretrain": self.pretrain, "finetune": self.finetune}[stage])]
 
 
 @dataclass
@@ -136,7 +136,7 @@ def run_all(stage: str, commands: dict[Path, list[str]], settings: SweepSettings
 
     for folder, words in commands.items():  # begun under the same name, but perhaps with other options
         if (folder / ARGUMENTS).exists():
-            inherit = lent_by_pretraining if stage == "finetune" else lambda asked: {}
+            inherit = lent_by_pretraining if stage == "finetune" else lambda _: {}
             check_same_settings(Run(folder), STAGES[stage].parse(words, CONFIGS, inherit))
     waiting = [folder for folder in commands if not Run(folder).finished]
     with ThreadPoolExecutor(settings.jobs) as pool:

@@ -6,6 +6,7 @@ import math
 import os
 
 import pytest
+
 from livt_hf.recipes import benchmark as recipe
 
 ROW = {"question", "ours", "peer", "peer_name", "ratio", "unit"}

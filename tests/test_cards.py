@@ -1,7 +1,7 @@
 """Cards, results files and the paper's tables."""
 
-import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,62 +9,65 @@ import yaml
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 
-from livt_hf.commands import local_places
-from livt_hf.hub import eval_result_files, model_card
+from livt_hf.errors import LiVTError
+from livt_hf.hub import Publication, eval_result_files, model_card
 from livt_hf.hub.converted import converted_card, converted_names
 from livt_hf.hub.paper import paper_result, paper_table
-from livt_hf.settings import FinetuneArguments
+from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.losses import LOSSES
+from livt_hf.results import Results
+from livt_hf.stages import is_local
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 METRICS = {"accuracy": 0.421, "top5": 0.7, "many": 0.612, "medium": 0.408, "few": None, "mean_class_accuracy": 0.42}
 METRICS |= {"worst_class_accuracy": 0.0, "ece": 0.054, "mce": 0.101, "num_images": 10000, "num_nan": 0}
-RESULTS = {
-    "stage": "finetune",
-    "model_size": "micro",
-    "parameters": 1_216_996,
-    "image_size": 32,
-    "dataset": "cifar100-lt",
-    "dataset_local": False,
-    "imbalance_factor": 100,
-    "split": "test",
-    "num_images": 10000,
-    "num_train_images": 10847,
-    "num_classes": 100,
-    "class_counts": {"max": 500, "min": 5, "imbalance": 100.0, "many": 35, "medium": 35, "few": 30},
-    "loss": "bal_bce",
-    "tau": 1.0,
-    "epoch": 10,
-    "epochs": 10,
-    "selection": "last epoch",
-    "weights": "model",
-    "seed": 0,
-    "pretrained": "org/micro-mgp",
-    "pretrained_local": False,
-    "metrics": METRICS,
-    "posterior": {**METRICS, "accuracy": 0.433, "ece": 0.021},
-    "versions": {"torch": "2.15.0"},
-    "git_revision": None,
-    "seconds": 700.0,
-}
-PRETRAINING = {
-    "stage": "pretrain",
-    "model_size": "micro",
-    "parameters": 1_500_000,
-    "image_size": 32,
-    "dataset": "glyphs",
-    "dataset_local": False,
-    "imbalance_factor": 100,
-    "num_train_images": 5000,
-    "num_classes": 40,
-    "mask_ratio": 0.75,
-    "decode_ratio": 1.0,
-    "epochs": 5,
-    "seed": 0,
-    "metrics": {"loss": 0.58, "zero_prediction_loss": 1.0},
-    "versions": {},
-    "git_revision": None,
-    "seconds": 100.0,
-}
+RESULTS = Results(
+    stage="finetune",
+    model_size="micro",
+    parameters=1_216_996,
+    image_size=32,
+    dataset="cifar100-lt",
+    dataset_local=False,
+    imbalance_factor=100,
+    split="test",
+    num_images=10000,
+    num_train_images=10847,
+    num_classes=100,
+    class_counts={"max": 500, "min": 5, "imbalance": 100.0, "many": 35, "medium": 35, "few": 30},
+    loss="bal_bce",
+    tau=1.0,
+    epoch=10,
+    epochs=10,
+    selection="last epoch",
+    weights="model",
+    seed=0,
+    pretrained="org/micro-mgp",
+    pretrained_local=False,
+    metrics=METRICS,
+    posterior=METRICS | {"accuracy": 0.433, "ece": 0.021},
+    versions={"torch": "2.15.0"},
+    git_revision=None,
+    seconds=700.0,
+)
+PRETRAINING = Results(
+    stage="pretrain",
+    model_size="micro",
+    parameters=1_500_000,
+    image_size=32,
+    dataset="glyphs",
+    dataset_local=False,
+    imbalance_factor=100,
+    num_train_images=5000,
+    num_classes=40,
+    mask_ratio=0.75,
+    decode_ratio=1.0,
+    epochs=5,
+    seed=0,
+    metrics={"loss": 0.58, "zero_prediction_loss": 1.0},
+    versions={},
+    git_revision=None,
+    seconds=100.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +76,25 @@ def api():
         yield HfApi(endpoint=server.endpoint, token=TOKEN)
 
 
+def card_of(results: Results = RESULTS, form: str = "transformers", **arguments) -> ModelCard:
+    return model_card(results, arguments, Publication("org/name", license="apache-2.0", form=form))
+
+
 def row_of(card: ModelCard, label: str) -> list[str]:
     line = next(line for line in card.text.splitlines() if line.startswith(f"| {label}"))
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
 def test_the_card_shows_the_measured_groups_beside_the_papers():
-    card = model_card(RESULTS, {"epochs": 10}, "org/name")
-    assert row_of(card, "this model, argmax z") == ["61.2", "40.8", "–", "42.1"]
-    assert row_of(card, "this model, posterior") == ["61.2", "40.8", "–", "43.3"]
-    assert row_of(card, "the paper, ViT-Base at 224 px") == ["–", "–", "–", "58.2"]
+    card = card_of(epochs=10)
+    assert row_of(card, "this model, argmax z") == ["61.2", "40.8", "-", "42.1"]
+    assert row_of(card, "this model, posterior") == ["61.2", "40.8", "-", "43.3"]
+    assert row_of(card, "the paper, ViT-Base at 224 px") == ["-", "-", "-", "58.2"]
     assert row_of(card, "`probabilities`") == ["2.1", "10.1"]
 
 
 def test_the_model_index_holds_every_metric_that_was_measured():
-    card = model_card(RESULTS, {}, "org/name")
+    card = card_of()
     found = {result.metric_name: result.metric_value for result in ModelCard(str(card)).data.eval_results}
     assert found["Top-1 accuracy"] == 0.421 and found["Expected calibration error"] == 0.054
     assert "Few-shot accuracy" not in found  # no class of that group: absent, not zero
@@ -97,19 +104,44 @@ def test_the_model_index_holds_every_metric_that_was_measured():
 
 def test_a_multi_label_card_reports_precision_and_no_accuracy():
     metrics = {"map": 0.31, "many": 0.5, "medium": 0.3, "few": None, "num_images": 50}
-    local = {"dataset": "photos", "dataset_local": True}
-    card = model_card(RESULTS | local | {"metrics": metrics, "posterior": None}, {}, "org/name")
-    assert row_of(card, "this model") == ["50.0", "30.0", "–", "31.0"]
+    card = card_of(replace(RESULTS, dataset="photos", dataset_local=True, metrics=metrics, posterior=None))
+    assert row_of(card, "this model") == ["50.0", "30.0", "-", "31.0"]
     assert {r.metric_type for r in card.data.eval_results} == {"mean_average_precision"}
     assert "accuracy, %" not in card.text and 'prior="uniform"' not in card.text
 
 
-def test_the_card_promises_probabilities_only_where_the_loss_gives_them():
-    ldam = model_card(RESULTS | {"loss": "ldam", "posterior": None}, {}, "org/name").text
-    assert "model.probabilities" not in ldam and "not probabilities under any prior" in ldam
-    assert "bias that depends on the class counts" not in ldam
-    plain = model_card(RESULTS | {"loss": "ce"}, {}, "org/name").text
-    assert "model.probabilities" in plain and "favour the classes that were frequent" in plain
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_card_says_of_each_loss_what_its_spec_says(loss):
+    text, why = card_of(replace(RESULTS, loss=loss)).text, LOSSES[loss].why_no_posterior(LongTailConfig(loss))
+    assert ("a bias that depends on the class counts is added" in text) == LOSSES[loss].balanced
+    assert ("No bias is added" in text) == (not LOSSES[loss].balanced)
+    assert ("model.probabilities" in text) == (why is None)
+    assert why is None or f"not probabilities under any prior, because {why}" in text
+
+
+def test_the_settings_of_a_loss_may_decide_whether_it_has_a_posterior():
+    results = replace(RESULTS, loss="bal_nt_bce")
+    assert "model.probabilities" in card_of(results, nt_lambda=1.0).text
+    assert "model.probabilities" not in card_of(results, nt_lambda=2.0, test_prior="prior.json").text
+
+
+def test_a_loss_of_a_plugin_that_is_not_loaded_is_refused_with_the_option_that_loads_it():
+    with pytest.raises(LiVTError, match="'my_focal', which is not registered.* --plugin"):
+        card_of(replace(RESULTS, loss="my_focal"))
+
+
+def test_the_card_names_the_world_for_which_the_logits_are_meant():
+    assert "a world in which every class is equally frequent" in card_of(test_prior="uniform").text
+    assert (
+        "a world in which the classes are as frequent as `clinic.json` says" in card_of(test_prior="clinic.json").text
+    )
+
+
+def test_a_record_of_an_older_version_reads_without_the_fields_that_it_lacks():
+    old = {"stage": "finetune", "dataset": "data/birds", "model_size": "micro", "parameters": 1000, "image_size": 32}
+    old |= {"loss": "ce", "tau": 1.0, "metrics": METRICS, "epoch": 1, "epochs": 1, "pretrained": "models/mgp"}
+    data = card_of(Results.from_dict(old | {"a_field_of_then": 1})).data
+    assert data.datasets is None and data.base_model is None  # it did not record where they lie: nothing is claimed
 
 
 def test_eval_result_files_parse_back_to_the_same_numbers():
@@ -120,53 +152,49 @@ def test_eval_result_files_parse_back_to_the_same_numbers():
 
 
 def test_data_without_a_hub_id_gets_no_results_file_under_an_invented_one():
-    assert eval_result_files(RESULTS | {"dataset": "glyphs"}) == {}
-    assert eval_result_files(RESULTS | {"dataset": "data/birds", "dataset_local": True}) == {}
+    assert eval_result_files(replace(RESULTS, dataset="glyphs")) == {}
+    assert eval_result_files(replace(RESULTS, dataset="data/birds", dataset_local=True)) == {}
 
 
 def test_a_relative_folder_is_not_taken_for_an_id_on_the_hub():
-    results = RESULTS | {"dataset": "data/birds", "pretrained": "models/mgp", "imbalance_factor": None}
-    local = model_card(results | {"dataset_local": True, "pretrained_local": True}, {}, "org/name").data
+    results = replace(RESULTS, dataset="data/birds", pretrained="models/mgp", imbalance_factor=None)
+    local = card_of(replace(results, dataset_local=True, pretrained_local=True)).data
     assert (local.datasets, local.base_model, local.eval_results[0].dataset_type) == (None, None, "birds")
-    hub = model_card(results, {}, "org/name").data
-    assert (hub.datasets, hub.base_model, hub.eval_results[0].dataset_type) == (
-        ["data/birds"],
-        "models/mgp",
-        "data/birds",
-    )
+    hub = card_of(results).data
+    assert (hub.datasets, hub.base_model) == (["data/birds"], "models/mgp")
+    assert hub.eval_results[0].dataset_type == "data/birds"
 
 
-def test_a_run_that_did_not_record_its_places_names_nothing_on_the_hub():
-    old = {name: value for name, value in RESULTS.items() if not name.endswith("_local")}
-    data = model_card(old | {"dataset": "data/birds"}, {}, "org/name").data
-    assert data.datasets is None and data.base_model is None
-
-
-def test_a_configuration_is_no_part_of_the_id_of_a_data_set():
-    assert model_card(RESULTS | {"dataset": "org/birds:large"}, {}, "org/name").data.datasets == ["org/birds"]
+def test_a_configuration_is_no_part_of_the_id_of_a_dataset():
+    assert card_of(replace(RESULTS, dataset="org/birds:large")).data.datasets == ["org/birds"]
 
 
 def test_a_name_is_local_where_the_disk_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("data/birds", "models/mgp", "glyphs"):
         (tmp_path / folder).mkdir(parents=True)
-    local = local_places(FinetuneArguments(dataset="data/birds", pretrained="models/mgp"))
-    assert local == {"dataset_local": True, "pretrained_local": True}
-    hub = local_places(FinetuneArguments(dataset="glyphs", pretrained="org/mgp"))  # a benchmark goes before a folder
-    assert hub == {"dataset_local": False, "pretrained_local": False}
+    assert is_local("data/birds") and is_local("models/mgp")
+    assert not is_local("glyphs") and not is_local("org/mgp")  # a benchmark goes before a folder
 
 
 @pytest.mark.parametrize("dataset", ["imagenet-lt", "imagenet-bal", "imagenet-1k", "inat18"])
 def test_what_the_paper_reports_on_is_called_validation_as_its_publisher_does(dataset):
-    results = RESULTS | {"dataset": dataset, "imbalance_factor": None}
-    card = model_card(results, {}, "org/name")
+    results = replace(RESULTS, dataset=dataset, imbalance_factor=None)
+    card = card_of(results)
     assert {result.dataset_split for result in card.data.eval_results} == {"validation"}
     assert "Measured on the validation split" in card.text
     assert all("validation split" in text for text in eval_result_files(results).values())
 
 
 def test_cifar_is_measured_on_the_published_test_split():
-    assert model_card(RESULTS, {}, "org/name").data.eval_results[0].dataset_split == "test"
+    assert card_of().data.eval_results[0].dataset_split == "test"
+
+
+def test_a_test_split_that_was_carved_out_of_the_training_data_is_not_called_the_datasets_own():
+    results = replace(RESULTS, dataset="org/birds", imbalance_factor=None, test_carved=True)
+    card = card_of(results)
+    assert {result.dataset_split for result in card.data.eval_results} == {"held-out part of train"}
+    assert "test split" not in card.text + eval_result_files(results)[".eval_results/birds.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -180,31 +208,39 @@ def test_cifar_is_measured_on_the_published_test_split():
     ],
 )
 def test_the_paper_is_not_quoted_beside_another_experiment(results, arguments):
-    assert "| the paper" not in model_card(RESULTS | results, arguments, "org/name").text
+    assert "| the paper" not in card_of(replace(RESULTS, **results), **arguments).text
 
 
 def test_the_paper_is_quoted_where_tau_is_its_own_or_plays_no_part():
     places = {"dataset": "places-lt", "imbalance_factor": None, "tau": 1.05}
     for results in (places, {"loss": "ce", "tau": 1.5}):
-        assert "| the paper" in model_card(RESULTS | results, {"pooling": "mean"}, "org/name").text
+        assert "| the paper" in card_of(replace(RESULTS, **results), pooling="mean").text
+
+
+def test_a_run_on_a_benchmark_has_a_licence_and_one_on_other_data_or_weights_needs_it_named():
+    benchmark = replace(RESULTS, pretrained="none")
+    assert Publication("org/name").licensed(benchmark).license == "apache-2.0"
+    assert Publication("org/name", license="mit").licensed(benchmark).license == "mit"
+    for results in (replace(benchmark, dataset="org/birds"), replace(benchmark, pretrained="org/mae")):
+        with pytest.raises(LiVTError, match="org/(birds|mae).*--license"):
+            Publication("org/name").licensed(results)
+        assert Publication("org/name", license="mit").licensed(results).license == "mit"
 
 
 def test_the_hub_accepts_every_card(api):
-    cards = [model_card(RESULTS, {}, "org/name"), model_card(PRETRAINING, {}, "org/name")]
-    cards += [model_card(RESULTS, {}, "org/name-timm", form="timm")]
+    cards = [card_of(), card_of(PRETRAINING)]
+    cards += [card_of(form="timm")]
     for card in cards + [converted_card(name) for name in converted_names()]:
         api._validate_yaml(str(card), repo_type="model")
 
 
-def test_a_local_data_set_is_named_without_its_folder():
-    results = copy.deepcopy(RESULTS) | {"dataset": "/home/jane/pictures", "imbalance_factor": None, "pretrained": None}
-    results["dataset_local"] = True
-    card = str(model_card(results, {}, "org/name"))
-    assert "jane" not in card and "pictures" in card
+def test_a_local_dataset_is_named_without_its_folder():
+    card = str(card_of(replace(RESULTS, dataset="/home/jane/images", dataset_local=True, pretrained=None)))
+    assert "jane" not in card and "images (imbalance 100)" in card
 
 
 def test_the_use_section_has_eight_lines():
-    code = re.search(r"```python\n(.*?)```", model_card(RESULTS, {}, "org/name").text, flags=re.DOTALL)[1]
+    code = re.search(r"```python\n(.*?)```", card_of().text, flags=re.DOTALL)[1]
     assert len(code.splitlines()) == 8
 
 
@@ -217,7 +253,7 @@ def test_converted_weights_never_carry_our_licence():
     for name in converted_names():
         card = converted_card(name)
         assert card.data.license == "other" and card.data.license_link
-        assert "apache" not in str(card).lower() and "publishing needs their leave" in card.text
+        assert "apache" not in str(card).lower() and "publishing needs their permission" in card.text
 
 
 def test_an_unknown_checkpoint_has_no_card():

@@ -44,6 +44,12 @@ MULTI = dict(problem_type="multi_label_classification", test_prior=None)
         (dict(num_labels=2, test_prior=[0.2, 0.3, 0.5]), r"test_prior has shape \(3,\)"),
         (MULTI | dict(test_prior="uniform"), "test_prior='uniform' has no meaning where an image may have several"),
         (MULTI | dict(loss="ce"), "loss 'ce' picks one class per image"),
+        (MULTI | dict(loss="cb_bce"), "loss 'cb_bce' weighs an image by its one label"),
+        (MULTI | dict(loss="bce", drw_start=0.5), "drw_start weighs an image by its one label"),
+        (dict(loss="ce", drw_start=1.5), "drw_start 1.5 is a share"),
+        (dict(loss="cb_ce", drw_start=0.5), "drw_start cannot be used with loss 'cb_ce', which weights images"),
+        (dict(loss="lade", drw_start=0.5), "drw_start cannot be used with loss 'lade', which is no mean over images"),
+        (dict(ib_warmup=2), "ib_warmup 2 is a share"),
         (MULTI | dict(bias="ce"), "multi-label data needs bias='bce'"),
         (MULTI | dict(label_smoothing=0.1), "label_smoothing 0.1 cannot be used with multi-label"),
         (MULTI | dict(class_counts=[5, 4]), "pass num_train_images"),
@@ -173,5 +179,5 @@ def test_settings_given_on_reading_a_config_are_checked_and_replace_the_saved_on
 
 
 def test_a_setting_of_a_later_version_is_named():
-    with pytest.raises(ValueError, match=r"settings \['temper'\], which this version does not know"):
+    with pytest.raises(ValueError, match=r"settings \['temper'\] of the head are not known"):
         LiViTConfig(long_tail={"temper": 3})

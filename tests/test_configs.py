@@ -277,4 +277,4 @@ def test_three_updates_of_a_config_shrunk_end_with_results(name, shrunk):
         assert run.arguments.get(key) == getattr(wanted, key, None)
     if stage_of(name) == "finetune":
         assert run.results.num_images == 9
-        assert 0 <= run.results["metrics"]["accuracy"] <= 1
+        assert 0 <= run.results.metrics["accuracy"] <= 1

@@ -1,10 +1,10 @@
 import pytest
-from livt_hf.recipes.data import main, sample, table
 from PIL import Image
 
 from livt_hf.data.glyphs import glyphs
 from livt_hf.data.labels import class_counts
 from livt_hf.errors import LiVTError
+from livt_hf.recipes.data import main, sample, table
 from livt_hf.settings import DataSettings
 
 

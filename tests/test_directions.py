@@ -69,8 +69,8 @@ def test_importing_costs_nothing_that_is_not_used(statement, absent):
 def test_the_auto_classes_know_a_livit_however_the_package_was_imported(tmp_path):
     code = """
 from livt_hf import LiViTConfig, LiViTForImageClassification
-sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, image_size=8, patch_size=4)
-LiViTForImageClassification(LiViTConfig(**sizes, class_counts=[3, 2])).save_pretrained(FOLDER)
+config = LiViTConfig.preset("micro", class_counts=[3, 2])
+LiViTForImageClassification(config).save_pretrained(FOLDER)
 """
     load = """
 from transformers import AutoConfig, AutoModelForImageClassification

@@ -33,7 +33,7 @@ import sys
 from datasets import ClassLabel, Dataset, Features, Image
 from huggingface_hub import HfApi
 from PIL import Image as Pictures
-from livt_hf.settings import FinetuneSettings, parse
+from livt_hf.settings import FinetuneSettings
 from livt_hf.finetuning import serving_processor
 
 HfApi().create_repo("org/mgp")
@@ -57,7 +57,7 @@ def test_pictures_are_normalised_as_in_the_pretraining_wherever_that_is_stored(t
 def test_a_checkpoint_without_statistics_is_normalised_as_the_data_and_it_is_said(train, tmp_path, caplog):
     processor = serving_processor(options("--pretrained", tmp_path, "--dataset", "cifar100-lt"), train, 32)
     assert tuple(processor.image_mean) == normalization("cifar100-lt")[0]
-    assert "does not say how its pictures were normalised; taking the statistics of cifar100-lt" in caplog.text
+    assert "does not say how its images were normalised; taking the statistics of cifar100-lt" in caplog.text
 
 
 def test_small_pictures_stay_as_they_are_and_others_come_to_their_size(train):
@@ -126,9 +126,9 @@ def test_the_posterior_in_the_results_is_under_the_uniform_prior_whatever_the_he
     model = LiViTForImageClassification(LiViTConfig(**sizes, class_counts=[1, 3], test_prior=[0.999, 0.001]))
     torch.nn.init.zeros_(model.classifier.weight)
     torch.nn.init.zeros_(model.classifier.bias)
-    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True, device=torch.device("cpu"))
     processor = eval_processor(32, [0.5] * 3, [0.5] * 3, native=True)
-    measured = measure(model, train, processor, accelerator, options())
+    measured = measure(model, train, processor, accelerator)
     uniform = model.head.posterior(torch.zeros(1, 2), "uniform").argmax().item()
     assert uniform != model.head.posterior(torch.zeros(1, 2)).argmax().item()
     assert measured["posterior"]["accuracy"] == (0.25 if uniform == 0 else 0.75)

@@ -1,9 +1,10 @@
 """Publishing and loading with the real clients against a Hub on loopback."""
 
 import json
+import logging
 import re
-import runpy
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,12 +14,17 @@ from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 from PIL import Image
 from test_cards import PRETRAINING, RESULTS
-from transformers import AutoImageProcessor, ViTMAEForPreTraining
+from transformers import AutoImageProcessor, ViTMAEForPreTraining, pipeline
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
-from livt_hf.data import eval_processor
-from livt_hf.hub import PublishError, prepare_publication, publish
-from livt_hf.runs import Run
+from livt_hf.data import eval_processor, load_data, read_rgb
+from livt_hf.errors import LiVTError
+from livt_hf.hub import Publication, PublishError, origin_of, prepare_publication, publish, publish_dataset
+from livt_hf.hub.scrubbing import scrub_file
+from livt_hf.long_tail.losses import LOSSES
+from livt_hf.recipes.publish import main
+from livt_hf.recipes.publish_data import PublishDataSettings
+from livt_hf.settings import CommandSettings
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4
@@ -26,7 +32,7 @@ SIZES = dict(
 NAMES = {0: "cat", 1: "dog", 2: "newt"}
 # One process plays three users, one after the other: what the next one imports is refused until then.
 CLIENT = """
-import json, os, re, sys
+import contextlib, io, json, os, re, sys
 import torch
 from PIL import Image
 
@@ -42,14 +48,14 @@ first, answers = sys.argv[1], {}
 import timm
 model = timm.create_model("hf_hub:org/livt-timm", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-answers["timm"] = model(transform(Image.open("picture.jpg")).unsqueeze(0))[0].tolist()
+answers["timm"] = model(transform(Image.open("image.jpg")).unsqueeze(0))[0].tolist()
 answers["timm labels"] = model.pretrained_cfg["label_names"]
 answers["timm without"] = not {"transformers", "livt_hf"} & set(sys.modules)
 
 Refuse.names = {"livt_hf"}
 from transformers import AutoImageProcessor, pipeline
 classify = pipeline("image-classification", model="org/livt", revision=first)
-scores = {a["label"]: a["score"] for a in classify("picture.jpg", function_to_apply="none", top_k=None)}
+scores = {a["label"]: a["score"] for a in classify("image.jpg", function_to_apply="none", top_k=None)}
 answers["plain"] = [scores[name] for name in ("cat", "dog", "newt")]
 answers["plain without"] = "livt_hf" not in sys.modules
 
@@ -57,7 +63,7 @@ Refuse.names = set()
 from huggingface_hub import HfApi, ModelCard
 from livt_hf import LiViTForImageClassification
 load = LiViTForImageClassification.from_pretrained
-pixels = AutoImageProcessor.from_pretrained("org/livt")(Image.open("picture.jpg"), return_tensors="pt")
+pixels = AutoImageProcessor.from_pretrained("org/livt")(Image.open("image.jpg"), return_tensors="pt")
 logits = lambda model: model.eval()(**pixels).logits[0].tolist()
 answers["head"] = logits(load("org/livt"))
 answers["tagged"] = logits(load("org/livt", revision="v1"))
@@ -82,7 +88,7 @@ exec(use, {"print": lambda *args: answers.update(used=True)})
 
 from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
 from datasets import Image as ImageFeature
-from livt_hf.hub import publish_dataset
+from livt_hf.hub import Origin, Publication, publish_dataset
 features = Features(image=ImageFeature(), label=ClassLabel(names=["cat", "newt"]))
 def split(name, labels):
     paths = [os.path.abspath(f"{name}-{i}.png") for i in range(len(labels))]
@@ -90,11 +96,26 @@ def split(name, labels):
         Image.fromarray(torch.randint(0, 255, (8, 8, 3), dtype=torch.uint8).numpy()).save(path)
     return Dataset.from_dict({"image": paths, "label": labels}, features=features)
 splits = DatasetDict(train=split("train", [1] * 3 + [0] * 30), test=split("test", [0, 1, 0, 1]))
-rule = "Exponential: n_i = int(30 * 10^-i)."
-publish_dataset(splits, "org/data", rule=rule, seed=7, source="uoft-cs/cifar10", license="mit")
+origin = Origin("Exponential: n_i = int(30 * 10^-i).", seed=7, source="uoft-cs/cifar10")
+publish_dataset(splits, Publication("org/data", license="mit"), origin)
 rows = lambda splits: {n: [(r["image"].tobytes().hex(), r["label"]) for r in s] for n, s in splits.items()}
 back = load_dataset("org/data")
 answers["data"] = rows(back) == rows(splits) and back["train"].features == features
+
+from livt_hf.recipes.publish_data import main
+for name, count in {"cat": 10, "newt": 5}.items():
+    os.makedirs(f"own/{name}")
+    for i in range(count):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(f"own/{name}/{i}.png")
+command = ["own", "org/own", "--imbalance_factor", "4", "--license", "mit"]
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    main([*command, "--dry_run"])
+answers["listed"] = printed.getvalue().splitlines()
+answers["uploaded by a dry run"] = HfApi().repo_exists("org/own", repo_type="dataset")
+with contextlib.redirect_stdout(io.StringIO()):
+    main(command)
+answers["own"] = {name: len(split) for name, split in load_dataset("org/own").items()}
+answers["own is private"] = HfApi().dataset_info("org/own").private
 print(json.dumps(answers))
 """
 
@@ -108,7 +129,7 @@ def hub(monkeypatch):
 
 @pytest.fixture(scope="module")
 def picture(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pictures") / "picture.jpg"
+    path = tmp_path_factory.mktemp("pictures") / "image.jpg"
     # Twice as wide as high: the margins of the centre crop are whole pixels, where timm and transformers agree.
     pixels = (torch.rand(40, 80, 3, generator=torch.Generator().manual_seed(0)) * 255).byte().numpy()
     Image.fromarray(pixels).save(path, quality=95)
@@ -120,13 +141,19 @@ def make_run(folder, results, model, **arguments):
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(folder)
-    (folder / "results.json").write_text(json.dumps(results))
+    (folder / "results.json").write_text(results.to_json())
     arguments = {"epochs": 10, "source": "/home/jane/my data/cifar", "output_dir": str(folder), **arguments}
     (folder / "arguments.yaml").write_text(yaml.safe_dump(arguments))
     (folder / "log.jsonl").write_text(json.dumps({"update": 1, "event": f"saved {folder}/checkpoints/step-1"}) + "\n")
     (folder / "report").mkdir()
-    (folder / "report" / "report.md").write_text("Pictures from /home/jane/my/data.\n")
-    Image.new("RGB", (8, 8)).save(folder / "report" / "reliability.png")
+    (folder / "report" / "report.md").write_text("# data/ward 3/x on data/ward 3 (test): /home/jane/my/data.\n")
+    (folder / "report" / "evaluation.json").write_text(
+        json.dumps({"model": "data/ward 3/x", "dataset": "data/ward 3"})
+    )
+    for name in ("reconstructions.png", "report/reliability-0.png", "report/classes.png"):
+        Image.new("RGB", (8, 8)).save(folder / name)
+    (folder / "report" / "report.html").write_text('<img src="data:image/png;base64,AAAA">')
+    (folder / "report" / "predictions.csv").write_text("path,label\npatient7.png,cat\n")
     (folder / "checkpoints" / "step-1").mkdir(parents=True)
     (folder / "checkpoints" / "step-1" / "optimizer.bin").write_bytes(b"states")
     return folder
@@ -138,7 +165,7 @@ def run(tmp_path_factory):
     config = LiViTConfig(**SIZES, class_counts=[500, 40, 5], id2label=NAMES, label2id={n: i for i, n in NAMES.items()})
     model = LiViTForImageClassification(config)
     torch.nn.init.normal_(model.classifier.weight, std=0.5)
-    results = RESULTS | {"pretrained": "/home/jane/runs/pretrain-glyphs-micro/1", "pretrained_local": True}
+    results = replace(RESULTS, pretrained="/home/jane/runs/pretrain-glyphs-micro/1", pretrained_local=True)
     return make_run(tmp_path_factory.mktemp("jane") / "runs" / "finetune-x" / "1", results, model)
 
 
@@ -164,11 +191,14 @@ def logits(run, picture):
 
 
 def put(run, hub, repo_id="org/livt", **options):
-    return publish(run, repo_id, token=TOKEN, endpoint=hub.endpoint, **options)
+    options = {"license": "apache-2.0"} | options
+    return publish(run, Publication(repo_id, **options), HfApi(endpoint=hub.endpoint, token=TOKEN))
 
 
 PUBLISHED = {"config.json", "model.safetensors", "preprocessor_config.json", "README.md", "results.json"}
-PUBLISHED |= {"arguments.yaml", "log.jsonl", "class_counts.png", "report/report.md", "report/reliability.png"}
+PUBLISHED |= {"arguments.yaml", "log.jsonl", "class_counts.png", "report/report.md"}
+PUBLISHED |= {"report/reliability-0.png", "report/evaluation.json"}
+PICTURES = {"reconstructions.png", "report/classes.png", "report/report.html"}
 
 
 def test_everything_a_model_needs_is_uploaded_and_nothing_else(run, hub):
@@ -186,22 +216,52 @@ def test_the_published_files_name_no_path_no_user_and_no_token(run, pretraining_
     arguments = yaml.safe_load(hub.files("org/livt")["arguments.yaml"])
     assert arguments == {"epochs": 10, "output_dir": "<local>/finetune-x/1", "source": "<local>/cifar"}
     assert b"<local>/pretrain-glyphs-micro/1" in hub.files("org/livt")["README.md"]
+    assert hub.files("org/livt")["report/report.md"] == b"# <local>/x on <local>/ward 3 (test): <local>/data.\n"
+
+
+def test_pictures_of_the_datasets_images_are_uploaded_only_when_asked_for(run, pretraining_run, hub):
+    for folder, repo_id in ((run, "org/livt"), (pretraining_run, "org/mgp")):
+        put(folder, hub, repo_id, with_pictures=True)
+        assert set(hub.files(repo_id)) > PICTURES and b"(reconstructions.png)" in hub.files(repo_id)["README.md"]
+        put(folder, hub, repo_id)  # those of the publication before go too
+        assert not PICTURES & set(hub.files(repo_id))
+        assert not [name for name in PICTURES if name.encode() in hub.files(repo_id)["README.md"]]
+
+
+def test_what_names_files_of_the_dataset_is_never_uploaded(run, hub):
+    put(run, hub, with_pictures=True)
+    assert "report/predictions.csv" not in hub.files("org/livt")
 
 
 def test_of_names_with_a_slash_only_those_on_the_hub_are_published_whole(run, tmp_path):
     places = {"dataset": "data/birds", "pretrained": "org/mgp"}
-    results = RESULTS | places | {"dataset_local": True, "pretrained_local": False}
+    results = replace(RESULTS, **places, dataset_local=True, pretrained_local=False)
     model = LiViTForImageClassification.from_pretrained(run)
-    folder = prepare_publication(make_run(tmp_path / "run", results, model, **places), tmp_path / "out", "org/livt")
-    for published in (json.loads((folder / "results.json").read_text()), Run(folder).arguments):
+    publication = Publication("org/livt", license="mit")
+    folder = prepare_publication(make_run(tmp_path / "run", results, model, **places), tmp_path / "out", publication)
+    arguments = yaml.safe_load((folder / "arguments.yaml").read_text())
+    for published in (json.loads((folder / "results.json").read_text()), arguments):
         assert (published["dataset"], published["pretrained"]) == ("<local>/birds", "org/mgp")
+
+
+def test_every_option_that_may_name_a_place_is_published_without_it(tmp_path):
+    commands, places = list(CommandSettings.__subclasses__()), set()
+    while commands:
+        command = commands.pop()
+        commands += command.__subclasses__()
+        if command.stage in ("pretrain", "finetune", "eval"):
+            places |= set(command.names("place"))
+    assert {"lists", "test_prior", "plugin", "source", "output_dir", "pretrained", "dataset", "resume"} <= places
+    (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(dict.fromkeys(places, "clinic/ward 3/x")))
+    scrub_file(tmp_path / "arguments.yaml", tmp_path / "published.yaml")
+    assert set(yaml.safe_load((tmp_path / "published.yaml").read_text()).values()) == {"<local>/x"}
 
 
 @pytest.fixture(scope="module")
 def answers(run, pretraining_run, picture, tmp_path_factory) -> dict:
     """What a fresh process finds after two publications of a model, one for timm and a private pretraining run."""
     home = tmp_path_factory.mktemp("home")
-    (home / "picture.jpg").write_bytes(picture.read_bytes())
+    (home / "image.jpg").write_bytes(picture.read_bytes())
     model = LiViTForImageClassification.from_pretrained(run)
     for parameter in model.classifier.parameters():
         torch.nn.init.zeros_(parameter)
@@ -211,13 +271,35 @@ def answers(run, pretraining_run, picture, tmp_path_factory) -> dict:
         first = put(run, hub, tag="v1")
         put(second, hub)
         put(run, hub, "org/livt-timm", form="timm")
-        put(pretraining_run, hub, "org/mgp", private=True)
+        put(pretraining_run, hub, "org/mgp")
         answers = json.loads(hub.run(CLIENT, home, first.oid))
-        return answers | {"data files": hub.files("org/data", kind="datasets"), "home": str(home)}
+        files = {name: hub.files(f"org/{name}", kind="datasets") for name in ("data", "own")}
+        return answers | {"data files": files["data"], "own files": files["own"], "home": str(home)}
 
 
 def test_plain_transformers_serves_the_published_model_with_equal_logits(answers, logits):
     assert answers["plain without"] and answers["plain"] == pytest.approx(logits("torchvision"), abs=1e-5)
+
+
+def test_pipeline_turns_by_exif_and_clips_16_bit_grey_as_the_card_says(run, picture, tmp_path):
+    folder = prepare_publication(run, tmp_path / "publication", Publication("org/livt", license="mit"))
+    classify = pipeline("image-classification", model=str(folder), function_to_apply="none", top_k=None)
+
+    def scores(image):
+        return {answer["label"]: answer["score"] for answer in classify(image)}
+
+    grey = torch.linspace(0, 65535, 16 * 16).round().to(torch.int32).view(16, 16).numpy().astype("uint16")
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    decoded = read_rgb(tmp_path / "grey.png")
+    assert decoded.float().mean() == pytest.approx(127.5, abs=1)  # the upper eight bits
+    clipped = Image.fromarray(255 * (grey >= 255).astype("uint8") + (grey * (grey < 255)).astype("uint8"))
+    assert scores(str(tmp_path / "grey.png")) == pytest.approx(scores(clipped.convert("RGB")), abs=1e-5)
+    assert scores(decoded) != pytest.approx(scores(str(tmp_path / "grey.png")), abs=1e-3)
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by a quarter to the right
+    Image.open(picture).save(tmp_path / "turned.jpg", quality=95, exif=exif)
+    assert scores(str(tmp_path / "turned.jpg")) == pytest.approx(scores(read_rgb(tmp_path / "turned.jpg")), abs=1e-4)
 
 
 def test_timm_alone_serves_its_form_with_equal_logits(answers, logits):
@@ -243,7 +325,7 @@ def test_a_private_pretraining_run_starts_a_fine_tuning_for_those_with_the_token
 
 
 def test_the_results_are_readable_from_the_hub_in_both_forms(answers):
-    assert answers["results"]["accuracy"] == answers["index"]["Top-1 accuracy"] == RESULTS["metrics"]["accuracy"]
+    assert answers["results"]["accuracy"] == answers["index"]["Top-1 accuracy"] == RESULTS.metrics["accuracy"]
 
 
 def test_the_code_on_the_card_runs(answers):
@@ -251,7 +333,7 @@ def test_the_code_on_the_card_runs(answers):
 
 
 def test_a_published_pretraining_run_is_a_stock_vitmae(pretraining_run, tmp_path):
-    folder = prepare_publication(pretraining_run, tmp_path / "publication", "org/mgp")
+    folder = prepare_publication(pretraining_run, tmp_path / "publication", Publication("org/mgp"))
     pixels, noise = torch.randn(2, 3, 16, 16), torch.rand(2, 16)
     with torch.inference_mode():
         ours = LiViTForPreTraining.from_pretrained(pretraining_run).eval()(pixels, noise=noise)
@@ -261,26 +343,40 @@ def test_a_published_pretraining_run_is_a_stock_vitmae(pretraining_run, tmp_path
     assert card.data.pipeline_tag == "image-feature-extraction" and "0.580" in card.text
 
 
-def test_a_private_repository_is_refused_without_the_token(run, hub):
-    put(run, hub, private=True)
+def test_a_repository_is_private_unless_it_is_asked_to_be_public(run, hub):
+    put(run, hub)
     assert HfApi(endpoint=hub.endpoint, token=TOKEN).model_info("org/livt").private
     with pytest.raises(RepositoryNotFoundError):
         HfApi(endpoint=hub.endpoint, token=False).model_info("org/livt")
+    put(run, hub, "org/open", public=True)
+    assert not HfApi(endpoint=hub.endpoint, token=False).model_info("org/open").private
 
 
-def test_a_public_repository_does_not_take_a_private_publication(run, hub):
-    HfApi(endpoint=hub.endpoint, token=TOKEN).create_repo("org/livt")
-    with pytest.raises(ValueError, match="exists and is public"):
-        put(run, hub, private=True)
+@pytest.mark.parametrize(("public", "way"), [(True, "is public; pass"), (False, "is private; leave out")])
+def test_a_repository_that_exists_takes_a_publication_only_as_it_is(run, hub, public, way):
+    HfApi(endpoint=hub.endpoint, token=TOKEN).create_repo("org/livt", private=not public)
+    with pytest.raises(LiVTError, match=f"org/livt exists and {way} --public"):
+        put(run, hub, public=not public)
     assert set(hub.files("org/livt")) == {".gitattributes"}
+    put(run, hub, public=public)
+    assert set(hub.files("org/livt")) >= PUBLISHED
+
+
+def test_the_files_are_listed_with_their_sizes_before_the_upload_starts(run, hub, caplog):
+    caplog.set_level(logging.INFO, "livt_hf")
+    hub.cut_uploads("/api/repos/create", times=1000)
+    with pytest.raises(PublishError):
+        put(run, hub)
+    assert not hub.repos and "to the private repository org/livt" in caplog.text
+    for name in PUBLISHED | {".eval_results/cifar100.yaml"}:
+        assert re.search(rf"^ *[\d,]+ bytes  {re.escape(name)}$", caplog.text, flags=re.MULTILINE), name
 
 
 @pytest.mark.parametrize("where", ["/_lfs/", "/commit/", "/preupload/"])
 def test_a_cut_connection_publishes_nothing_and_the_next_try_all(run, hub, where, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between the client's retries
     hub.cut_uploads(where, times=1000)
-    options = "org/livt --license apache-2.0 --tag v1"
-    command = rf"publish it later with: python recipes/publish.py {re.escape(str(run))} {options}$"
+    command = rf"publish it later with: livt publish {re.escape(str(run))} org/livt --license apache-2.0 --tag v1$"
     with pytest.raises(PublishError, match=command):
         put(run, hub, tag="v1")
     assert set(hub.files("org/livt")) == {".gitattributes"} and not hub.repo("org/livt").tags
@@ -301,46 +397,124 @@ def test_publishing_again_replaces_shards_of_the_model_before(run, hub):
     api.create_repo("org/livt")
     for name in ("model-00001-of-00002.safetensors", "my_notes.txt"):
         api.upload_file(path_or_fileobj=b"old", path_in_repo=name, repo_id="org/livt")
-    put(run, hub)
+    put(run, hub, public=True)
     assert "model-00001-of-00002.safetensors" not in hub.files("org/livt")
     assert "my_notes.txt" in hub.files("org/livt")
 
 
 def test_an_unreachable_hub_names_the_command_for_later(run):
-    command = r"publish it later with: python recipes/publish.py .* org/livt --license cc-by-nc-4.0 --private --timm$"
-    options = dict(license="cc-by-nc-4.0", private=True, form="timm")
-    with pytest.raises(PublishError, match=command):
-        publish(run, "org/livt", **options, token=TOKEN, endpoint="http://127.0.0.1:9")
+    publication = Publication("org/livt", "cc-by-nc-4.0", "timm", public=True, with_pictures=True)
+    command = "org/livt --license cc-by-nc-4.0 --form timm --public --with_pictures$"
+    with pytest.raises(PublishError, match=f"publish it later with: livt publish .* {command}"):
+        publish(run, publication, HfApi(endpoint="http://127.0.0.1:9", token=TOKEN))
+
+
+def test_a_failure_after_the_upload_says_what_is_visible_and_how_to_go_on(run, hub):
+    first = put(run, hub, public=True, tag="v1")
+    with pytest.raises(
+        PublishError, match="org/livt is published and public .*, but the tag v1 was not set"
+    ) as caught:
+        put(run, hub, public=True, tag="v1")
+    assert "Tag v1 already exists" in str(caught.value)
+    assert str(caught.value).endswith(f"hf repos tag create org/livt v1 --revision {first.oid}")
+
+
+def test_a_licence_that_the_hub_does_not_know_is_refused_in_its_words(run, hub):
+    with pytest.raises(PublishError, match='"license" must be one of'):
+        put(run, hub, license="mine")
+    assert set(hub.files("org/livt")) == {".gitattributes"}
 
 
 @pytest.mark.parametrize("secret", ["hf_abcdefghijklmnopqrstuvwx", TOKEN])
 def test_a_token_in_a_file_stops_the_publication(run, hub, tmp_path, secret):
     model = LiViTForImageClassification.from_pretrained(run)
     leaky = make_run(tmp_path / "runs" / "x" / "1", RESULTS, model, note=f"token {secret}")
-    with pytest.raises(ValueError, match="arguments.yaml looks as if it held a Hub token"):
+    with pytest.raises(ValueError, match="arguments.yaml seems to hold a Hub token"):
         put(leaky, hub)
     assert not hub.repos
 
 
-def test_the_recipe_writes_the_publication_to_a_folder_or_says_what_is_wrong(run, tmp_path, monkeypatch, capsys):
-    recipe = str(Path(__file__).parents[1] / "recipes" / "publish.py")
-    monkeypatch.setattr("sys.argv", ["publish.py", str(run), "org/livt", "--folder", str(tmp_path / "publication")])
-    runpy.run_path(recipe, run_name="__main__")
+def test_the_command_writes_the_publication_to_a_folder_or_says_what_is_wrong(run, tmp_path, capsys):
+    argv = [str(run), "org/livt", "--folder", str(tmp_path / "publication")]
+    main(argv)
     assert {path.name for path in (tmp_path / "publication").iterdir()} >= {"README.md", "model.safetensors"}
-    assert "nothing uploaded" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="is not empty; give an empty or a new folder"):
-        runpy.run_path(recipe, run_name="__main__")
+    assert f"Nothing was uploaded; look at {tmp_path / 'publication'}." in capsys.readouterr().out
+    with pytest.raises(LiVTError, match="is not empty; give an empty or a new folder"):
+        main(argv)
+    with pytest.raises(LiVTError, match="livt publish RUN organisation/name"):
+        main([str(run)])
+
+
+def test_a_dry_run_on_own_images_lists_the_files_and_no_picture_of_the_images(run, tmp_path, capsys):
+    results = replace(RESULTS, dataset="/data/clinic", dataset_local=True, imbalance_factor=None, pretrained="none")
+    own = make_run(tmp_path / "run", results, LiViTForImageClassification.from_pretrained(run))
+    with pytest.raises(LiVTError, match="trained on /data/clinic, .* --license"):
+        main([str(own), "org/clinic", "--dry_run"])
+    main([str(own), "org/clinic", "--dry_run", "--license", "mit"])
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[-1] for line in lines[:-1]} == PUBLISHED and lines[-1] == "Nothing was uploaded."
+    main([str(own), "org/clinic", "--dry_run", "--license", "mit", "--with_pictures"])
+    assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()[:-1]} == PUBLISHED | PICTURES
+
+
+def test_the_command_loads_the_plugin_that_the_run_was_trained_with(run, tmp_path, capsys):
+    source = "from livt_hf.losses import LOSSES, register_loss\n"
+    source += "register_loss('my_ce', activation='softmax', balanced=True)(LOSSES['ce'].function)\n"
+    (tmp_path / "my_losses.py").write_text(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSSES, "my_ce", LOSSES["bal_ce"])
+        model = LiViTForImageClassification.from_pretrained(run, loss="my_ce")
+        plugin = {"plugin": str(tmp_path / "my_losses.py")}
+        own = make_run(tmp_path / "run", replace(RESULTS, loss="my_ce", pretrained="none"), model, **plugin)
+    with pytest.raises(LiVTError, match="'my_ce', which is not registered.* --plugin"):
+        prepare_publication(own, tmp_path / "out", Publication("org/livt"))
+    main([str(own), "org/livt", "--folder", str(tmp_path / "publication")])
+    LOSSES.pop("my_ce")
+    assert "loss `my_ce`, tau 1," in (tmp_path / "publication" / "README.md").read_text()
+    assert str(tmp_path) not in (tmp_path / "publication" / "arguments.yaml").read_text()
 
 
 def test_an_unfinished_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="results.json, arguments.yaml missing"):
-        (tmp_path / "config.json").write_text("{}")
-        prepare_publication(tmp_path, tmp_path / "publication", "org/livt")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(LiVTError, match="it has no results.json, no arguments.yaml"):
+        prepare_publication(tmp_path, tmp_path / "publication", Publication("org/livt"))
 
 
-def test_a_pushed_data_set_comes_back_equal_with_counts_rule_and_seed(answers):
+def test_a_pushed_dataset_comes_back_equal_with_counts_rule_and_seed(answers):
     assert answers["data"]
     card = answers["data files"]["README.md"].decode()
     assert "n_i = int(30 * 10^-i). Seed: 7." in card and "license: mit" in card and "dataset_info" in card
     assert "| train | 33 | 2 | 30 | 3 | 10 | 0 | 1 | 1 |" in card and "| newt | 3 | 2 |" in card
     assert not [name for name, content in answers["data files"].items() if answers["home"].encode() in content]
+
+
+def test_a_folder_becomes_a_private_dataset_whose_card_says_how_it_was_divided(answers):
+    assert answers["listed"][-1] == "Nothing was uploaded." and not answers["uploaded by a dry run"]
+    assert answers["listed"][0].startswith("To the private repository org/own") and answers["own is private"]
+    assert answers["own"] == {"train": 8 + 2, "test": 2 + 1}  # a fifth of 10 and of 5 set aside, then 8 and 8 / 4
+    assert [line.split(" images")[0] for line in answers["listed"][1:3]] == ["  train: 10", "  test: 3"]
+    card = answers["own files"]["README.md"].decode()
+    assert "int(n_max * 4^(-i / (C - 1)))" in card and "has no test split of its own" in card
+    assert "| train | 10 | 2 | 8 | 2 | 4 |" in card and "extended|" not in card
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [(["glyphs"], "livt publish-data DATASET organisation/name"), ([".", "org/own"], r"\. holds .* --license")],
+)
+def test_a_dataset_command_that_lacks_something_is_refused_with_what_it_lacks(words, refusal):
+    with pytest.raises(LiVTError, match=refusal):
+        PublishDataSettings.parse(words)
+
+
+def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):
+    def cut(*arguments, **options):
+        raise ConnectionResetError("cut")
+
+    monkeypatch.setattr("livt_hf.hub.datasets.HfApi", partial(HfApi, endpoint=hub.endpoint, token=TOKEN))
+    monkeypatch.setattr("datasets.DatasetDict.push_to_hub", cut)
+    settings = PublishDataSettings(dataset="glyphs", repo_id="org/glyphs")
+    data = load_data(settings)
+    with pytest.raises(PublishError, match="in org/glyphs, which is private, the card is complete .*cut"):
+        publish_dataset(data, Publication("org/glyphs"), origin_of(data, settings))
+    assert set(hub.files("org/glyphs", kind="datasets")) == {".gitattributes", "README.md"}

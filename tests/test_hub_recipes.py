@@ -51,5 +51,5 @@ def test_without_the_hub_the_run_is_complete_and_the_message_says_how_to_publish
     options += ["--push_to_hub", "--hub_model_id", "org/mgp", "--hub_license", "mit"]
     done = launch(environment, ["pretrain.py", *options])
     assert done.returncode != 0
-    assert f"python recipes/publish.py {run} org/mgp --license mit" in done.stderr and "Traceback" not in done.stderr
+    assert f"livt publish {run} org/mgp --license mit" in done.stderr and "Traceback" not in done.stderr
     assert (run / "results.json").exists() and (run / "model.safetensors").exists()

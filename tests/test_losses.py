@@ -18,6 +18,7 @@ from livt_hf.long_tail.losses import (
     cross_entropy,
     effective_number_weights,
     influence_balanced,
+    inverse_count_weights,
     lade_regulariser,
     ldam,
     ldam_margins,
@@ -112,19 +113,35 @@ def test_counts_of_one_against_ten_million_lose_no_digit():
 
 def test_cross_entropy_is_the_mean_over_images_of_minus_log_softmax():
     logits, labels, targets = batch()
-    slow = 0.0
-    for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
-        slow -= math.log(math.exp(z[y]) / sum(math.exp(v) for v in z)) / len(logits)
-    assert cross_entropy(logits, targets).mean().item() == pytest.approx(slow, rel=1e-5)
+    assert cross_entropy(logits, targets).mean().item() == pytest.approx(slow_ce(logits, labels), rel=1e-5)
 
 
 def slow_bce(logits, labels, weights=(1, 1, 1)) -> float:
+    """An image counts as much as the weight of its label says, in the terms of all classes."""
     total = 0.0
     for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
-        for c, weight in enumerate(weights):
+        for c in range(3):
             p = sigmoid(z[c])
-            total -= weight * math.log(p if c == y else 1 - p)
+            total -= weights[y] * math.log(p if c == y else 1 - p)
     return total / len(logits)
+
+
+def slow_ce(logits, labels, weights=(1, 1, 1)) -> float:
+    total = 0.0
+    for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
+        total -= weights[y] * math.log(math.exp(z[y]) / sum(math.exp(v) for v in z))
+    return total / len(logits)
+
+
+def slow_ldam(logits, labels, weights=(1, 1, 1)) -> float:
+    margins, total = ldam_margins(COUNTS, 0.5).tolist(), 0.0
+    for z, y in zip(logits.double().tolist(), labels.tolist(), strict=True):
+        z[y] -= margins[y]
+        total += weights[y] * (math.log(sum(math.exp(30 * (v - max(z))) for v in z)) + 30 * (max(z) - z[y]))
+    return total / len(logits)
+
+
+SLOW = {"ce": slow_ce, "bce": slow_bce, "ldam": slow_ldam}
 
 
 def test_binary_cross_entropy_sums_over_classes_and_averages_over_images():
@@ -150,15 +167,45 @@ def test_class_balanced_weights_are_inverse_effective_numbers_that_sum_to_the_cl
     torch.testing.assert_close(effective_number_weights(COUNTS, 0.99), expected)
 
 
-def test_class_balanced_losses_weigh_every_class_term():
-    logits, labels, targets = batch()
-    weights = effective_number_weights(COUNTS, 0.9999)
-    bce = head("cb_bce")(logits, labels, logits).item()
-    assert bce == pytest.approx(slow_bce(logits, labels, weights.tolist()), rel=1e-5)
-    slow = 0.0
-    for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
-        slow -= weights[y].item() * math.log(math.exp(z[y]) / sum(math.exp(v) for v in z)) / len(logits)
-    assert head("cb_ce")(logits, labels, logits).item() == pytest.approx(slow, rel=1e-5)
+@pytest.mark.parametrize("loss", ["ce", "bce"])
+def test_class_balanced_losses_weigh_an_image_by_its_label_in_all_terms(loss):
+    logits, labels, _ = batch()
+    expected = SLOW[loss](logits, labels, effective_number_weights(COUNTS, 0.9999).tolist())
+    assert head(f"cb_{loss}")(logits, labels, logits).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_class_balanced_bce_learns_the_posterior_times_the_class_weights():
+    """5,000, 500 and 50 images, true posterior .70 .20 .10: the optimum is .07 .16 .77, and .70 .20 .10 for BCE."""
+    posterior = torch.tensor([[0.7, 0.2, 0.1]])
+    for loss, optimum in (("cb_bce", [0.07, 0.16, 0.77]), ("bce", [0.7, 0.2, 0.1])):
+        rule = head(loss, counts=[5000, 500, 50])
+        optimum = torch.tensor(optimum)
+
+        def gap(z, rule=rule):  # expectation over the label of an image
+            return sum(p * rule(z, torch.tensor([y]), z) for y, p in enumerate(posterior[0]))
+
+        z = torch.zeros(1, 3, requires_grad=True)
+        fit = torch.optim.LBFGS([z], max_iter=200, line_search_fn="strong_wolfe")
+
+        def closure(z=z, fit=fit, gap=gap):
+            fit.zero_grad()
+            loss = gap(z)
+            loss.backward()
+            return loss
+
+        fit.step(closure)
+        torch.testing.assert_close(z.detach().sigmoid()[0], optimum, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("loss", SLOW)
+def test_deferred_reweighting_is_plain_until_its_share_of_the_epochs_and_class_balanced_after(loss):
+    logits, labels, _ = batch()
+    rule = head(loss, drw_start=0.8)
+    weights = effective_number_weights(COUNTS, 0.9999).tolist()
+    for epoch in range(10):
+        rule.set_epoch(epoch, 10)
+        expected = SLOW[loss](logits, labels, weights if epoch >= 8 else (1, 1, 1))
+        assert rule(logits, labels, logits).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_ldam_margins_fall_with_the_fourth_root_of_the_count():
@@ -166,13 +213,8 @@ def test_ldam_margins_fall_with_the_fourth_root_of_the_count():
 
 
 def test_ldam_subtracts_the_margin_of_the_true_class_and_scales():
-    logits, labels, targets = batch()
-    margins = ldam_margins(COUNTS, 0.5).tolist()
-    slow = 0.0
-    for z, y in zip(logits.double().tolist(), labels.tolist(), strict=True):
-        z[y] -= margins[y]
-        slow += (math.log(sum(math.exp(30 * (v - max(z))) for v in z)) + 30 * (max(z) - z[y])) / len(logits)
-    assert head("ldam")(logits, labels, logits).item() == pytest.approx(slow, rel=1e-5)
+    logits, labels, _ = batch()
+    assert head("ldam")(logits, labels, logits).item() == pytest.approx(slow_ldam(logits, labels), rel=1e-5)
 
 
 @pytest.mark.parametrize("max_margin", [0.5, 5.0])
@@ -202,16 +244,23 @@ def test_lade_adds_a_tenth_of_its_regulariser_to_balanced_ce():
     assert head("lade")(logits, labels, logits).item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_ib_divides_each_cross_entropy_by_the_influence_of_its_image():
+def test_ib_weighs_each_cross_entropy_by_its_class_and_divides_it_by_its_influence():
     logits, labels, targets = batch()
     features = torch.randn(len(logits), 7)
+    inverse = [1 / n for n in COUNTS]
     slow = 0.0
     for z, y, h in zip(logits.tolist(), labels.tolist(), features.tolist(), strict=True):
         p = [math.exp(v) / sum(math.exp(u) for u in z) for v in z]
         influence = sum(abs(p[c] - (c == y)) for c in range(3)) * sum(abs(v) for v in h)
-        slow += -math.log(p[y]) * 1000 / (influence + 0.001) / len(logits)
-    assert influence_balanced(logits, targets, features, 1000).mean().item() == pytest.approx(slow, rel=1e-4)
+        weight = 3 * inverse[y] / sum(inverse)
+        slow += -weight * math.log(p[y]) * 1000 / (influence + 0.001) / len(logits)
+    weights = inverse_count_weights(COUNTS)
+    assert influence_balanced(logits, targets, features, weights, 1000).mean().item() == pytest.approx(slow, rel=1e-4)
     assert head("ib")(logits, labels, features).item() == pytest.approx(slow, rel=1e-4)
+
+
+def test_inverse_count_weights_of_60_30_and_10_images_are_a_third_two_thirds_and_two():
+    torch.testing.assert_close(inverse_count_weights(COUNTS), torch.tensor([1 / 3, 2 / 3, 2.0]))
 
 
 def test_ib_is_plain_cross_entropy_until_its_share_of_the_epochs_is_over():
@@ -244,15 +293,15 @@ def test_nt_bce_with_lambda_one_is_bce():
 # Soft labels
 
 
-@pytest.mark.parametrize("loss", SOFT)
-def test_soft_label_gradients_are_the_mixture_of_the_hard_ones(loss):
+@pytest.mark.parametrize(("loss", "settings"), [*((loss, {}) for loss in SOFT), ("ldam", {"drw_start": 0.5})])
+def test_soft_label_gradients_are_the_mixture_of_the_hard_ones(loss, settings):
     start, labels, _ = batch()
     other = (labels + 1) % 3
     mixed = 0.7 * torch.nn.functional.one_hot(labels, 3) + 0.3 * torch.nn.functional.one_hot(other, 3)
 
     def value_and_gradient(targets):
         logits = start.clone().requires_grad_()
-        value = head(loss)(logits, targets, logits)
+        value = head(loss, **settings)(logits, targets, logits)
         return value.detach(), torch.autograd.grad(value, logits)[0]
 
     value, gradient = value_and_gradient(mixed)
@@ -308,7 +357,7 @@ def test_the_pure_functions_compute_half_precision_logits_in_float32(dtype):
         (negative_tolerant_bce, (2.0,)),
         (ldam, (margins, 30)),
         (lade_regulariser, (prior, 0.01)),
-        (influence_balanced, (features, 1000)),
+        (influence_balanced, (features, inverse_count_weights(COUNTS), 1000)),
     ):
         value = function(logits, targets, *more)
         assert value.dtype == torch.float32, function

@@ -32,6 +32,7 @@ from livt_hf import (
     pretraining_config,
 )
 from livt_hf.conversion import to_beit
+from livt_hf.long_tail.head import tau_normalised
 
 COUNTS = [60, 30, 10]
 
@@ -196,11 +197,23 @@ def test_the_classifier_starts_at_the_test_prior_under_sigmoid_losses_and_at_zer
     for loss in ("bal_bce", "bce", "cb_bce", "nt_bce", "bal_nt_bce"):
         torch.testing.assert_close(build(loss=loss).classifier.bias.data, uniform)
         assert not build(loss=loss, head_start="zero").classifier.bias.any()
-        assert not build(loss=loss, test_prior=None).classifier.bias.any()
     for loss in ("ce", "bal_ce", "ldam"):
         assert not build(loss=loss).classifier.bias.any()
     prior = [0.2, 0.3, 0.5]
     torch.testing.assert_close(build(test_prior=prior).classifier.bias.data, torch.logit(torch.tensor(prior)))
+
+
+@pytest.mark.parametrize("loss", ["bce", "bal_bce", "nt_bce", "bal_nt_bce"])
+@pytest.mark.parametrize("several", [False, True])
+def test_without_a_test_prior_a_fresh_sigmoid_model_predicts_the_training_prior(build, loss, several):
+    config = dict(loss=loss, test_prior=None)
+    if several:
+        config |= dict(problem_type="multi_label_classification", num_train_images=200)
+    model = build(**config)
+    predicted = (model(pixels()).logits + model.head.logit_bias).sigmoid()
+    frequency = torch.tensor([0.3, 0.15, 0.05] if several else [0.6, 0.3, 0.1])
+    torch.testing.assert_close(predicted, frequency.expand(4, 3), atol=1e-3, rtol=0)
+    assert not build(**config, head_start="zero").classifier.bias.any()
 
 
 def test_a_fresh_model_predicts_the_test_prior_as_its_training_share(build):
@@ -254,6 +267,36 @@ def test_probabilities_apply_the_posterior_rule_to_the_logits(build):
     assert torch.equal(model.probabilities(x), model.probabilities(x, prior="uniform"))
     with pytest.raises(ValueError, match="prior sums to 1.5"):
         model.probabilities(x, prior=[0.5, 0.5, 0.5])
+
+
+# The normalised classifier
+
+
+def test_a_normalised_classifier_gives_cosines_and_survives_saving(build, tmp_path):
+    model, x = build(loss="ldam", normalised_classifier=True), pixels()
+    features = model.vit(x).pooler_output
+    cosines = torch.nn.functional.cosine_similarity(features[:, None], model.classifier.weight[None], dim=-1)
+    torch.testing.assert_close(model(x).logits, cosines)
+    torch.testing.assert_close(model.classifier.weight.norm(dim=-1), torch.ones(3), atol=0.5, rtol=0)
+    model.save_pretrained(tmp_path)
+    loaded = LiViTForImageClassification.from_pretrained(tmp_path)
+    assert torch.equal(loaded(x).logits, model(x).logits)
+    labels = torch.tensor([0, 1, 2, 0])
+    assert torch.equal(loaded(x, labels=labels).loss, model(x, labels=labels).loss)
+
+
+def test_a_normalised_classifier_over_a_linear_one_is_new(build, tmp_path):
+    first = build()
+    first.save_pretrained(tmp_path)
+    second = LiViTForImageClassification.from_pretrained(tmp_path, normalised_classifier=True, loss="ldam")
+    assert shared_and_new(second, first)[1] == {"classifier.weight"} and second.classifier.bias is None
+
+
+def test_tau_normalisation_divides_each_class_by_the_power_of_its_length():
+    weight = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    torch.testing.assert_close(tau_normalised(weight), torch.tensor([[0.6, 0.8], [0.0, 1.0]]))
+    torch.testing.assert_close(tau_normalised(weight, 0.0), weight)
+    torch.testing.assert_close(tau_normalised(weight, 0.5).norm(dim=-1), torch.tensor([5.0, 2.0]).sqrt())
 
 
 # Stochastic depth, checkpointing, precision, compilation

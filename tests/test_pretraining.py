@@ -85,11 +85,22 @@ def test_linear_layers_start_xavier_uniform_and_tokens_normal(config):
     bound = math.sqrt(6 / sum(weight.shape))
     assert weight.abs().max().item() == pytest.approx(bound, rel=0.01)
     assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
-    kernel = model.vit.embeddings.patch_embeddings.projection.weight
-    assert kernel.abs().max().item() == pytest.approx(math.sqrt(6 / (128 + 48)), rel=0.01)
+    projection = model.vit.embeddings.patch_embeddings.projection
+    assert projection.weight.abs().max().item() == pytest.approx(math.sqrt(6 / (128 + 48)), rel=0.01)
     for token in (model.vit.embeddings.cls_token, model.decoder.mask_token):
         assert token.std().item() == pytest.approx(0.02, rel=0.3)
-    assert all((p == 0).all() for n, p in model.named_parameters() if n.endswith("bias"))
+    assert projection.bias.abs().max().item() == pytest.approx(48**-0.5, rel=0.05)  # torch's default
+    assert all((p == 0).all() for n, p in model.named_parameters() if n.endswith("bias") and p is not projection.bias)
+
+
+def test_query_key_and_value_start_with_the_bound_of_their_fused_matrix():
+    model = LiViTForPreTraining(pretraining_config("micro"))
+    for layer in (*model.vit.layers, *model.decoder.decoder_layers):
+        width = layer.attention.q_proj.in_features
+        for part in (layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj):
+            assert part.weight.std().item() == pytest.approx(math.sqrt(2 / (4 * width)), rel=0.03)
+            assert part.weight.abs().max().item() == pytest.approx(math.sqrt(6 / (4 * width)), rel=0.01)
+    assert model.vit.layers[0].attention.o_proj.weight.std().item() == pytest.approx(128**-0.5, rel=0.03)
 
 
 def test_a_toy_layout_is_learned_to_a_small_loss(config):
@@ -135,6 +146,17 @@ def test_training_and_evaluation_give_the_same_loss(model):
     pixels, noise = pictures()
     trained = model.train()(pixels, noise=noise).loss
     torch.testing.assert_close(trained, model.eval()(pixels, noise=noise).loss, atol=1e-6, rtol=1e-6)
+
+
+def test_training_and_evaluation_give_the_same_loss_under_autocast(model):
+    """The mask token is not rounded: only the products are in half precision."""
+    with torch.no_grad():
+        model.decoder.mask_token += 100.3
+    pixels, noise = pictures()
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = model.train()(pixels, noise=noise).loss
+        evaluated = model.eval()(pixels, noise=noise).loss
+    torch.testing.assert_close(trained, evaluated, atol=1e-3, rtol=1e-3)
 
 
 def test_attention_dropout_reaches_the_last_decoder_block(config):
@@ -267,6 +289,16 @@ def test_gradient_checkpointing_gives_the_same_gradients(model):
     torch.testing.assert_close(*gradients)
 
 
+def test_gradient_checkpointing_recomputes_every_decoder_block(model):
+    model.gradient_checkpointing_enable()
+    calls = []
+    for index, layer in enumerate(model.decoder.decoder_layers):
+        layer.layernorm_before.register_forward_hook(lambda *_, index=index: calls.append(index))
+    pixels, noise = pictures()
+    model.train()(pixels, noise=noise).loss.backward()
+    assert sorted(calls) == [0, 0, 1, 1]
+
+
 def test_trainer_accumulates_pretraining_gradients_like_one_batch(config, tmp_path):
     pixels, noise = pictures(8)
     data = [dict(pixel_values=p, noise=n) for p, n in zip(pixels, noise, strict=True)]
@@ -326,7 +358,7 @@ def test_pixels_of_another_shape_are_refused(model, shape):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_noise_of_another_shape_is_refused(model, training):
-    with pytest.raises(ValueError, match=r"noise has shape \(2, 9\); expected one number a patch, \(2, 16\)"):
+    with pytest.raises(ValueError, match=r"noise has shape \(2, 9\); expected one number per patch, \(2, 16\)"):
         model.train(training)(torch.zeros(2, 3, 16, 16), noise=torch.rand(2, 9))
 
 

@@ -1,125 +1,82 @@
 """What README.md says is so: commands parse, code runs, and tree, links and tables are those of the project."""
 
-import argparse
+import importlib
 import json
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
-import livt_hf.data.__main__ as data_command
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
-from recipe_runs import RECIPES
 
-import livt_hf.evaluation.prediction as predict_command
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings, parse
+from livt_hf.recipes import cli
+from livt_hf.recipes.paper import tables
+from livt_hf.settings import CommandSettings, command_line
 
-ROOT = RECIPES.parent
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
 INLINE = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", PROSE)]
-DATACLASSES = {"pretrain.py": PretrainSettings, "finetune.py": FinetuneSettings, "eval.py": EvalSettings}
-MODULES = {"livt_hf.evaluation.prediction": predict_command.main, "livt_hf.data": data_command.main}
 # What commands in the text stand for something with.
 STAND_INS = {"IMAGE...": "picture.png", "QUESTION": "data", "RANK": "0"}
+# Words of Accelerate and of the benchmark that the text mentions alone.
+OTHERS = {"--multi_gpu", "--num_processes", "--quick", "--utilisation"}
 
 
 def shell_commands() -> list[str]:
-    """Every command of the shell blocks and of the inline code, one a string."""
+    """Every command of the shell blocks and of the inline code, one per string."""
     lines = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
     commands = [part.strip() for line in lines for part in re.sub(r"(^|\s)#.*", "", line).split("&&") if part.strip()]
     commands = [command.replace(".venv/bin/", "") for command in commands]
-    return commands + [code for code in INLINE if re.match(r"(python|accelerate|recipes/\w+\.py) ", code)]
+    inline = [code for code in INLINE if re.match(r"(livt|python|accelerate launch) \S", code) and " | " not in code]
+    return [command for command in dict.fromkeys(commands + inline) if command not in ("livt eval", "livt sweep")]
 
 
-class Parsed(Exception):
-    """A command has read its options; carries its parser."""
+def settings_of(command: str) -> type[CommandSettings]:
+    """The settings class of a command: the one in its recipe that says so."""
+    recipe = importlib.import_module(f"livt_hf.recipes.{command.replace('-', '_')}")
+    classes = [value for value in vars(recipe).values() if isinstance(value, type) and value is not CommandSettings]
+    (found,) = [c for c in classes if issubclass(c, CommandSettings) and c.stage == command.replace("_", "-")]
+    return found
 
 
-@pytest.fixture
-def parses(monkeypatch):
-    """Run a command with these words until it has read them; returns its parser."""
-    original = argparse.ArgumentParser.parse_args
-
-    def reading(parser, arguments=None, namespace=None):
-        original(parser, arguments, namespace)
-        raise Parsed(parser)
-
-    def run(command, words: list[str]) -> argparse.ArgumentParser:
-        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", reading)
-        monkeypatch.setattr(sys, "argv", ["command", *words])
-        with pytest.raises(Parsed) as stopped:
-            command()
-        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", original)
-        return stopped.value.args[0]
-
-    return run
-
-
-def recipe(name: str):
-    return lambda: runpy.run_path(str(RECIPES / name), run_name="__main__")
-
-
-def check_script(script: str, words: list[str], parses) -> None:
-    assert (ROOT / script).is_file(), script
-    name = Path(script).name
-    if name in DATACLASSES:
-        parse(DATACLASSES[name], words)
-    elif name != "tables.py":  # which takes --check at most
-        parses(recipe(name), words)
+def check_livt(words: list[str]) -> None:
+    place = next(number for number, word in enumerate(words) if word in cli.COMMANDS)
+    launch_command_parser().parse_args([*words[:place], "script.py"])
+    command_line(settings_of(words[place]), words[place + 1 :])
 
 
 @pytest.mark.parametrize("command", shell_commands())
-def test_a_command_of_the_readme_names_an_existing_script_and_its_options(command, parses):
+def test_a_command_of_the_readme_exists_and_takes_these_options(command):
     words = [STAND_INS.get(word, word) for word in shlex.split(command)]
     if words[:3] == ["python3", "-m", "venv"] or words[:2] == ["pip", "install"] or "pytest" in words:
         return
-    if words[:2] == ["accelerate", "launch"]:
-        scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
-        options = words[2 : scripts[0]] if scripts else words[2:]
-        launch_command_parser().parse_args([*options, "script.py"])
-        if scripts:
-            check_script(words[scripts[0]], words[scripts[0] + 1 :], parses)
-    elif words[0].startswith("recipes/"):
-        check_script(words[0], words[1:], parses)
-    elif words[:2] == ["python", "-m"]:
-        parses(MODULES[words[2]], words[3:])
-    elif words[:2] == ["python", "-c"]:
-        (script,) = re.findall(r"recipes/\w+\.py", words[2])
-        check_script(script, words[3:], parses)
-    else:
-        assert words[0] == "python", command
-        check_script(words[1], words[2:], parses)
+    if words[0] == "livt":
+        check_livt(words[1:])
+        return
+    (script,) = [word for word in words if word.endswith(".py")]
+    assert (ROOT / script).is_file(), script
+    if words[0] == "accelerate":
+        options = launch_command_parser().parse_args(words[2:]).training_script_args
+        command_line(settings_of(Path(script).stem), options)
 
 
-def test_the_readme_has_commands_of_every_kind():
+def test_the_readme_has_every_command():
     found = {word for command in shell_commands() for word in shlex.split(command)}
-    assert found >= {"recipes/pretrain.py", "recipes/finetune.py", "recipes/eval.py", "recipes/publish.py"}
-    assert found >= {"recipes/sweep.py", "recipes/benchmark.py", *MODULES}
+    assert found >= set(cli.COMMANDS) - {"convert"}
 
 
-def test_every_option_the_readme_mentions_exists(parses):
-    parsers = [
-        parses(recipe("sweep.py"), []),
-        parses(recipe("benchmark.py"), ["data"]),
-        parses(recipe("scale.py"), []),
-    ]
-    parsers += [
-        parses(MODULES["livt_hf.evaluation.prediction"], ["MODEL", "IMAGE"]),
-        parses(MODULES["livt_hf.data"], ["NAME"]),
-    ]
-    known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
-    known |= {f"--{name}" for cls in DATACLASSES.values() for name in cls.__dataclass_fields__} | {"--config"}
+def test_every_option_the_readme_mentions_exists():
+    known = {f"--{name}" for command in cli.COMMANDS for name in settings_of(command).names()} | {"--config", "--help"}
     mentioned = {word for code in INLINE for word in code.split() if word.startswith("--")}
-    assert mentioned - known - {"--multi_gpu", "--num_processes"} == set()
+    assert mentioned - known - OTHERS == set()
 
 
 def python_block(heading: str) -> str:
@@ -151,7 +108,7 @@ def losses_restored():
 
 
 def test_a_loss_is_added_as_the_readme_says(losses_restored, tiny):
-    exec(python_block("Add a loss"), {})
+    exec(python_block("Add a loss or a dataset"), {})
     model = LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[50, 20, 5], loss="focal_bce")).train()
     pixels, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 0, 1, 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -184,7 +141,7 @@ def test_the_tree_names_only_what_exists():
             else:
                 checked.append(ROOT / name if (ROOT / name).exists() else folder / name)
     assert [str(path.relative_to(ROOT)) for path in checked if not path.exists()] == []
-    assert ROOT / "livt_hf" / "losses.py" in checked and RECIPES / "sweep.py" in checked and len(checked) > 30
+    assert ROOT / "livt_hf" / "modeling_livit.py" in checked and RECIPES / "sweep.py" in checked and len(checked) > 30
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/configs/README.md"])
@@ -198,19 +155,17 @@ def test_every_relative_link_resolves(page):
     assert set(re.findall(r"\]\(#([^)\s]+)\)", text)) <= headings
 
 
-def test_the_tables_are_those_of_the_result_files(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+def test_the_tables_are_those_of_the_result_files():
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(RECIPES / "tables.py"), run_name="__main__")
+        tables.main(["--check"])
     assert stopped.value.code == 0
 
 
-def test_result_files_become_tables_between_the_markers(tmp_path):
-    tables = runpy.run_path(str(RECIPES / "tables.py"))["render"]
-    tables.__globals__["RESULTS"] = tmp_path / "results"
+def test_result_files_become_tables_between_the_markers(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
 
     def render(text: str) -> str:
-        return tables(text, tmp_path / "docs" / "README.md")
+        return tables.render(text, tmp_path / "docs" / "README.md")
 
     empty = "a\n<!-- results -->\n<!-- /results -->\nb\n<!-- benchmark -->\n<!-- /benchmark -->\nc\n"
     empty += "<!-- benchmark stop; step -->\n<!-- /benchmark -->\n<!-- benchmark stop -->\n<!-- /benchmark -->\n"
@@ -220,7 +175,7 @@ def test_result_files_become_tables_between_the_markers(tmp_path):
     row = {"variant": "ce", "seeds": 1, "posterior_accuracy": None, "paper": None}
     row |= {name: 50.0 for name in ("accuracy", "many", "medium", "few", "ece")}
     row |= {f"{name}_deviation": None for name in ("accuracy", "many", "medium", "few", "ece")}
-    sweep = {"title": "Losses", "budget": "micro", "command": "python recipes/sweep.py losses", "rows": [row]}
+    sweep = {"title": "Losses", "budget": "micro", "command": "livt sweep losses", "rows": [row]}
     (tmp_path / "results" / "glyphs" / "losses.json").write_text(json.dumps(sweep))
     peers = [{"question": "steps", "peer_name": "stock", "ratio": 1.234}, {"question": "growth", "ratio": None}]
     (tmp_path / "results" / "benchmark.json").write_text(json.dumps(peers))
@@ -230,7 +185,7 @@ def test_result_files_become_tables_between_the_markers(tmp_path):
     full = render(empty)
     assert (full.count("**Losses**"), full.count("**Tau**")) == (2, 1)  # all of them, and the one that is named
     assert '<img src="../results/glyphs/tau.png"' in full and "| MGP, ViT-B |" in full
-    assert "**Losses**, glyphs: micro\n\n`python recipes/sweep.py losses`\n\n| variant | accuracy |" in full
+    assert "**Losses**, glyphs: micro\n\n`livt sweep losses`\n\n| variant | accuracy |" in full
     assert "| ce | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | - | 1 |" in full
     assert full.count("| steps | stock | 1.23 |") == 2 and "growth" not in full
     assert render(full) == full

@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib._pylab_helpers import Gcf
+from matplotlib.text import Text
 from PIL import Image
 
 from livt_hf import reports
@@ -35,11 +36,11 @@ def figures(monkeypatch):
     return drawn
 
 
-def measured(num_classes, images_a_class=2, seed=0):
+def measured(num_classes, images_per_class=2, seed=0):
     """Metrics of a model that is right on about half the images of an exponential long tail."""
     rng = np.random.default_rng(seed)
     counts = (1000 * 500 ** (-np.arange(num_classes) / max(1, num_classes - 1))).astype(int)
-    labels = np.arange(num_classes).repeat(images_a_class)
+    labels = np.arange(num_classes).repeat(images_per_class)
     predictions = np.where(rng.random(len(labels)) < 0.5, labels, rng.integers(num_classes, size=len(labels)))
     metrics, pairs = LongTailMetrics(counts, confidence="given"), ConfusionPairs(counts)
     for start in range(0, len(labels), 1000):
@@ -65,7 +66,7 @@ def test_drawing_leaves_matplotlibs_settings_and_pyplots_figures_alone(tmp_path)
 
 @pytest.mark.parametrize("num_classes", [2, 10, 40, 8142])
 def test_no_class_label_overlaps_another_with_few_and_with_thousands_of_classes(num_classes, figures):
-    metrics, pairs = measured(num_classes, images_a_class=3)
+    metrics, pairs = measured(num_classes, images_per_class=3)
     names = [f"A rather long species name {i}" for i in range(num_classes)]
     table = metrics.per_class(names)
     reports.class_distribution([row["count"] for row in table], "x.png", names)
@@ -92,17 +93,17 @@ def test_head_to_tail_means_by_training_images_whatever_the_class_ids(figures):
 
 
 def test_the_reliability_diagram_states_the_ece_and_mce_of_the_metrics(figures):
-    metrics, _ = measured(10, images_a_class=50)
+    metrics, _ = measured(10, images_per_class=50)
     reports.reliability_diagram(metrics.bins, "x.png", title="ten classes")
     computed = metrics.compute()
-    words = figures[0].axes[0].texts[0].get_text()
+    words = figures[0].axes[0].get_title(loc="left")
     assert f"ECE {100 * computed['ece']:.1f} %" in words
     assert f"MCE {100 * computed['mce']:.1f} %" in words
     assert ("over" in words) == (computed["mean_confidence"] > computed["accuracy"])
 
 
 def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
-    metrics, pairs = measured(10, images_a_class=5)
+    metrics, pairs = measured(10, images_per_class=5)
     table = metrics.per_class()
     picture = np.random.default_rng(0).random((8, 8, 3))
     samples = {i: [picture] * 3 for i in range(10)}
@@ -160,15 +161,49 @@ def test_reconstructions_stand_in_columns_under_their_titles(tmp_path, figures):
     picture = np.zeros((8, 8, 3))
     reports.reconstruction_sheet([(picture, picture, picture)] * 2, "x.png", ["image", "masked", "reconstruction"])
     assert [text.get_text() for text in figures[0].axes[0].texts] == ["image", "masked", "reconstruction"]
-    with pytest.raises(ValueError, match="one title a column"):
+    with pytest.raises(ValueError, match="one title per column"):
         reports.reconstruction_sheet([(picture, picture)], "x.png", ["image"])
 
 
+def accuracies(*pairs):
+    """Rows of `per_class`: how many test images of each class are right, of how many."""
+    shares = [None if not images else right / images for right, images in pairs]
+    return [{"class": i, "accuracy": share, "images": pairs[i][1]} for i, share in enumerate(shares)]
+
+
 def test_the_best_and_the_worst_classes_are_those_of_highest_and_lowest_accuracy():
-    rows = [{"class": i, "accuracy": a, "confidence": 0.5} for i, a in enumerate([0.5, None, 1.0, 0.0, 0.7])]
+    rows = accuracies((5, 10), (0, 0), (10, 10), (0, 10), (7, 10))
     assert reports.best_and_worst_classes(rows, 1) == ([2], [3])
     assert reports.best_and_worst_classes(rows, 5) == ([2, 4], [3, 0])
     assert reports.best_and_worst_classes(rows[:1], 5) == ([0], [])
+
+
+def test_among_classes_of_equal_accuracy_those_with_the_most_test_images_come_first():
+    rows = accuracies((0, 2), (0, 12), (3, 3), (9, 9), (1, 2), (1, 2))
+    assert reports.best_and_worst_classes(rows, 1) == ([3], [1])
+    assert reports.best_and_worst_classes(rows, 2) == ([3, 2], [1, 0])
+
+
+def test_a_class_with_one_test_image_is_ranked_only_where_there_is_no_other():
+    rows = accuracies((0, 1), (1, 1), (0, 12), (2, 4), (0, 1))
+    assert reports.best_and_worst_classes(rows) == ([3], [2])
+    assert reports.best_and_worst_classes(accuracies((0, 1), (1, 1), (0, 1))) == ([1], [0, 2])
+
+
+def test_no_class_is_among_the_best_and_the_worst_and_none_without_a_right_image_is_a_best_one():
+    assert reports.best_and_worst_classes(accuracies(*[(0, 12)] * 6), 5) == ([], [0, 1, 2, 3, 4])
+    assert reports.best_and_worst_classes(accuracies(*[(12, 12)] * 6), 3) == ([0, 1, 2], [])
+    best, worst = reports.best_and_worst_classes(accuracies(*[(6, 12)] * 6), 5)
+    assert not set(best) & set(worst) and len(best + worst) == 6
+
+
+def test_the_words_of_a_reliability_diagram_hide_none_of_its_bars(figures):
+    bins = [{"low": i / 15, "high": (i + 1) / 15, "images": 7, "accuracy": 1.0, "confidence": 1.0} for i in range(15)]
+    reports.reliability_diagram(bins, "x.png", title="bars everywhere")
+    figure = figures[0]
+    words = [figure.legends[0], *(text for text in figure.findobj(Text) if text.get_text())]
+    bars = [bar for ax in figure.axes for bar in ax.patches]
+    assert not [1 for word in words for bar in bars if word.get_window_extent().overlaps(bar.get_window_extent())]
 
 
 def test_a_faultless_model_has_a_picture_of_confusions_that_says_so(figures):
@@ -181,16 +216,16 @@ def write_log(path, rows, end=""):
     return path
 
 
-def test_a_resumed_log_counts_repeated_updates_once_and_an_unfinished_last_line_not_at_all(tmp_path):
-    rows = [{"update": 1, "loss": 3}, {"update": 2, "loss": 9}, {"update": 2, "eval": {"accuracy": 0.5}}]
-    log = write_log(tmp_path / "log.jsonl", [*rows, {"update": 2, "loss": 2}, {"update": 3, "loss": 1}], '{"upd')
-    assert [row.get("loss") for row in reports.read_log(log)] == [3, 2, None, 1]
+def test_a_line_that_a_killed_process_left_unfinished_does_not_count(tmp_path):
+    rows = [{"update": 1, "loss": 3}, {"update": 2, "loss": 2}, {"update": 2, "eval": {"accuracy": 0.5}}]
+    log = write_log(tmp_path / "log.jsonl", rows, '{"upd')
+    assert reports.read_log(log) == rows
     log.write_text('{"upd\n{"update": 1, "loss": 1}\n')
     with pytest.raises(ValueError, match="line 1 of"):
         reports.read_log(log)
 
 
-def test_one_run_shows_its_groups_together_and_several_runs_a_panel_a_group(tmp_path, figures):
+def test_one_run_shows_its_groups_together_and_several_runs_one_panel_per_group(tmp_path, figures):
     rows = [{"update": u, "epoch": u / 10, "loss": 1 / u, "lr": 1e-3} for u in range(1, 101)]
     rows += [{"update": 100, "epoch": 10, "eval": {"accuracy": 0.5, "many": 0.7, "medium": None, "few": 0.1}}]
     log = write_log(tmp_path / "log.jsonl", rows)
@@ -201,7 +236,7 @@ def test_one_run_shows_its_groups_together_and_several_runs_a_panel_a_group(tmp_
     assert [len(figure.axes) for figure in figures] == [3, 5, 2]  # the medium group is absent
     groups = figures[0].axes[2]
     assert [text.get_text() for text in groups.get_legend().get_texts()] == ["all", "many", "few"]
-    with pytest.raises(ValueError, match="no line with an update"):
+    with pytest.raises(ValueError, match="empty.jsonl: no line to draw"):
         reports.training_curves({"empty": write_log(tmp_path / "empty.jsonl", [])}, "x.png")
 
 
@@ -221,13 +256,13 @@ def test_a_sweep_keeps_the_distances_of_numbers_and_sets_words_side_by_side(figu
         reports.sweep_plot([{"variant": "ce", "few": None}], "x.png", "loss")
 
 
-def test_a_markdown_table_has_a_column_a_key_and_dashes_for_what_is_absent():
+def test_a_markdown_table_has_one_column_per_key_and_dashes_for_what_is_absent():
     rows = [{"loss": "a|b", "all": 0.123456}, {"loss": "c<d>", "all": None, "images": 7}]
     assert reports.markdown_table(rows).splitlines() == [
         "| loss | all | images |",
         "| --- | ---: | ---: |",
-        "| a\\|b | 0.1235 | – |",
-        "| c&lt;d&gt; | – | 7 |",
+        "| a\\|b | 0.1235 | - |",
+        "| c&lt;d&gt; | - | 7 |",
     ]
 
 

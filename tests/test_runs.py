@@ -75,11 +75,11 @@ def test_the_revision_is_that_of_the_repository_the_package_is_the_root_of(monke
     places = {"checkout": tmp_path / "livt_hf", "installed": tmp_path / "venv" / "site-packages" / "livt_hf"}
     for place in places.values():
         place.mkdir(parents=True)
-    monkeypatch.setattr(livt_hf.runs, "__file__", str(places["checkout"] / "runs.py"))
+    monkeypatch.setattr(livt_hf.results, "__file__", str(places["checkout"] / "results.py"))
     assert provenance()["git_revision"] is None  # nothing committed yet
     git("commit", "--allow-empty", "--message", "first")
     assert provenance()["git_revision"] == git("rev-parse", "HEAD")
-    monkeypatch.setattr(livt_hf.runs, "__file__", str(places["installed"] / "runs.py"))
+    monkeypatch.setattr(livt_hf.results, "__file__", str(places["installed"] / "results.py"))
     assert provenance()["git_revision"] is None
 
 

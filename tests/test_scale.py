@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from livt_hf.recipes.paper import scale
 
+from livt_hf.recipes.paper import scale
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from livt_hf.recipes import sweep as recipe
-from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from recipe_runs import RECIPES, TINY, make_pictures
 
 from livt_hf.errors import LiVTError
+from livt_hf.recipes import sweep as recipe
+from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
 from livt_hf.results import Results
 from livt_hf.runs import Run, lent_by_pretraining
 from livt_hf.settings import FinetuneSettings, PretrainSettings, save_settings
@@ -145,12 +145,9 @@ def test_variants_share_one_pretraining_a_seed_and_end_in_a_table(runs, sweep, t
     written = json.loads((report / "sweep.json").read_text())
     assert [row["variant"] for row in written["rows"]] == ["ce", "bal_ce", "bce", "bal_bce"]
     assert written["rows"][3]["accuracy"] == pytest.approx(65)
-    assert written["budget"].startswith("micro, 1,234 training images; MGP 5 epochs (1 min a run); BFT 7 epo")
+    assert written["budget"].startswith("micro, 1,234 training images; MGP 5 epochs (1 minutes per run); BFT 7 epo")
     assert written["budget"].endswith("seeds 0, 1")
-    assert (
-        written["command"]
-        == "python recipes/sweep.py losses --seeds 0 1 --pretrain '--epochs 5' --finetune '--epochs 7'"
-    )
+    assert written["command"] == "livt sweep losses --seeds 0 1 --pretrain '--epochs 5' --finetune '--epochs 7'"
     assert "| bal_bce | 65.0 ± 7.1 |" in printed and "| bal_bce | 65.0 ± 7.1 |" in (report / "table.md").read_text()
     assert (report / "plot.png").stat().st_size > 1000
 

@@ -227,7 +227,7 @@ def test_resuming_runs_no_code_from_the_run_folder(tmp_path, name):
     state["files"][name] = (folder / name).stat().st_size
     (folder / "state.json").write_text(json.dumps(state))
 
-    loop = make_loop(settings(tmp_path / "run", ema_decay=0.5, max_steps=2, resume=str(tmp_path / "run")))
+    loop = make_loop(arguments, resumed=Run(tmp_path / "run"))
     if name == "scaler.pt":
         loop.accelerator.scaler = torch.amp.GradScaler("cpu")  # of mixed precision
     if name == "random_states_0.pkl":
@@ -280,13 +280,12 @@ def test_a_limit_of_hours_counts_from_each_start(tmp_path):
 
 def test_a_second_signal_acts_at_once_but_a_repeated_one_does_not():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
-    with pytest.raises(KeyboardInterrupt):
-        with StopOnSignal() as stopping:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            assert stopping.requested
-            stopping.patience = 0.0
-            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopOnSignal() as stopping:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stopping.requested
+        stopping.patience = 0.0
+        signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

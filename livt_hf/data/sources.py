@@ -88,7 +88,7 @@ def load_long_tailed(
 def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
     """The dataset that the settings describe; `load_long_tailed` explains it."""
     benchmark = BENCHMARKS.get(settings.dataset, Benchmark())
-    settings = _with_defaults(settings, benchmark)
+    settings = with_defaults(settings, benchmark)
     if streaming and settings.rule is not None:
         raise LiVTError(f'a stream cannot be thinned out by the rule "{settings.rule}": load it without streaming.')
     left_out: LeftOut = {}
@@ -121,7 +121,7 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
     return DatasetDict({split: splits[split] for split in SPLITS if split in splits})
 
 
-def _with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
+def with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
     """The settings, with a benchmark's own rule and numbers where none are given."""
     rule = benchmark.rule if settings.rule is None else settings.rule
     if rule is None and (settings.imbalance_factor is not None or settings.images_per_class is not None):

@@ -1,14 +1,20 @@
-"""Publishing to the Hugging Face Hub: cards, results files, models and data sets."""
+"""Publishing to the Hugging Face Hub: cards, results files, models and datasets."""
 
 from livt_hf.hub.cards import eval_result_files, model_card
-from livt_hf.hub.datasets import dataset_card, publish_dataset
-from livt_hf.hub.publishing import PublishError, prepare_publication, publish
+from livt_hf.hub.datasets import Origin, dataset_card, origin_of, publish_dataset
+from livt_hf.hub.publication import Publication
+from livt_hf.hub.publishing import listing, prepare_publication, publish
+from livt_hf.hub.repository import PublishError
 
 __all__ = [
+    "Origin",
+    "Publication",
     "PublishError",
     "dataset_card",
     "eval_result_files",
+    "listing",
     "model_card",
+    "origin_of",
     "prepare_publication",
     "publish",
     "publish_dataset",

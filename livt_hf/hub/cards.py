@@ -7,8 +7,11 @@ from pathlib import Path, PurePosixPath
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec, published_split, why_no_posterior
 from livt_hf.hub.paper import paper_result
+from livt_hf.hub.publication import Publication
+from livt_hf.metrics import GROUPS
+from livt_hf.results import Results, number, percent
 
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
 CITATION = """\
@@ -18,28 +21,15 @@ CITATION = """\
   booktitle = {IEEE/CVF Conference on Computer Vision and Pattern Recognition (CVPR)},
   year      = {2023}
 }"""
-
-# How a benchmark is called in prose.
-TITLES = {
-    "glyphs": "glyphs (drawn by livt_hf itself)",
-    "cifar10-lt": "CIFAR-10-LT",
-    "cifar100-lt": "CIFAR-100-LT",
-    "imagenet-lt": "ImageNet-LT",
-    "imagenet-bal": "ImageNet-BAL",
-    "imagenet-1k": "ImageNet-1K",
-    "inat18": "iNaturalist 2018",
-    "places-lt": "Places-LT",
-}
-IMAGENET = BENCHMARKS["imagenet-1k"].hub
 # Settings in which the paper's rows agree, by their names in arguments.yaml: a run that differs is another experiment.
 PAPER_SETTINGS = {"pooling": ("mean",), "bias": ("bce",), "test_prior": ("uniform", "none")}
 PAPER_TAUS = {"places-lt": (1.0, 1.05)}  # 1.05 is the appendix's; everywhere else 1
-LOSSES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-entropy", "ce": "cross-entropy"}
-LOSSES |= {"bal_ce": "balanced cross-entropy"}
-GROUPS = ("many", "medium", "few", "accuracy")
-MULTI_LABEL_GROUPS = ("many", "medium", "few", "map")
+LOSS_TITLES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-entropy", "ce": "cross-entropy"}
+LOSS_TITLES |= {"bal_ce": "balanced cross-entropy"}
+ACCURACY_COLUMNS = (*GROUPS, "accuracy")
+PRECISION_COLUMNS = (*GROUPS, "map")
 # metric -> (type in model-index, name in words)
-METRICS = {
+METRIC_TITLES = {
     "accuracy": ("accuracy", "Top-1 accuracy"),
     "top5": ("accuracy", "Top-5 accuracy"),
     "many": ("accuracy", "Many-shot accuracy"),
@@ -50,7 +40,7 @@ METRICS = {
     "ece": ("ece", "Expected calibration error"),
     "mce": ("mce", "Maximum calibration error"),
 }
-MULTI_LABEL_METRICS = {
+MULTI_LABEL_TITLES = {
     "map": ("mean_average_precision", "Mean average precision"),
     "many": ("mean_average_precision", "Many-shot mean average precision"),
     "medium": ("mean_average_precision", "Medium-shot mean average precision"),
@@ -58,66 +48,24 @@ MULTI_LABEL_METRICS = {
 }
 
 
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
-
-
-def number(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
-
-
 def template(name: str) -> str:
     return (files("livt_hf.hub") / "templates" / f"{name}.md").read_text(encoding="utf-8")
 
 
-def dataset_names(results: Mapping) -> tuple[str, str | None]:
-    """The data set in words, and its id on the Hub or None."""
-    name = str(results["dataset"])
-    if name in BENCHMARKS:
-        title, hub_id = TITLES[name], BENCHMARKS[name].hub
-    elif name in hub_ids(results):
-        title, hub_id = name, name.partition(":")[0]  # what follows is one of its configurations
-    else:
-        title, hub_id = PurePosixPath(name).name, None
-    gamma = results.get("imbalance_factor")
-    return (f"{title} (imbalance {gamma:g})" if gamma else title), hub_id
-
-
-def hub_ids(results: Mapping) -> set[str]:
-    """Which names in the results are ids on the Hub: those the run did not find on its disk.
-
-    Nothing is claimed for a run that did not record it.
-    """
-    names = {results.get(name) for name in ("dataset", "pretrained") if not results.get(f"{name}_local", True)}
-    return names - {None, "none"}
-
-
-def published_split(results: Mapping) -> str | None:
-    """The measured split as its publisher calls it.
-
-    `test` is what the paper reports on: the validation images of ILSVRC, whose test labels are secret, and of
-    iNaturalist.
-    """
-    benchmark = BENCHMARKS.get(results["dataset"])
-    if results.get("split") == "test" and benchmark and (benchmark.reports_validation or benchmark.hub == IMAGENET):
-        return "validation"
-    return results.get("split")
-
-
-def measured(results: Mapping) -> dict[str, tuple[str, str, float]]:
+def measured(results: Results) -> dict[str, tuple[str, str, float]]:
     """The metrics that were measured, with type and name; a group without classes is left out."""
-    metrics = results["metrics"]
-    known = MULTI_LABEL_METRICS if "map" in metrics else METRICS
-    return {key: (*names, metrics[key]) for key, names in known.items() if metrics.get(key) is not None}
+    known = MULTI_LABEL_TITLES if "map" in results.metrics else METRIC_TITLES
+    found = {key: results.metrics.get(key) for key in known}
+    return {key: (*known[key], value) for key, value in found.items() if value is not None}
 
 
-def eval_results(results: Mapping, **source) -> list[EvalResult]:
+def eval_results(results: Results, **source) -> list[EvalResult]:
     """The measured metrics for the card's `model-index`."""
     title, hub_id = dataset_names(results)
     return [
         EvalResult(
             task_type="image-classification",
-            dataset_type=hub_id or PurePosixPath(str(results["dataset"])).name,
+            dataset_type=hub_id or PurePosixPath(results.dataset).name,
             dataset_name=title,
             dataset_split=published_split(results),
             metric_type=kind,
@@ -129,17 +77,17 @@ def eval_results(results: Mapping, **source) -> list[EvalResult]:
     ]
 
 
-def eval_result_files(results: Mapping) -> dict[str, str]:
+def eval_result_files(results: Results) -> dict[str, str]:
     """`.eval_results/*.yaml`, the Hub's newer form of the same numbers; only for data that has an id on the Hub."""
     title, hub_id = dataset_names(results)
-    if hub_id is None or results["stage"] != "finetune":
+    if hub_id is None or results.stage != "finetune":
         return {}
     entries = [
         EvalResultEntry(
             dataset_id=hub_id,
             task_id=metric,
             value=value,
-            notes=f"{name} on the {published_split(results)} split after training on {title}, as a fraction",
+            notes=f"{name} on {_measured_on(results)} after training on {title}, as a fraction",
         )
         for metric, (_, name, value) in measured(results).items()
     ]
@@ -147,36 +95,33 @@ def eval_result_files(results: Mapping) -> dict[str, str]:
     return {f".eval_results/{hub_id.split('/')[-1]}.yaml": text}
 
 
-def count_row(results: Mapping) -> list[str]:
-    counts = results.get("class_counts") or {}
+def count_row(results: Results) -> list[str]:
+    counts = results.class_counts or {}
     gamma = counts.get("imbalance")
-    row = [number(results.get("num_train_images")), number(results.get("num_classes"))]
-    row += [number(counts.get("max")), number(counts.get("min")), "–" if gamma is None else f"{gamma:g}"]
-    return row + [number(counts.get(group)) for group in ("many", "medium", "few")]
+    row = [number(results.num_train_images), number(results.num_classes)]
+    row += [number(counts.get("max")), number(counts.get("min")), "-" if gamma is None else f"{gamma:g}"]
+    return row + [number(counts.get(group)) for group in GROUPS]
 
 
 def model_card(
-    results: Mapping,
+    results: Results,
     arguments: Mapping,
-    repo_id: str,
-    *,
-    license: str = "apache-2.0",
-    counts_picture: str | None = None,
+    publication: Publication,
     pictures: Sequence[str | Path] = (),
-    form: str = "transformers",
+    counts_picture: str | None = None,
 ) -> ModelCard:
-    """The card of a finished run, as "transformers" or "timm" weights; `pictures` are paths inside the repository."""
-    common = dict(repo_id=repo_id, counts=count_row(results), counts_picture=counts_picture, citation=CITATION)
+    """The card of a finished run; the pictures are paths inside the repository."""
+    publication = publication.licensed(results)
+    common = dict(repo_id=publication.repo_id, title=publication.name, citation=CITATION, terms=None)
+    common |= dict(counts=count_row(results), counts_picture=counts_picture, data=_data(results))
     common |= dict(pictures=[PurePosixPath(picture) for picture in pictures], training=_training(results, arguments))
-    common |= dict(title=repo_id.split("/")[-1], terms=None, limits=_limits(results), data=_data(results))
-    common["summary"] = _summary(results)
-    pretrained = results.get("pretrained")
-    base_model = pretrained if pretrained in hub_ids(results) else None  # a local folder is nobody's
-    data = card_data(results, repo_id, license=license, base_model=base_model)
-    data.library_name = form
-    if results["stage"] == "pretrain":
+    common |= dict(summary=_summary(results), limits=_limits(results))
+    base_model = results.pretrained if results.pretrained in hub_ids(results) else None  # a local folder is nobody's
+    data = card_data(results, publication.name, license=publication.license, base_model=base_model)
+    data.library_name = publication.form
+    if results.stage == "pretrain":
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
-    common |= dict(form=form, balanced=results["loss"].startswith("bal_"))
+    common |= dict(form=publication.form, livit=is_vit(results), **_outputs(results, arguments))
     return render("classifier", data, **common, **_results_sections(results, arguments))
 
 
@@ -186,142 +131,157 @@ def render(name: str, data: ModelCardData, /, **context) -> ModelCard:
     return ModelCard(f"{str(card).rstrip()}\n")
 
 
-def card_data(
-    results: Mapping, repo_id: str, *, license: str, source: Mapping | None = None, **extra
-) -> ModelCardData:
-    classifier = results["stage"] == "finetune"
+def card_data(results: Results, model_name: str, source: Mapping | None = None, **extra) -> ModelCardData:
+    """The metadata of a card; `source` says who measured, where it was not the run itself."""
+    classifier = results.stage == "finetune"
     hub_id = dataset_names(results)[1]
     tags = ["livt", "long-tailed-recognition", "imbalanced-data", "vit"] + ([] if classifier else ["vit_mae", "mae"])
     return ModelCardData(
-        license=license,
         library_name="transformers",
         pipeline_tag="image-classification" if classifier else "image-feature-extraction",
         tags=tags + [f"arxiv:{PAPER_URL.rsplit('/', 1)[-1]}"],
         datasets=[hub_id] if hub_id else None,
         metrics=[next(iter(measured(results).values()))[0]] if classifier else None,
-        model_name=repo_id.split("/")[-1],
-        eval_results=eval_results(results, **(source or {})) if classifier and results.get("metrics") else None,
+        model_name=model_name,
+        eval_results=eval_results(results, **(source or {})) if classifier else None,
         **extra,
     )
 
 
-def _summary(results: Mapping) -> str:
-    size = f"ViT-{str(results['model_size']).capitalize()} ({results['parameters'] / 1e6:.1f} M parameters)"
-    title, image_size = dataset_names(results)[0], results["image_size"]
-    if results["stage"] == "pretrain":
+def _summary(results: Results) -> str:
+    name = f"ViT-{results.model_size.capitalize()}" if is_vit(results) else results.model_size
+    size = f"{name} ({results.parameters / 1e6:.1f} M parameters)"
+    title = dataset_names(results)[0]
+    if results.stage == "pretrain":
         return (
-            f"A {size} pretrained from scratch on {title} at {image_size} px by masked generative pretraining, the "
-            f"first stage of [LiVT]({PAPER_URL}). A stock ViTMAE checkpoint."
+            f"A {size} pretrained from scratch on {title} at {results.image_size} px by masked generative "
+            f"pretraining, the first stage of [LiVT]({PAPER_URL}). It is a stock ViTMAE checkpoint."
         )
-    loss = LOSSES.get(results["loss"], results["loss"])
+    name = f"`{results.loss}`, tau {results.tau:g}" if loss_spec(results).balanced else f"`{results.loss}`"
+    loss = f"{LOSS_TITLES[results.loss]} loss ({name})" if results.loss in LOSS_TITLES else f"loss {name},"
     return (
-        f"A {size} for image classification, fine-tuned on {title} at {image_size} px with the {loss} loss "
-        f"(`{results['loss']}`, tau {results['tau']:g}) after [LiVT]({PAPER_URL})."
+        f"A {size} for image classification, fine-tuned on {title} at {results.image_size} px with the {loss} "
+        f"after [LiVT]({PAPER_URL})."
     )
 
 
-def _data(results: Mapping) -> str:
+def _data(results: Results) -> str:
     title, hub_id = dataset_names(results)
-    return f"{title}, training split" + (f", from `{hub_id}`." if hub_id else ".")
+    part = "training split" + (" without the images that were set aside for testing" if results.test_carved else "")
+    return f"{title}, {part}" + (f", from `{hub_id}`." if hub_id else ".")
 
 
-def _results_sections(results: Mapping, arguments: Mapping) -> dict:
-    metrics, posterior = results["metrics"], results.get("posterior")
+def _outputs(results: Results, arguments: Mapping) -> dict:
+    """What the logits and the probabilities mean, which the loss alone decides."""
+    spec, prior = loss_spec(results), arguments.get("test_prior")
+    world = "every class is equally frequent"
+    if prior not in (None, "uniform", "none"):
+        world = f"the classes are as frequent as `{prior}` says"
+    return dict(balanced=spec.balanced, world=world, no_posterior=why_no_posterior(results, arguments))
+
+
+def _results_sections(results: Results, arguments: Mapping) -> dict:
+    metrics, posterior = results.metrics, results.posterior
+    sections = dict(evaluation=_evaluation(results))
     if "map" in metrics:
-        rows = [["this model", *(percent(metrics[group]) for group in MULTI_LABEL_GROUPS)]]
-        return dict(
-            evaluation=_evaluation(results),
-            measure="mean average precision",
-            accuracy_rows=rows,
-            multi_label=True,
-            posterior=True,
-        )
-    rows = [["this model, argmax z (the paper's rule)", *(percent(metrics.get(group)) for group in GROUPS)]]
-    calibration = [["softmax(z), the authors' convention", percent(metrics.get("ece")), percent(metrics.get("mce"))]]
+        rows = [["this model", *(percent(metrics[name]) for name in PRECISION_COLUMNS)]]
+        return sections | dict(measure="mean average precision", accuracy_rows=rows, multi_label=True)
+    rows = [["this model, argmax z (the paper's rule)", *_percents(metrics, ACCURACY_COLUMNS)]]
+    calibration = [["softmax(z), the authors' convention", *_percents(metrics, ("ece", "mce"))]]
     if posterior:
-        rows.append(["this model, posterior rule, uniform prior", *(percent(posterior.get(name)) for name in GROUPS)])
-        calibration.append(["`probabilities`, uniform prior", percent(posterior["ece"]), percent(posterior["mce"])])
-    paper, note = _paper_row(results, arguments), None
+        rows.append(["this model, posterior rule, uniform prior", *_percents(posterior, ACCURACY_COLUMNS)])
+        calibration.append(["`probabilities`, uniform prior", *_percents(posterior, ("ece", "mce"))])
+    paper = _paper_row(results, arguments)
     if paper:
-        printed = [paper.get(group) for group in GROUPS]
         label = f"the paper, ViT-{paper['model_size'].capitalize()} at {paper['image_size']} px"
-        rows.append([label, *("–" if value is None else f"{value:.1f}" for value in printed)])
-        note = f"The paper's row is from its table `{paper['table']}`"
-        if "pretrain_dataset" in paper:
-            note += f", with pretraining on {TITLES[paper['pretrain_dataset']]}"
-        note += f". {paper['note']}" if "note" in paper else "."
+        rows.append([label, *_printed(paper, ACCURACY_COLUMNS)])
         if "ece" in paper:
-            calibration.append(["the paper, softmax(z)", f"{paper['ece']:.1f}", f"{paper['mce']:.1f}"])
-    return dict(
-        evaluation=_evaluation(results),
-        measure="top-1 accuracy",
-        posterior=bool(posterior),
-        accuracy_rows=rows,
-        paper_note=note,
-        calibration_rows=calibration,
-    )
+            calibration.append(["the paper, softmax(z)", *_printed(paper, ("ece", "mce"))])
+    sections |= dict(measure="top-1 accuracy", accuracy_rows=rows, calibration_rows=calibration)
+    return sections | dict(paper_note=_paper_note(paper) if paper else None)
 
 
-def _evaluation(results: Mapping) -> str:
+def _percents(metrics: Mapping, names: Sequence[str]) -> list[str]:
+    return [percent(metrics.get(name)) for name in names]
+
+
+def _printed(paper: Mapping, names: Sequence[str]) -> list[str]:
+    """Numbers of the paper, which are in percent already."""
+    return ["-" if paper.get(name) is None else f"{paper[name]:.1f}" for name in names]
+
+
+def _measured_on(results: Results) -> str:
+    if results.test_carved and results.split == "test":
+        return "images that were set aside from the training split"
+    return f"the {published_split(results)} split"
+
+
+def _evaluation(results: Results) -> str:
+    weights = "exponential moving average of the weights" if results.weights == "ema" else "plain weights"
     return (
-        f"Measured on the {published_split(results)} split, {number(results['num_images'])} images; epoch "
-        f"{results['epoch']:.3g} of {results['epochs']:g}, selection: {results['selection']}; "
-        f"{'exponential moving average of the weights' if results['weights'] == 'ema' else 'plain weights'}; "
-        f"seed {results['seed']}."
+        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch {results.epoch:.3g} "
+        f"of {results.epochs:g}. Selection: {results.selection}; {weights}; seed {results.seed}."
     )
 
 
-def _paper_row(results: Mapping, arguments: Mapping) -> dict | None:
+def _paper_row(results: Results, arguments: Mapping) -> dict | None:
     """The paper's numbers where this run is the paper's method: two stages, and its pooling, bias and tau."""
-    if results.get("pretrained") in (None, "none"):
+    if results.pretrained in (None, "none"):
         return None
     if any(name in arguments and arguments[name] not in values for name, values in PAPER_SETTINGS.items()):
         return None
-    taus = PAPER_TAUS.get(results["dataset"], (1.0,))
-    if results["loss"].startswith("bal_") and results["tau"] not in taus:  # other losses have none
+    taus = PAPER_TAUS.get(results.dataset, (1.0,))
+    if loss_spec(results).balanced and results.tau not in taus:  # other losses do not use tau
         return None
-    wanted = {name: results.get(name) for name in ("imbalance_factor", "loss", "model_size", "image_size")}
-    return paper_result(results["dataset"], **wanted)
+    wanted = {name: getattr(results, name) for name in ("imbalance_factor", "loss", "model_size", "image_size")}
+    return paper_result(results.dataset, **wanted)
 
 
-def _pretraining_evaluation(results: Mapping) -> str:
-    metrics = results["metrics"]
+def _paper_note(paper: Mapping) -> str:
+    note = f"The paper's row is from its table `{paper['table']}`"
+    if "pretrain_dataset" in paper:
+        note += f", with pretraining on {TITLES[paper['pretrain_dataset']]}"
+    return note + (f". {paper['note']}" if "note" in paper else ".")
+
+
+def _pretraining_evaluation(results: Results) -> str:
+    metrics = results.metrics
     return (
-        f"Reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio {results['mask_ratio']:g}): "
-        f"{metrics['loss']:.3f}; predicting zero everywhere gives {metrics['zero_prediction_loss']:.3f}. "
-        "The loss says little about classification; `recipes/eval.py` of livt_hf gives a kNN and a linear probe."
+        f"The reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio {results.mask_ratio:g}) "
+        f"is {metrics['loss']:.3f} on held-out images; predicting zero everywhere gives "
+        f"{metrics['zero_prediction_loss']:.3f}. This loss says little about classification: `livt eval` of livt_hf "
+        "measures the features with a kNN and a linear probe."
     )
 
 
-def _limits(results: Mapping) -> str:
-    lines = []
-    if results["stage"] == "pretrain":
+def _limits(results: Results) -> str:
+    metrics, lines = results.metrics, []
+    if results.stage == "pretrain":
         lines.append("This is a starting point, not a classifier: its features are meant to be fine-tuned.")
     else:
-        metrics = results["metrics"]
-        worst = metrics.get("worst_class_accuracy")
+        worst, few = metrics.get("worst_class_accuracy"), metrics.get("few")
         if "map" not in metrics:
-            lines.append("It always names one of its classes, also for pictures of something else.")
-        if metrics.get("few") is not None and "map" not in metrics:
-            lines.append(f"Few-shot classes are right {percent(metrics['few'])} % of the time: check them before use.")
+            lines.append("It always names one of its classes, also for images of something else.")
+            if few is not None:
+                lines.append(f"Few-shot classes are right {percent(few)} % of the time: check them before use.")
         if worst is not None:
             lines.append(f"The worst class reaches {percent(worst)} %.")
-        lines.append("The numbers were measured on pictures from the same source as the training data.")
-    lines.append(f"Trained at {results['image_size']} px; other sizes interpolate positions and were not measured.")
-    if results.get("seed") is not None:
+        lines.append("The numbers were measured on images from the same source as the training data.")
+    lines.append(f"Trained at {results.image_size} px; other sizes interpolate positions and were not measured.")
+    if results.seed is not None:
         lines.append("One run with one seed.")
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _training(results: Mapping, arguments: Mapping) -> str:
+def _training(results: Results, arguments: Mapping) -> str:
     names = ("model_size", "epochs", "batch_size", "base_lr", "weight_decay", "layer_decay", "drop_path", "mask_ratio")
     names += ("loss", "tau", "test_prior", "mixup", "cutmix", "seed")
     lines = [f"- `{name}`: {arguments[name]}" for name in names if arguments.get(name) is not None]
-    if results.get("pretrained") not in (None, "none"):
-        lines.append(f"- started from: `{results['pretrained']}`")
-    if results.get("seconds"):
-        lines.append(f"- duration: {results['seconds'] / 60:.1f} minutes")
-    lines += [f"- {name} {version}" for name, version in (results.get("versions") or {}).items()]
-    if results.get("git_revision"):
-        lines.append(f"- livt_hf revision: `{results['git_revision']}`")
+    if results.pretrained not in (None, "none"):
+        lines.append(f"- started from: `{results.pretrained}`")
+    if results.seconds:
+        lines.append(f"- duration: {results.seconds / 60:.1f} minutes")
+    lines += [f"- {name} {version}" for name, version in (results.versions or {}).items()]
+    if results.git_revision:
+        lines.append(f"- livt_hf revision: `{results.git_revision}`")
     return "\n".join(lines) + "\n\nEverything else is in `arguments.yaml`, every step in `log.jsonl`."

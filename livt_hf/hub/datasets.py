@@ -1,70 +1,105 @@
 """A long-tailed split on the Hub: parquet, and a card with its counts, rule and seed."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 from datasets import DatasetDict
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
-from livt_hf.data import class_counts
+from livt_hf.data import class_counts, has_carved_test
+from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.labels import class_feature
-from livt_hf.hub.cards import number, template
+from livt_hf.data.sources import with_defaults
+from livt_hf.errors import LiVTError
+from livt_hf.hub.cards import template
+from livt_hf.hub.publication import Publication
+from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
 from livt_hf.metrics import group_sizes
+from livt_hf.results import number
+from livt_hf.settings import DataSettings
 
-LISTED_CLASSES = 1000  # more than this many, and the card lists the largest and smallest only
+LISTED_CLASSES = 1000  # with more classes than this, the card lists the largest and the smallest only
 
 
-def dataset_card(
-    splits: DatasetDict, repo_id: str, *, rule: str, seed: int, source: str | None = None, license: str | None = None
-) -> DatasetCard:
-    """The card of a data set with `image` and `label` columns; `rule` is a sentence, `source` an id on the Hub."""
+RULES = {
+    "exponential": "The i-th largest of C classes keeps int(n_max * {gamma:g}^(-i / (C - 1))) training images, where "
+    "i counts from 0 and n_max is the number of images of the largest class.",
+    "pareto": "The numbers of training images are quantiles of a Pareto distribution with power 6, stretched to an "
+    "imbalance of {gamma:g}.",
+    "balanced": "Every class keeps {count} training images.",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How the images were picked (`rule` is a sentence), and of which dataset on the Hub."""
+
+    rule: str
+    seed: int
+    source: str | None = None
+
+
+def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
+    """The origin of a dataset that was loaded with these settings."""
+    benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).expanduser().exists()
+    made = with_defaults(settings, benchmark)
+    rule = "The training images are those of the dataset."
+    if made.rule is not None:
+        rule = RULES[made.rule].format(gamma=made.imbalance_factor, count=made.images_per_class)
+    if has_carved_test(splits):
+        rule += " The dataset has no test split of its own; it was set aside from the training images before that."
+    hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
+    return Origin(rule, settings.split_seed, hub_id)
+
+
+def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) -> DatasetCard:
+    """The card of a dataset with the columns `image` and `label`."""
     counts = {name: np.asarray(class_counts(split)) for name, split in splits.items()}
-    names = class_feature(next(iter(splits.values()))).names
+    names, source = class_feature(next(iter(splits.values()))).names, origin.source
     data = DatasetCardData(
-        license=license,
+        license=publication.license,
         task_categories=["image-classification"],
         tags=["long-tailed-recognition", "imbalanced-data", "livt"],
         source_datasets=[f"extended|{source}"] if source else None,
-        pretty_name=repo_id.split("/")[-1],
+        pretty_name=publication.name,
     )
-    origin = f"from [{source}](https://huggingface.co/datasets/{source})" if source else "from other images"
-    terms = f"The pictures stay under the terms of {source or 'their source'}; this is a selection of them."
+    taken = f", taken from [{source}](https://huggingface.co/datasets/{source})" if source else ""
     card = DatasetCard.from_template(
         data,
         template_str=template("dataset"),
-        title=repo_id.split("/")[-1],
-        repo_id=repo_id,
-        summary=f"A long-tailed image classification data set of {len(names):,} classes, taken {origin} by livt_hf.",
-        rule=rule,
-        seed=seed,
+        title=publication.name,
+        repo_id=publication.repo_id,
+        summary=f"A long-tailed image classification dataset of {len(names):,} classes{taken}. Made with livt_hf.",
+        rule=origin.rule,
+        seed=origin.seed,
         splits=list(splits),
         split_rows=[[name, *_split_row(count)] for name, count in counts.items()],
         class_rows=_class_rows(names, counts),
-        terms=terms,
+        terms=f"The images stay under the terms of {source or 'their source'}; this is a selection of them.",
     )
     return DatasetCard(f"{str(card).rstrip()}\n")
 
 
-def publish_dataset(
-    splits: DatasetDict,
-    repo_id: str,
-    *,
-    rule: str,
-    seed: int,
-    source: str | None = None,
-    license: str | None = None,
-    private: bool = False,
-    token: str | None = None,
-) -> str:
-    """Push a data set as parquet with its card and return its address; `datasets.load_dataset(repo_id)` reads it."""
-    card = dataset_card(splits, repo_id, rule=rule, seed=seed, source=source, license=license)
-    api = HfApi(token=token, library_name="livt_hf")
-    address = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
-    # The card goes first: push_to_hub adds the features and files to its metadata, in the same commit as the data.
-    api.upload_file(
-        path_or_fileobj=str(card).encode(), path_in_repo="README.md", repo_id=repo_id, repo_type="dataset",
-        commit_message="Card",
-    )  # fmt: skip
-    splits.push_to_hub(repo_id, private=private, token=token, commit_message="Data")
-    return str(address)
+def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origin) -> str:
+    """Push a dataset as parquet with its card and return its address; `datasets.load_dataset(repo_id)` reads it."""
+    card = dataset_card(splits, publication, origin)
+    api, repo_id = HfApi(library_name="livt_hf"), publication.repo_id
+    visible = f"nothing of the dataset is visible in {repo_id}"
+    try:
+        open_repository(api, publication, "dataset")
+        # The card goes first: push_to_hub adds the features and files to its metadata, in the same commit as the data.
+        api.upload_file(
+            path_or_fileobj=str(card).encode(), path_in_repo="README.md", repo_id=repo_id, repo_type="dataset",
+            commit_message="Card",
+        )  # fmt: skip
+        visible = f"in {repo_id}, which is {publication.visibility}, the card is complete and the data may be in part"
+        splits.push_to_hub(repo_id, private=not publication.public, commit_message="Data")
+    except LiVTError:
+        raise
+    except HUB_ERRORS as error:
+        raise PublishError(f"{visible} ({reason(error)}); run the same command again to complete it.") from error
+    return f"{api.endpoint}/datasets/{repo_id}"
 
 
 def _split_row(counts: np.ndarray) -> list[str]:
@@ -75,7 +110,7 @@ def _split_row(counts: np.ndarray) -> list[str]:
 
 
 def _class_rows(names: list[str], counts: dict[str, np.ndarray]) -> list[list[str]]:
-    """Every class from head to tail of the first split, or the ends of a long list."""
+    """Every class from head to tail of the first split, or the two ends of a long list."""
     order = np.argsort(-next(iter(counts.values())), kind="stable")
     rows = [[str(names[i]).replace("|", "\\|"), *(number(int(count[i])) for count in counts.values())] for i in order]
     if len(rows) <= LISTED_CLASSES:

@@ -1,4 +1,4 @@
-"""The paper's own numbers (`paper.yaml`), to be put beside ours."""
+"""The paper's own numbers (`paper.yaml`), to be shown beside ours."""
 
 from functools import cache
 from importlib.resources import files

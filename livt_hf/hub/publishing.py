@@ -1,166 +1,187 @@
 """From a finished run to a repository on the Hub: what is uploaded, in which form, in one commit."""
 
-import shlex
+import fnmatch
+import json
+import logging
 import shutil
 import tempfile
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
-# The base class of the client's network errors, from whichever of httpx's generations it is built on.
-from huggingface_hub.errors import HTTPError
-from transformers import AutoImageProcessor
-
 from livt_hf.conversion import save_timm, to_beit
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import eval_result_files, hub_ids, model_card
-from livt_hf.hub.scrubbing import refuse_secrets, scrub_file
+from livt_hf.evaluation.models import load_checkpoint, load_processor
+from livt_hf.hub.cards import eval_result_files, model_card
+from livt_hf.hub.facts import hub_ids, loss_spec
+from livt_hf.hub.publication import Publication
+from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
+from livt_hf.hub.scrubbing import named_places, refuse_secrets, scrub_file
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.reports.biases import class_distribution
+from livt_hf.reports.evaluation import NUMBERS
+from livt_hf.results import Results
 from livt_hf.runs import ARGUMENTS, LOG, RESULTS, Run
 from livt_hf.version import __version__
 
 MAX_SHARD_SIZE = "5GB"
 PICTURES = (".png", ".svg", ".jpg")
-TEXTS = (".md", ".html", ".json", ".jsonl", ".csv", ".yaml", ".txt")
+TEXTS = (".md", ".html", ".json", ".jsonl", ".yaml")
 COUNTS_PICTURE = "class_counts.png"
-# What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind.
-REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/")
+MEASURED = Path("report", "evaluation.json")
+# What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind, and pictures
+# that are no longer asked for must go.
+REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/", "reconstructions.png")
 
 
-class PublishError(LiVTError):
-    """The Hub could not be reached or refused; the run itself is untouched."""
-
-
-def finished_run(folder: str | Path) -> Run:
-    """The run in a folder, refused unless everything a publication is made from is there."""
-    missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (Path(folder) / name).is_file()]
+def check_finished(run: Path) -> None:
+    """Refuse a folder unless everything that a publication is made from is there."""
+    missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (run / name).is_file()]
     if missing:
         raise LiVTError(
-            f"{folder} is not a finished run: {', '.join(missing)} missing; finish it, or name its folder."
+            f"{run} is not a finished run: it has no {', no '.join(missing)}; give the folder of a finished run, or "
+            "finish this one with --resume."
         )
-    return Run(Path(folder))
 
 
-def prepare_publication(
-    run: str | Path, folder: str | Path, repo_id: str, *, license: str = "apache-2.0", form: str = "transformers"
-) -> Path:
+def prepare_publication(run: str | Path, folder: str | Path, publication: Publication) -> Path:
     """Write to `folder` exactly what `publish` would upload: no optimiser state, no absolute path, no token.
 
-    A classifier becomes a stock BEiT that plain transformers serves (`form="transformers"`) or a timm model ("timm").
+    A classifier becomes a stock BEiT that plain transformers serves, or a timm model. Pictures that are made of images
+    of the dataset are left out unless the publication asks for them.
     """
-    results, run, folder = finished_run(run).results, Path(run), Path(folder)
+    run, folder = Path(run), Path(folder)
+    check_finished(run)
+    results = Run(run).results
+    publication = publication.licensed(results)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the publication.")
-    counts = _write_model(run, folder, results["stage"], form)
-    known = hub_ids(results)
-    for name in (RESULTS, ARGUMENTS, LOG):
-        if (run / name).is_file():
-            scrub_file(run / name, folder / name, known)
-    pictures = [_copy(path, run, folder, known) for path in _report_files(run)]
+    counts = _write_model(run, folder, results, publication.form)
+    records = _chosen_records(run, publication.with_pictures)
+    _copy_records(run, folder, records, hub_ids(results))
     if counts:
         class_distribution(counts, folder / COUNTS_PICTURE)
     # The card is made from the scrubbed copies, so that no path reaches it.
     copies = Run(folder)
-    card = model_card(
-        copies.results,
-        copies.arguments,
-        repo_id,
-        license=license,
-        counts_picture=COUNTS_PICTURE if counts else None,
-        pictures=[path for path in pictures if path.suffix in PICTURES],
-        form=form,
-    )
+    pictures = [name for name in records if name.suffix in PICTURES]
+    card = model_card(copies.results, copies.arguments, publication, pictures, COUNTS_PICTURE if counts else None)
     card.save(folder / "README.md")
     for name, text in eval_result_files(copies.results).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
+    private = {str(place) for place in (Path.home(), Path.cwd(), run.resolve().parent, folder.resolve())} - {"/"}
+    refuse_secrets(folder, [get_token() or "", *private])
     return folder
 
 
-def publish(
-    run: str | Path,
-    repo_id: str,
-    *,
-    private: bool = False,
-    license: str = "apache-2.0",
-    form: str = "transformers",
-    tag: str | None = None,
-    token: str | None = None,
-    endpoint: str | None = None,
-) -> CommitInfo:
+def listing(folder: Path) -> str:
+    """The files of a publication with their sizes, one per line."""
+    files = published_files(folder)
+    sizes = {name: f"{path.stat().st_size:,}" for name, path in files.items()}
+    width = max(map(len, sizes.values()))
+    return "\n".join(f"{size:>{width}} bytes  {name}" for name, size in sizes.items())
+
+
+def published_files(folder: Path) -> dict[str, Path]:
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def publish(run: str | Path, publication: Publication, api: HfApi | None = None) -> CommitInfo:
     """Upload a finished run as one commit: all of it becomes visible at once, or nothing does."""
+    api = api or HfApi(library_name="livt_hf")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = prepare_publication(run, Path(temporary) / "publication", repo_id, license=license, form=form)
-        private_places = [str(Path.home()), str(Path.cwd()), str(Path(run).resolve().parent), temporary]
-        refuse_secrets(folder, [token or get_token() or "", *(place for place in private_places if place != "/")])
-        api = HfApi(token=token, endpoint=endpoint, library_name="livt_hf")
+        folder = prepare_publication(run, Path(temporary) / "publication", publication)
+        what = f"to the {publication.visibility} repository {publication.repo_id}:\n{listing(folder)}"
+        logging.getLogger(__name__).info(what)
         try:
-            return _upload(api, folder, repo_id, private, tag)
-        except (HTTPError, OSError, RuntimeError) as error:
-            # All that was asked for, the licence also where it is the default: the command must not change it.
-            command = ["python", "recipes/publish.py", str(run), repo_id, "--license", license]
-            command += ["--private"] * private + ["--timm"] * (form == "timm") + (["--tag", tag] if tag else [])
+            commit = _upload(api, folder, publication)
+        except LiVTError:
+            raise
+        except HUB_ERRORS as error:
             raise PublishError(
-                f"{repo_id} was not published ({_reason(error)}). The run is complete; publish it later with: "
-                f"{shlex.join(command)}"
+                f"{publication.repo_id} was not published ({reason(error)}): nothing of the run is visible there. "
+                f"The run itself is complete; publish it later with: {publication.command(run)}"
             ) from error
-
-
-def _upload(api: HfApi, folder: Path, repo_id: str, private: bool, tag: str | None) -> CommitInfo:
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    if private and not api.model_info(repo_id).private:
-        raise LiVTError(f"{repo_id} exists and is public; make it private on the Hub first, or choose another name.")
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    stale = [name for name in api.list_repo_files(repo_id) if name.startswith(REPLACED) and name not in paths]
-    operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
-    operations += [CommitOperationDelete(name) for name in stale]
-    # Not upload_folder, which may split a folder into several commits.
-    commit = api.create_commit(repo_id, operations, commit_message=f"Publish with livt_hf {__version__}")
-    if tag:
-        api.create_tag(repo_id, tag=tag, revision=commit.oid)
+    if publication.tag:
+        _tag(api, publication, commit)
     return commit
 
 
-def _reason(error: BaseException) -> str:
-    """The innermost cause in one line: a client's own errors wrap the one that tells something."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _upload(api: HfApi, folder: Path, publication: Publication) -> CommitInfo:
+    repo_id = publication.repo_id
+    open_repository(api, publication)
+    files = published_files(folder)
+    stale = [name for name in api.list_repo_files(repo_id) if name.startswith(REPLACED) and name not in files]
+    operations = [CommitOperationAdd(name, path) for name, path in files.items()]
+    operations += [CommitOperationDelete(name) for name in stale]
+    # Not upload_folder, which may split a folder into several commits.
+    return api.create_commit(repo_id, operations, commit_message=f"Publish with livt_hf {__version__}")
 
 
-def _write_model(run: Path, folder: Path, stage: str, form: str) -> list[int] | None:
+def _tag(api: HfApi, publication: Publication, commit: CommitInfo) -> None:
+    try:
+        api.create_tag(publication.repo_id, tag=publication.tag, revision=commit.oid)
+    except HUB_ERRORS as error:
+        raise PublishError(
+            f"{publication.repo_id} is published and {publication.visibility} "
+            f"({commit.commit_url}), but the tag {publication.tag} was not set ({reason(error)}); set it with: "
+            f"hf repos tag create {publication.repo_id} {publication.tag} --revision {commit.oid}"
+        ) from error
+
+
+def _write_model(run: Path, folder: Path, results: Results, form: str) -> list[int] | None:
     """The weights in the form others can load; returns the class counts if the model knows them."""
-    if stage == "pretrain":
+    if results.stage == "pretrain":
         if form != "transformers":
             raise LiVTError(f"a pretraining run has no {form} form; publish the fine-tuned classifier instead.")
         for pattern in ("config.json", "preprocessor_config.json", "model*.safetensors", "model*.index.json"):
             for path in run.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
         return None
-    model, processor = LiViTForImageClassification.from_pretrained(run), AutoImageProcessor.from_pretrained(run)
+    loss_spec(results)  # a loss that is not registered is refused before the model asks for it
+    model, processor = load_checkpoint(str(run)), load_processor(str(run))
+    livit = isinstance(model, LiViTForImageClassification)
     if form == "timm":
+        if not livit:
+            raise LiVTError(f"{run} holds a {type(model).__name__}; only a LiViT has a timm form of its own.")
         save_timm(model, folder, processor)
     else:
-        to_beit(model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+        # Every other classifier is of a stock class already.
+        (to_beit(model) if livit else model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(folder)
     return model.config.long_tail.class_counts
 
 
-def _report_files(run: Path) -> list[Path]:
-    """Pictures of the run and everything readable in its report; nothing else of the folder is looked at."""
-    pictures = [path for path in sorted(run.glob("*")) if path.suffix in PICTURES]
-    report = [path for path in sorted((run / "report").rglob("*")) if path.suffix in PICTURES + TEXTS]
-    return [path for path in pictures + report if path.is_file() and path.name != COUNTS_PICTURE]
+def _chosen_records(run: Path, with_pictures: bool) -> list[Path]:
+    """The records and the report of a run, by name.
+
+    Without `with_pictures` only files are chosen of which it is known that they show numbers.
+    """
+    report = sorted((run / "report").glob("*"))
+    chosen = [run / name for name in (RESULTS, ARGUMENTS, LOG)] + [path for path in report if _shows_numbers(path)]
+    if with_pictures:
+        chosen += [path for path in sorted(run.glob("*")) + report if _is_picture(path) and path not in chosen]
+    return [path.relative_to(run) for path in chosen if path.is_file()]
 
 
-def _copy(path: Path, run: Path, folder: Path, known: set[str]) -> Path:
-    name = path.relative_to(run)
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix in TEXTS:
-        scrub_file(path, folder / name, known)
-    else:
-        shutil.copyfile(path, folder / name)
-    return name
+def _copy_records(run: Path, folder: Path, names: list[Path], known: set[str]) -> None:
+    """Copy files of a run, texts without the places on this machine that they name."""
+    places = named_places(Run(run).arguments, known)
+    if MEASURED in names:  # an evaluation may have been told other places than the training
+        places |= named_places(json.loads((run / MEASURED).read_text(encoding="utf-8")), known)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        if name.suffix in TEXTS:
+            scrub_file(run / name, folder / name, known, places)
+        else:
+            shutil.copyfile(run / name, folder / name)
+
+
+def _shows_numbers(path: Path) -> bool:
+    return any(fnmatch.fnmatch(path.name, pattern) for pattern in NUMBERS)
+
+
+def _is_picture(path: Path) -> bool:
+    """Everything that a browser shows; the counts picture is drawn anew."""
+    return path.suffix in (*PICTURES, ".html") and path.name != COUNTS_PICTURE

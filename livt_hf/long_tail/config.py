@@ -21,11 +21,15 @@ class LongTailConfig(dict):
     tau: strength of the logit bias.
     test_prior: None (Theorem 2), "uniform" (Eq. 13) or one probability per class (Theorem 3).
     bias: bias of balanced sigmoid losses: "bce" (Theorems 2 and 3) or "ce" (Theorem 1, the paper's negative example).
-    head_start: where the bias of the classifier starts under a sigmoid loss: "prior", logit(test_prior), or "zero".
+    head_start: where the bias of the classifier starts under a sigmoid loss: "zero", or "prior", which makes a fresh
+        model predict the training prior at tau 1: logit(test_prior), or without a test prior logit(pi_s) for a loss
+        that adds no bias.
     label_smoothing: applied once, in the loss, in training mode.
-    ib_warmup: share of the training with plain cross-entropy before the IB loss starts.
-
-    The rest are the hyper-parameters of the compared losses, with the values of their papers.
+    normalised_classifier: logits are cosines of features and weights, without a bias (Cao et al.; LiViT only).
+    drw_start: share of the training after which images are weighted by class (deferred re-weighting, Cao et al.).
+    cb_beta: of the class weights of CB and DRW. lade_weight, lade_lambda: .1 and .01 in LADE's runs on CIFAR-100,
+        .005 and .1 on Places-LT, .05 and .5 on ImageNet-LT. ib_warmup: share of the training with plain
+        cross-entropy before the IB loss starts. nt_lambda: 1 is plain BCE.
     """
 
     loss: str = "bal_bce"
@@ -36,6 +40,8 @@ class LongTailConfig(dict):
     bias: Literal["bce", "ce"] = "bce"
     head_start: Literal["prior", "zero"] = "prior"
     label_smoothing: float = 0.0
+    normalised_classifier: bool = False
+    drw_start: float | None = None
     cb_beta: float = 0.9999
     ldam_max_margin: float = 0.5
     ldam_scale: float = 30.0
@@ -60,15 +66,20 @@ class LongTailConfig(dict):
 
     @classmethod
     def from_dict(cls, values: dict) -> "LongTailConfig":
-        """Settings read from a file."""
+        """Settings from keywords or from a file."""
         unknown = sorted(values.keys() - set(cls.names()))
         if unknown:
-            raise LiVTError(f"long_tail has settings {unknown}, which this version does not know; upgrade livt-hf.")
+            raise LiVTError(f"settings {unknown} of the head are not known; check the spelling, or upgrade livt-hf.")
         return cls(**values)
 
     @property
     def spec(self) -> LossSpec:
         return LOSSES[self.loss]
+
+    @property
+    def weighted_from(self) -> float | None:
+        """The share of the training after which images are weighted by class, or None where they never are."""
+        return 0.0 if self.spec.class_weighted else self.drw_start
 
     @property
     def num_images(self) -> int:
@@ -99,9 +110,22 @@ class LongTailConfig(dict):
             raise LiVTError(f"nt_lambda {self.nt_lambda} must be positive; 1 is plain BCE.")
         if not 0 < self.cb_beta < 1:
             raise LiVTError(f"cb_beta {self.cb_beta} must lie between 0 and 1.")
+        if not 0 <= self.ib_warmup <= 1:
+            raise LiVTError(f"ib_warmup {self.ib_warmup} is a share of the training; it lies between 0 and 1.")
+        if self.drw_start is not None:
+            self._check_drw()
+
+    def _check_drw(self) -> None:
+        if not 0 <= self.drw_start <= 1:
+            raise LiVTError(f"drw_start {self.drw_start} is a share of the training; it lies between 0 and 1.")
+        if self.spec.class_weighted or self.spec.batch_statistic:
+            why = "weights images by class already" if self.spec.class_weighted else "is no mean over images"
+            raise LiVTError(f"drw_start cannot be used with loss {self.loss!r}, which {why}; leave it out.")
 
     def check_labels(self, num_labels: int, multi_label: bool) -> None:
         """Refuse what does not fit the labels of the model."""
+        if num_labels < 2:
+            raise LiVTError(f"num_labels is {num_labels}; a classifier needs at least two classes.")
         if multi_label:
             self._check_multi_label()
         if self.test_prior is not None:
@@ -116,6 +140,9 @@ class LongTailConfig(dict):
             raise LiVTError("bias='ce' compares the classes of one image; multi-label data needs bias='bce'.")
         if self.spec.activation == "softmax":
             raise LiVTError(f"loss {self.loss!r} picks one class per image; multi-label data needs a sigmoid loss.")
+        if self.weighted_from is not None:
+            what = f"loss {self.loss!r}" if self.spec.class_weighted else "drw_start"
+            raise LiVTError(f"{what} weighs an image by its one label; multi-label data needs another sigmoid loss.")
         if self.label_smoothing:
             raise LiVTError(
                 f"label_smoothing {self.label_smoothing} cannot be used with multi-label targets; set it to 0."

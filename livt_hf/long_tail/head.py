@@ -12,10 +12,44 @@ from livt_hf.long_tail.losses import (
     LossSpec,
     balanced_bce_bias,
     balanced_ce_bias,
+    class_weighted,
     effective_number_weights,
+    inverse_count_weights,
     ldam_margins,
 )
-from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_training_posterior, shift_odds, shift_prior
+from livt_hf.long_tail.priors import (
+    Prior,
+    as_prior,
+    class_prior,
+    log_odds,
+    log_training_posterior,
+    shift_odds,
+    shift_prior,
+)
+
+
+class CosineClassifier(nn.Linear):
+    """Logits that are cosines of the features and the weights of a class: the normalised classifier of Cao et al."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        unit = nn.functional.normalize
+        return nn.functional.linear(unit(features, dim=-1), unit(self.weight, dim=-1))
+
+
+def start_std(classifier: nn.Linear) -> float:
+    """How the weights of a fresh classifier are spread: almost 0, or of length 1 where they are normalised anyway."""
+    return classifier.in_features**-0.5 if isinstance(classifier, CosineClassifier) else 2e-5
+
+
+def tau_normalised(weight: Tensor, tau: float = 1.0) -> Tensor:
+    """The rows of a classifier's weight divided by their lengths to the power tau (Kang et al., 2020). (C, D)
+
+    Frequent classes have long rows; tau 0 leaves them, 1 makes all of them equally long. Kang et al. drop the bias.
+    """
+    return weight / weight.norm(dim=-1, keepdim=True) ** tau
 
 
 class LongTailHead(nn.Module):
@@ -30,10 +64,9 @@ class LongTailHead(nn.Module):
         # How much of the training is done, from 0 to 1. Losses with two phases are in their second one when nobody
         # says otherwise.
         self.progress = 1.0
+        self.features: Tensor | None = None
         with torch.device("cpu"):  # transformers builds models on the meta device, where no prior can be checked
-            constants = self.constants()
-        for name, value in constants.items():
-            self.register_buffer(name, value, persistent=False)
+            self.derive("cpu")
 
     @property
     def settings(self) -> LongTailConfig:
@@ -59,6 +92,20 @@ class LongTailHead(nn.Module):
         """Tell the head that `epoch` of `epochs` begins, for losses that change during training."""
         self.progress = epoch / epochs
 
+    def take_features(self, _classifier: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """A forward pre-hook for the classifier of a model that does not hand its features over."""
+        if self.spec.uses_features:
+            self.features = inputs[0]
+
+    def drop_features(self, *_) -> None:
+        """A forward hook for that model: features of a past forward would hold its graph."""
+        self.features = None
+
+    def derive(self, device: torch.device | str) -> None:
+        """Make the tensors that follow from the settings, again where these have changed."""
+        for name, value in self.constants().items():
+            self.register_buffer(name, value.to(device), persistent=False)
+
     def constants(self) -> dict[str, Tensor]:
         """Everything the class counts determine: never saved, always derived."""
         settings, counts = self.settings, self.settings.class_counts
@@ -75,37 +122,44 @@ class LongTailHead(nn.Module):
             "logit_bias": settings.tau * bias,
             "prior": class_prior(counts, settings.num_images).float(),
             "class_weight": effective_number_weights(counts, settings.cb_beta),
+            "inverse_count": inverse_count_weights(counts),
             "margin": ldam_margins(counts, settings.ldam_max_margin),
         }
 
     def _apply(self, fn, recurse=True):
         """Follow the model to its device but not to half precision: priors of one in ten million must survive."""
         super()._apply(fn, recurse)
-        for name, value in self.constants().items():
-            setattr(self, name, value.to(getattr(self, name).device))
+        self.derive(self.logit_bias.device)
         return self
 
     def classifier_start(self) -> Tensor:
-        """Where the bias of the classifier starts: logit(pi_t) under a sigmoid loss, unless told to start at zero."""
+        """Where the bias of the classifier starts. Under a sigmoid loss a fresh model then predicts the prior."""
         settings, classes = self.settings, self.config.num_labels
-        start = torch.zeros(classes)
-        if self.spec.activation == "sigmoid" and settings.head_start == "prior" and settings.test_prior is not None:
-            start += torch.logit(as_prior(settings.test_prior, classes, multi_label=self.multi_label))
-        return start
+        zero = torch.zeros(classes)
+        if self.spec.activation == "softmax" or settings.head_start == "zero":
+            return zero
+        if settings.test_prior is not None:
+            return torch.logit(as_prior(settings.test_prior, classes, multi_label=self.multi_label)).float()
+        if self.spec.balanced or settings.class_counts is None:  # the bias of the loss is logit(pi_s) itself
+            return zero
+        return log_odds(settings.class_counts, settings.num_images).float()
 
-    def forward(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, features: Tensor | None = None) -> Tensor:
         settings, classes = self.settings, None
         if settings.class_counts is not None:
-            classes = ClassStatistics(self.prior, self.class_weight, self.margin)
-        elif self.spec.uses_counts:
+            classes = ClassStatistics(self.prior, self.class_weight, self.inverse_count, self.margin)
+        elif self.spec.uses_counts or settings.weighted_from is not None:
             raise LiVTError(f"loss {settings.loss!r} needs class_counts; pass them to the config or from_pretrained.")
         targets = self._targets(labels, len(logits))
         if self.training and settings.label_smoothing:
             targets = targets * (1 - settings.label_smoothing) + settings.label_smoothing / self.config.num_labels
+        weight = 1.0
+        if settings.weighted_from is not None and self.progress >= settings.weighted_from:
+            targets, weight = class_weighted(targets, self.class_weight)
         logits = logits.float()
         adjusted = logits + self.logit_bias
         inputs = LossInputs(logits, adjusted, targets, features, classes, settings, self.progress)
-        return self.spec.function(inputs).mean()
+        return (weight * self.spec.function(inputs)).mean()
 
     def _targets(self, labels: Tensor, images: int) -> Tensor:
         """Class ids, soft labels or multi-hot labels as (B, C) floats, checked where looking does not stall a GPU."""

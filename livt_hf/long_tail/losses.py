@@ -50,20 +50,36 @@ def effective_number_weights(class_counts: Sequence[int], beta: float) -> Tensor
     return (weights * len(weights) / weights.sum()).float()
 
 
+def inverse_count_weights(class_counts: Sequence[int]) -> Tensor:
+    """Weights 1 / n, scaled to sum C: the lambda_k of Park et al. (2021). (C,)"""
+    weights = 1 / torch.as_tensor(class_counts, dtype=torch.float64)
+    return (weights * len(weights) / weights.sum()).float()
+
+
+def class_weighted(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets (B, C) and weights of the images (B,) that weigh every image by the class weight of its label.
+
+    Soft targets t mean the mixture of the hard losses f_y. Weighted it is sum_y t_y w_y f_y, which is W times the
+    mixture under the targets t w / W, with W = sum_y t_y w_y.
+    """
+    weighted = targets * weights
+    total = weighted.sum(dim=-1, keepdim=True)  # (B, 1)
+    return weighted / total, total.squeeze(-1)
+
+
 def ldam_margins(class_counts: Sequence[int], max_margin: float) -> Tensor:
     """Margins n^(-1/4), scaled so that the rarest class has `max_margin` (Cao et al., 2019). (C,)"""
     margins = torch.as_tensor(class_counts, dtype=torch.float64) ** -0.25
     return (margins * max_margin / margins.max()).float()
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    return -(weight * targets * _raised(logits).log_softmax(-1)).sum(dim=-1)
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return -(targets * _raised(logits).log_softmax(-1)).sum(dim=-1)
 
 
-def binary_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logits = _raised(logits)
-    loss = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none")
-    return (weight * loss).sum(dim=-1)
+    return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").sum(dim=-1)
 
 
 def negative_tolerant_bce(logits: Tensor, targets: Tensor, tolerance: float) -> Tensor:
@@ -103,11 +119,11 @@ def lade_regulariser(logits: Tensor, targets: Tensor, prior: Tensor, strength: f
     return -(prior * (mean_logit - partition - strength * partition**2)).sum()
 
 
-def influence_balanced(logits: Tensor, targets: Tensor, features: Tensor, alpha: float) -> Tensor:
-    """IB: cross-entropy over the influence ||softmax - y||_1 ||h||_1 (Park et al., 2021). Hard labels only."""
+def influence_balanced(logits: Tensor, targets: Tensor, features: Tensor, weights: Tensor, alpha: float) -> Tensor:
+    """IB: w_y cross-entropy / influence ||softmax - y||_1 ||h||_1 (Park et al., 2021). Hard labels only."""
     logits = _raised(logits)
     influence = (logits.softmax(-1) - targets).abs().sum(-1) * features.float().abs().sum(-1)  # (B,)
-    loss = -(targets * logits.log_softmax(-1)).sum(dim=-1)
+    loss = -(weights * targets * logits.log_softmax(-1)).sum(dim=-1)
     return loss * alpha / (influence + 1e-3)
 
 
@@ -121,6 +137,7 @@ class ClassStatistics:
 
     prior: Tensor  # n_j / N
     class_weight: Tensor  # inverse effective numbers
+    inverse_count: Tensor  # 1 / n_j, scaled like the weights
     margin: Tensor  # LDAM's
 
 
@@ -131,7 +148,7 @@ class LossInputs:
     logits: Tensor  # z (B, C), float32
     adjusted: Tensor  # z + tau B for a balanced loss, z otherwise (B, C)
     targets: Tensor  # (B, C)
-    features: Tensor  # what the classifier saw (B, D)
+    features: Tensor | None  # what the classifier saw (B, D), where the loss says that it uses features
     classes: ClassStatistics | None  # None where the head does not know the class counts
     settings: "LongTailConfig"
     progress: float  # how much of the training is done, from 0 to 1
@@ -139,21 +156,31 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss and what a head must know of it; `function` returns one number per image (B,) or one for the batch."""
+    """A loss and what a head must know of it; `function` returns one number per image (B,).
+
+    balanced: tau B is added to the logits. class_weighted: images are weighted by the class of their label.
+    batch_statistic: `function` returns one number for the whole batch, so the loss of a batch is not the mean of the
+    losses of its parts.
+    no_posterior: why activation(z + tau B) does not estimate the training posterior, if it does not.
+    """
 
     function: Callable[[LossInputs], Tensor]
     activation: Literal["softmax", "sigmoid"]
     balanced: bool = False
+    class_weighted: bool = False
     needs_counts: bool = False
+    uses_features: bool = False
     soft_labels: bool = True
-    # Why activation(z + tau B) does not estimate the training posterior, if it does not; may depend on the settings.
+    batch_statistic: bool = False
     no_posterior: "str | Callable[[LongTailConfig], str | None] | None" = None
 
     @property
     def uses_counts(self) -> bool:
-        return self.balanced or self.needs_counts
+        return self.balanced or self.class_weighted or self.needs_counts
 
     def why_no_posterior(self, settings: "LongTailConfig") -> str | None:
+        if settings.weighted_from is not None:
+            return "its class weights change what the outputs estimate"
         return self.no_posterior(settings) if callable(self.no_posterior) else self.no_posterior
 
 
@@ -172,41 +199,35 @@ def register_loss(name: str, **spec) -> Callable[[Callable[[LossInputs], Tensor]
     return register
 
 
-_REWEIGHTED = "its class weights change what the outputs estimate"
-
-
 @register_loss("ce", activation="softmax")
 @register_loss("bal_ce", activation="softmax", balanced=True)
+@register_loss("cb_ce", activation="softmax", class_weighted=True)
 def _ce(batch: LossInputs) -> Tensor:
     return cross_entropy(batch.adjusted, batch.targets)
 
 
 @register_loss("bce", activation="sigmoid")
 @register_loss("bal_bce", activation="sigmoid", balanced=True)
+@register_loss("cb_bce", activation="sigmoid", class_weighted=True)
 def _bce(batch: LossInputs) -> Tensor:
     return binary_cross_entropy(batch.adjusted, batch.targets)
-
-
-@register_loss("cb_ce", activation="softmax", needs_counts=True, no_posterior=_REWEIGHTED)
-def _cb_ce(batch: LossInputs) -> Tensor:
-    return cross_entropy(batch.adjusted, batch.targets, batch.classes.class_weight)
-
-
-# A weight on both terms of a class does not move its optimum, so these outputs stay posteriors.
-@register_loss("cb_bce", activation="sigmoid", needs_counts=True)
-def _cb_bce(batch: LossInputs) -> Tensor:
-    return binary_cross_entropy(batch.adjusted, batch.targets, batch.classes.class_weight)
 
 
 @register_loss(
     "ldam", activation="softmax", needs_counts=True, no_posterior="its margins and scale make the outputs scores"
 )
 def _ldam(batch: LossInputs) -> Tensor:
+    """On a plain linear classifier, as in the paper's tables; Cao et al. have `normalised_classifier` and DRW too."""
     return ldam(batch.adjusted, batch.targets, batch.classes.margin, batch.settings.ldam_scale)
 
 
 @register_loss(
-    "lade", activation="softmax", balanced=True, soft_labels=False, no_posterior="its regulariser moves the outputs"
+    "lade",
+    activation="softmax",
+    balanced=True,
+    soft_labels=False,
+    batch_statistic=True,
+    no_posterior="its regulariser moves the outputs",
 )
 def _lade(batch: LossInputs) -> Tensor:
     settings = batch.settings
@@ -214,11 +235,19 @@ def _lade(batch: LossInputs) -> Tensor:
     return cross_entropy(batch.adjusted, batch.targets).mean() + settings.lade_weight * regulariser
 
 
-@register_loss("ib", activation="softmax", soft_labels=False, no_posterior="its image weights move the outputs")
+@register_loss(
+    "ib",
+    activation="softmax",
+    needs_counts=True,
+    uses_features=True,
+    soft_labels=False,
+    no_posterior="its weights of images move the outputs",
+)
 def _ib(batch: LossInputs) -> Tensor:
     if batch.progress < batch.settings.ib_warmup:
         return cross_entropy(batch.adjusted, batch.targets)
-    return influence_balanced(batch.adjusted, batch.targets, batch.features, batch.settings.ib_alpha)
+    weights, alpha = batch.classes.inverse_count, batch.settings.ib_alpha
+    return influence_balanced(batch.adjusted, batch.targets, batch.features, weights, alpha)
 
 
 def _tolerant(settings: "LongTailConfig") -> str | None:

@@ -38,7 +38,9 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
         if prior != "uniform":
             raise LiVTError(f"{what}={prior!r} is not known; use 'uniform' or {num_classes} probabilities.")
         if multi_label:
-            raise LiVTError(f"{what}='uniform' has no meaning with several labels an image; pass one prior a class.")
+            raise LiVTError(
+                f"{what}='uniform' has no meaning where an image may have several labels; pass one number per class."
+            )
         return torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
     prior = torch.as_tensor(prior, dtype=torch.float64)
     if prior.shape != (num_classes,):
@@ -58,7 +60,7 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
 def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -> list[float]:
     """A JSON or YAML file with a number for each class (a list in class order, or by class name) as a distribution.
 
-    With several labels an image the numbers are the share of images that have each label, and are left as they are.
+    Where an image may have several labels, the numbers are the shares of images with each label and stay as they are.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -98,7 +100,7 @@ def shift_prior(log_posterior: Tensor, source: Tensor, target: Tensor) -> Tensor
 
 
 def shift_odds(log_odds: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """The same rule for one binary question a class (several labels an image): odds times the ratio of prior odds."""
+    """The same rule where images may have several labels: the odds of each class times the ratio of its prior odds."""
     shift = (torch.logit(target.double()) - torch.logit(source.double())).to(log_odds)
     return (log_odds + shift).sigmoid()
 

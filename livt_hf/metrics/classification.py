@@ -143,7 +143,7 @@ class LongTailMetrics:
         calibrated = int(self._bin_images.sum())
         filled = self._bin_images > 0
         gaps = (self._bin_confidence[filled].double() / _ONE - self._bin_correct[filled]).abs()
-        metrics = {
+        return {
             "accuracy": int(self._correct.sum()) / images,
             "top5": int(self._top5) / images if self.num_classes >= 5 else None,
             **{name: _mean(accuracies[present & (self.groups == i)]) for i, name in enumerate(GROUPS)},
@@ -155,7 +155,6 @@ class LongTailMetrics:
             "num_images": images,
             "num_nan": int(self._nan.sum()),
         }
-        return metrics
 
     def _accuracies(self) -> tuple[Tensor, Tensor]:
         """Accuracy of each class, and which classes have test images (the others' is meaningless)."""

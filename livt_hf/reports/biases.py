@@ -22,9 +22,10 @@ def _both(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def class_distribution(counts: Sequence[int], path: str | Path, names: Sequence[str] | None = None) -> Path:
-    """Training images of each class from head to tail, shot groups shaded, and the biases they lead to (right axis).
+    """Number of training images of each class from head to tail, and the biases that follow from it (right axis).
 
-    Classes without a training image have no bias; where there are any, the right axis is left out.
+    The shot groups are shaded. A class without a training image has no bias: where there is one, the right axis is
+    left out.
     """
     counts = np.asarray(counts)
     order = np.argsort(-counts, kind="stable")
@@ -49,7 +50,7 @@ def class_distribution(counts: Sequence[int], path: str | Path, names: Sequence[
         ce, bce = _both(sizes)
         right.plot(ranks, bce, label=_BCE_NAME, **_BCE)
         right.plot(ranks, ce, label=_CE_NAME, **_CE)
-        right.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)  # balanced classes fill the axes
     return save(figure, path)
 
 
@@ -83,7 +84,7 @@ def bias_curves(path: str | Path, num_classes: int = 1000) -> Path:
 
 
 def bias_by_gamma(path: str | Path, gammas: Sequence[float] = (10, 50, 100, 200)) -> Path:
-    """Both biases and their difference over the classes of CIFAR-10-LT, one panel an imbalance (Fig. "vis-bias")."""
+    """Both biases and their difference over the classes of CIFAR-10-LT, one panel per imbalance (Fig. "vis-bias")."""
     ranks = np.arange(10)
     # The exponential rule from 5,000 images: int(n_max * gamma^(-i / (C - 1))).
     biases = [_both((5000 * gamma ** (-ranks / 9)).astype(np.int64)) for gamma in gammas]

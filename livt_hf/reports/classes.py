@@ -24,25 +24,26 @@ from livt_hf.reports.style import (
     shorten,
 )
 
-_NAMED = 40  # so many classes have room for a marker and a name each
+_NAMED = 40  # up to so many classes have room for a bar and a name each
 
 
 def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | None = None) -> Path:
-    """Accuracy against confidence, bin by bin, with the gap to the diagonal, over the share of images in each bin."""
+    """Accuracy against confidence in each bin and the gap between them; below, the share of images in each bin."""
     total = sum(row["images"] for row in bins)
     if total == 0:
         raise LiVTError("no bin holds an image; update the metrics before drawing them.")
     filled = [row for row in bins if row["images"]]
-    lows = np.array([row["low"] for row in filled])
     width = bins[0]["high"] - bins[0]["low"]
-    accuracy = np.array([row["accuracy"] for row in filled])
-    confidence = np.array([row["confidence"] for row in filled])
-    images = np.array([row["images"] for row in filled])
+    lows, accuracy, confidence, images = (
+        np.array([row[name] for row in filled]) for name in ("low", "accuracy", "confidence", "images")
+    )
     gaps = np.abs(confidence - accuracy)
+    over = "over" if (confidence * images).sum() > (accuracy * images).sum() else "under"
+    words = f"ECE {100 * (gaps * images).sum() / total:.1f} %, MCE {100 * gaps.max():.1f} %, {over}-confident"
 
-    figure = new_figure(5, 6)
+    figure = new_figure(5, 6.4)
     upper, lower = figure.subplots(2, 1, height_ratios=[4, 1], sharex=True)
-    plain(upper, ylabel="accuracy", title=title)
+    plain(upper, ylabel="accuracy", title=f"{title}\n{words}" if title else words)
     upper.bar(lows, accuracy, width, align="edge", color=SKY, edgecolor="white", label="accuracy")
     upper.bar(
         lows, confidence - accuracy, width, accuracy, align="edge", facecolor="none", edgecolor=VERMILLION,
@@ -50,17 +51,17 @@ def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | 
     )  # fmt: skip
     upper.plot([0, 1], [0, 1], "--", color="0.4", label="calibrated")
     upper.set(xlim=(0, 1), ylim=(0, 1))
-    upper.legend(loc="upper left", frameon=True, framealpha=0.9, edgecolor="none")
-    over = "over" if (confidence * images).sum() > (accuracy * images).sum() else "under"
-    words = f"ECE {100 * (gaps * images).sum() / total:.1f} %\nMCE {100 * gaps.max():.1f} %\n{over}-confident"
-    upper.text(0.98, 0.03, words, ha="right", va="bottom", bbox={"facecolor": "white", "edgecolor": "0.8"})
     plain(lower, xlabel="confidence", ylabel="images (%)")
     lower.bar(lows, 100 * images / total, width, align="edge", color="0.6", edgecolor="white")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)  # a bar may stand anywhere in the axes
     return save(figure, path)
 
 
 def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, title: str | None = None) -> Path:
-    """Accuracy of each class from head to tail, groups shaded, their means marked; running mean over many classes."""
+    """Accuracy of each class from head to tail, with groups shaded and their means marked.
+
+    Many classes also get a running mean.
+    """
     rows = sorted((row for row in per_class if row["accuracy"] is not None), key=lambda row: -row["count"])
     if not rows:
         raise LiVTError("no class has a test image; update the metrics before drawing them.")
@@ -75,7 +76,7 @@ def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, title:
     if len(rows) <= _NAMED:
         ax.bar(ranks, accuracy, width=0.75, color=colours, alpha=0.75)
     else:
-        # Three test images a class give four accuracies only: spread by 2 points so that crowds show as such.
+        # Three test images per class give only four accuracies: spread by 2 points so that crowds show as such.
         spread = 4 * (ranks * 0.618034 % 1 - 0.5) if len(rows) > 1000 else 0
         size, alpha = np.clip(4000 / len(rows), 2, 24), np.clip(700 / len(rows), 0.15, 0.7)
         ax.scatter(ranks, accuracy + spread, s=size, c=colours, alpha=alpha, linewidths=0)
@@ -99,7 +100,7 @@ def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, title:
 
 
 def confused_classes(pairs: Sequence[Mapping], path: str | Path) -> Path:
-    """The most frequent confusions, "label → prediction": share of the label's images and their number."""
+    """The most frequent confusions, "label → prediction", with the share and the number of the label's images."""
     if not pairs:
         figure = new_figure(8, 1)
         figure.text(0.5, 0.5, "no test image is taken for another class", ha="center", va="center")
@@ -126,25 +127,31 @@ def confused_classes(pairs: Sequence[Mapping], path: str | Path) -> Path:
 
 
 def best_and_worst_classes(per_class: Sequence[Mapping], number: int = 5) -> tuple[list[int], list[int]]:
-    """Ids of the classes of highest and of lowest accuracy; among equals those of which the model is surest first."""
-    rows = [row for row in per_class if row["accuracy"] is not None]
+    """Ids of the classes of highest and of lowest accuracy; among equals those with the most test images come first.
 
-    def ranking(sign: int) -> list[int]:
-        keys = {row["class"]: (sign * row["accuracy"], -(row["confidence"] or 0), row["class"]) for row in rows}
-        return sorted(keys, key=keys.__getitem__)
+    One test image says next to nothing: such classes are ranked only where there are no others. No class is on both
+    lists, none that is never right is among the best, and none that is always right is among the worst.
+    """
+    tested = [row for row in per_class if row["images"] and row["accuracy"] is not None]
+    rows = [row for row in tested if row["images"] > 1] or tested
 
-    half = (len(rows) + 1) // 2  # a class is not both
-    return ranking(-1)[: min(number, half)], ranking(1)[: min(number, len(rows) - half)]
+    def first(rows: list[Mapping], sign: int, number: int) -> list[int]:
+        ranked = sorted(rows, key=lambda row: (sign * row["accuracy"], -row["images"], row["class"]))
+        return [row["class"] for row in ranked[:number]]
+
+    best = first([row for row in rows if row["accuracy"] > 0], -1, min(number, (len(rows) + 1) // 2))
+    worst = first([row for row in rows if row["accuracy"] < 1 and row["class"] not in best], 1, number)
+    return best, worst
 
 
 def best_and_worst(per_class: Sequence[Mapping], samples: Mapping[int, Sequence], path: str | Path) -> Path:
-    """The five best and the five worst classes of those with samples, a row of pictures each.
+    """The five best and the five worst classes of those with samples, with one row of images per class.
 
     `samples` maps class ids (say, those of `best_and_worst_classes`) to images; up to six of a class are shown.
     """
     by_id = {row["class"]: row for row in per_class if len(samples.get(row["class"], ()))}
     best, worst = best_and_worst_classes(list(by_id.values()))
-    if not best:
+    if not best and not worst:
         raise LiVTError("samples name no class with test images; give images of the classes to be shown.")
     rows = []
     for word, colour, ids in (("best", BLUE, best), ("worst", VERMILLION, worst)):

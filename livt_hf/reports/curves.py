@@ -16,35 +16,26 @@ _LINES = ("-", "--", ":", "-.")
 
 
 def read_log(path: str | Path) -> list[dict]:
-    """The lines of a log.jsonl in the order of training.
-
-    A resumed run repeats updates its interrupted part had logged: the later line counts. A last line that a killed
-    process left unfinished is dropped.
-    """
-    lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
-    rows: dict[tuple[bool, int], dict] = {}
-    for number, line in enumerate(lines, start=1):
+    """The lines of a log.jsonl, without a last line that a killed process left unfinished."""
+    lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = []
+    for position, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise LiVTError(f"line {number} of {path} is not JSON; mend or remove it.") from error
-        if "update" in row:
-            rows[("eval" in row, row["update"])] = row
-    return sorted(rows.values(), key=lambda row: row["update"])
+            if position < len(lines):
+                raise LiVTError(f"line {position} of {path} is not JSON; repair or remove it.") from error
+    return rows
 
 
 def training_curves(logs: Mapping[str, str | Path], path: str | Path) -> Path:
     """Loss, learning rate and accuracies of one or several runs from their log.jsonl.
 
-    One run: its groups share a panel. Several: a panel a group, a colour and line style a run.
+    The groups of one run share a panel. Several runs have one panel per group, and each run has its colour and line.
     """
     runs = {name: read_log(log) for name, log in logs.items()}
     if not any(runs.values()):
-        raise LiVTError(
-            f"no line with an update in {[str(log) for log in logs.values()]}; give the log.jsonl of runs."
-        )
+        raise LiVTError(f"{', '.join(map(str, logs.values()))}: no line to draw; give the log.jsonl of runs.")
     by_epoch = all("epoch" in row for rows in runs.values() for row in rows)
     x, xlabel = ("epoch", "epoch") if by_epoch else ("update", "update")
     evaluations = {name: [row for row in rows if "eval" in row] for name, rows in runs.items()}
@@ -91,7 +82,7 @@ def _columns(points: list[tuple]) -> tuple[list, list]:
 
 
 def _draw_loss(ax: Axes, points: list[tuple], label: str, look: dict) -> None:
-    """The loss as logged, faint, under its running mean; a short log is drawn as it is."""
+    """The running mean of the loss over the loss itself, which is drawn faintly; a short log is drawn as it is."""
     xs, ys = (np.array(column, dtype=float) for column in _columns(points))
     window = len(ys) // 25
     if window < 3:
@@ -107,11 +98,12 @@ def _draw_loss(ax: Axes, points: list[tuple], label: str, look: dict) -> None:
 
 
 def sweep_plot(rows: Sequence[Mapping], path: str | Path, xlabel: str, title: str | None = None) -> Path:
-    """Accuracies over a swept setting: all and each group, bars of one standard deviation, the paper's hollow.
+    """Accuracies over a swept setting: overall and by group, with bars of one standard deviation.
 
-    A row has its `variant`, `accuracy`, `many`, `medium`, `few`, each perhaps with `..._deviation` (percent, None if
-    there is none), and perhaps `paper`, a mapping of the same names. Variants that are all numbers keep their
-    distances and are joined by lines; words stand side by side.
+    A row has its `variant` and its `accuracy`, `many`, `medium` and `few` in percent, None where there is none. It may
+    also have their deviations (`accuracy_deviation` and so on) and, as `paper`, the same numbers of the paper, which
+    are drawn hollow. Variants that are all numbers keep their distances and are joined by lines; words stand side by
+    side.
     """
     labels = [str(row["variant"]) for row in rows]
     places = _numbers(labels)

@@ -24,9 +24,9 @@ _LONG = 50  # a table of more rows starts folded
 
 
 def _cell(value: object) -> str:
-    """A value as text: absent ones as a dash, floats to four figures."""
+    """A value as text: a dash where there is none, floats to four figures."""
     if value is None:
-        return "–"
+        return "-"
     if isinstance(value, Real) and not isinstance(value, bool | int):
         return f"{float(value):.4g}"
     return str(value)
@@ -37,13 +37,13 @@ def _columns(rows: Sequence[Mapping]) -> list[str]:
 
 
 def _is_numeric(rows: Sequence[Mapping], column: str) -> bool:
-    """Whether a column holds numbers, be it as text with a fixed number of digits."""
+    """Whether a column holds numbers, also where they are texts with a fixed number of digits."""
     cells = [row.get(column) for row in rows]
     return all(not isinstance(cell, str) or cell == "-" or cell.replace(".", "", 1).isdigit() for cell in cells)
 
 
 def markdown_table(rows: Sequence[Mapping]) -> str:
-    """Rows as a Markdown table with a column for every key, in the order they first appear."""
+    """Rows as a Markdown table with one column per key, in the order in which the keys first appear."""
     columns = _columns(rows)
     if not columns:
         return ""
@@ -73,7 +73,7 @@ def _html_table(rows: Sequence[Mapping]) -> str:
 def _picture(caption: str, path: str | Path) -> str:
     kind = mimetypes.guess_type(str(path))[0]
     if kind is None or not kind.startswith("image/"):
-        raise LiVTError(f"{path} is not a picture a browser shows; save it as .png or .svg.")
+        raise LiVTError(f"{path} is not a picture that a browser shows; save it as .png or .svg.")
     data = base64.b64encode(Path(path).read_bytes()).decode()
     caption = html.escape(caption)
     return f'<figure><figcaption>{caption}</figcaption><img alt="{caption}" src="data:{kind};base64,{data}"></figure>'
@@ -84,7 +84,7 @@ def html_report(
 ) -> Path:
     """Write `report.html` into the folder: tables (heading -> rows) and pictures (caption -> file), all inside it.
 
-    The first table leads, the pictures follow; further tables, which may have a row a class, come last.
+    The first table leads and the pictures follow; further tables, which may have one row per class, come last.
     """
     parts = [f"<h2>{html.escape(heading)}</h2>\n{_html_table(rows)}" for heading, rows in tables.items()]
     parts[1:1] = [_picture(caption, path) for caption, path in pictures.items()]

@@ -1,4 +1,4 @@
-"""Sheets of pictures: samples with captions, and reconstructions side by side."""
+"""Sheets of images: samples with captions, and reconstructions side by side."""
 
 import textwrap
 from collections.abc import Sequence
@@ -61,9 +61,11 @@ def _sheet(
 
 
 def contact_sheet(images: Sequence, captions: Sequence[str], path: str | Path, columns: int = 8) -> Path:
-    """Pictures in rows of `columns`, each over its caption (two lines; longer ones are cut in the middle)."""
+    """Images in rows of `columns`, each over its caption (two lines; a longer caption is cut in the middle)."""
     if len(images) == 0 or len(images) != len(captions):
-        raise LiVTError(f"{len(images)} images and {len(captions)} captions; give at least one and as many of each.")
+        raise LiVTError(
+            f"{len(images)} images and {len(captions)} captions; give at least one image, and one caption per image."
+        )
     cell, letters = 128, 18
     rows = [list(images[i : i + columns]) for i in range(0, len(images), columns)]
     figure, corners = _sheet(rows, cell, below=36)
@@ -76,7 +78,7 @@ def contact_sheet(images: Sequence, captions: Sequence[str], path: str | Path, c
 
 
 def labelled_rows(rows: Sequence[tuple[str, str, Sequence]], path: str | Path) -> Path:
-    """Rows of images, each with words of a colour to its left."""
+    """Rows of images, each with its words to the left in its colour."""
     cell = 112
     figure, corners = _sheet([list(images) for *_, images in rows], cell, left=230)
     for (words, colour, _), line in zip(rows, corners, strict=True):
@@ -86,10 +88,10 @@ def labelled_rows(rows: Sequence[tuple[str, str, Sequence]], path: str | Path) -
 
 
 def reconstruction_sheet(rows: Sequence[Sequence], path: str | Path, titles: Sequence[str]) -> Path:
-    """One row an image (image, masked, reconstruction, perhaps another model's), one title a column."""
+    """One row per image (the image, masked, its reconstruction, perhaps another model's), one title per column."""
     widths = {len(row) for row in rows}
     if widths != {len(titles)}:
-        raise LiVTError(f"rows of {sorted(widths)} pictures under {len(titles)} titles; give one title a column.")
+        raise LiVTError(f"rows of {sorted(widths)} images under {len(titles)} titles; give one title per column.")
     cell = 144
     figure, corners = _sheet([list(row) for row in rows], cell, above=24)
     for (x, _), title in zip(corners[0], titles, strict=True):

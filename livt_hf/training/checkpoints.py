@@ -46,11 +46,11 @@ def keep_in_checkpoints(accelerator: Accelerator, module: nn.Module, name: str) 
     elsewhere could run any code.
     """
 
-    def save(models, weights, folder):
+    def save(_models, _weights, folder):
         if accelerator.is_main_process:
             save_model(module, str(Path(folder, f"{name}.safetensors")))
 
-    def load(models, folder):
+    def load(_models, folder):
         load_model(module, str(Path(folder, f"{name}.safetensors")))
 
     accelerator.register_save_state_pre_hook(save)

@@ -105,7 +105,7 @@ class StopOnSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number, frame):
+    def _note(self, number, _frame):
         if self._since is None:
             self._since = time.monotonic()
             if os.getpid() == self._speaker:

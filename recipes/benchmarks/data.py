@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
-from livt_hf.recipes.benchmarks.measuring import compared, peak_megabytes
 from PIL import Image as PILImage
 from timm.data import create_transform
 from timm.data.constants import IMAGENET_DEFAULT_MEAN as MEAN
@@ -35,6 +34,7 @@ from livt_hf.data import (
     train_loader,
 )
 from livt_hf.data.labels import labels_of
+from livt_hf.recipes.benchmarks.measuring import compared, peak_megabytes
 
 BATCH, SMALL_BATCH = 32, 128
 BICUBIC = transforms.InterpolationMode.BICUBIC

@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features
-from livt_hf.recipes.benchmarks.launch import launch_ours
-from livt_hf.recipes.benchmarks.measuring import median_seconds, peak_megabytes
 
 from livt_hf.data import class_counts, exponential_counts, long_tail_indices
 from livt_hf.data.labels import labels_of
 from livt_hf.metrics import LongTailMetrics
+from livt_hf.recipes.benchmarks.launch import launch_ours
+from livt_hf.recipes.benchmarks.measuring import median_seconds, peak_megabytes
 from livt_hf.training.machine import available_cores
 
 FACTORS = (1, 2, 4, 8)

@@ -7,11 +7,11 @@ calibration.
 
 import numpy as np
 import torch
-from livt_hf.recipes.benchmarks.measuring import peak_megabytes, processor_seconds
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, recall_score, top_k_accuracy_score
 
 from livt_hf.metrics import LongTailMetrics, shot_groups
+from livt_hf.recipes.benchmarks.measuring import peak_megabytes, processor_seconds
 
 SIZES = {"ImageNet-LT": (50_000, 1_000), "iNat18": (24_426, 8_142)}
 

@@ -5,13 +5,13 @@ from functools import partial
 
 import timm
 import torch
-from livt_hf.recipes.benchmarks.measuring import compared, median_seconds
 from timm.loss import BinaryCrossEntropy
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEForPreTraining
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.long_tail.head import LongTailHead
+from livt_hf.recipes.benchmarks.measuring import compared, median_seconds
 from livt_hf.training.optim import layer_decay_groups
 
 # Preset, images a step.

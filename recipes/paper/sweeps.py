@@ -133,7 +133,7 @@ def paper_row(sweep: Sweep, variant: Variant, base: FinetuneSettings) -> dict | 
 
 def summarise(
     results: dict[str, list[Results]],
-    paper: Callable[[str], dict | None] = lambda label: None,
+    paper: Callable[[str], dict | None] = lambda _: None,
     pretraining: dict[str, list[Results]] | None = None,
 ) -> list[dict]:
     """One row per variant: mean and deviation (percent) over its seeds, and the paper's numbers where it has them.

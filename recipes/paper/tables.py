@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from livt_hf.recipes.paper.sweeps import table_rows
-
 from livt_hf.reports import markdown_table
 
 RECIPES = Path(__file__).parents[1]
@@ -39,7 +38,7 @@ def results_section(which: str, page: Path) -> str:
     return "\n\n".join(parts)
 
 
-def benchmark_section(which: str, page: Path) -> str:
+def benchmark_section(which: str, _page: Path) -> str:
     path = RESULTS / "benchmark.json"
     wanted = tuple(question.strip() for question in which.split(";"))  # every question begins with ""
     rows = [
@@ -50,7 +49,7 @@ def benchmark_section(which: str, page: Path) -> str:
     return markdown_table(rows).strip() if rows else ""
 
 
-def scale_section(which: str, page: Path) -> str:
+def scale_section(_which: str, _page: Path) -> str:
     path = RESULTS / "scale.json"
     return markdown_table(json.loads(path.read_text())["table"]).strip() if path.exists() else ""
 

@@ -1,0 +1,81 @@
+"""What the results of a run say about its dataset and its loss, in the words of cards."""
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.losses import LOSSES, LossSpec
+from livt_hf.results import Results
+
+# How the benchmarks of this package are called in prose.
+TITLES = {
+    "glyphs": "glyphs (drawn by livt_hf itself)",
+    "cifar10-lt": "CIFAR-10-LT",
+    "cifar100-lt": "CIFAR-100-LT",
+    "imagenet-lt": "ImageNet-LT",
+    "imagenet-bal": "ImageNet-BAL",
+    "imagenet-1k": "ImageNet-1K",
+    "inat18": "iNaturalist 2018",
+    "places-lt": "Places-LT",
+}
+IMAGENET = BENCHMARKS["imagenet-1k"].hub
+
+
+def is_vit(results: Results) -> bool:
+    """Whether a run trained a ViT of ours, pretrained or fine-tuned, and not another backbone."""
+    return results.model_type in (None, "livit", "vit_mae")
+
+
+def loss_spec(results: Results) -> LossSpec:
+    """What the loss of a run is. A loss of the user's own is known once its plugin is loaded."""
+    if results.loss not in LOSSES:
+        raise LiVTError(
+            f"the run was trained with the loss {results.loss!r}, which is not registered; "
+            "name the file or module that registers it with --plugin."
+        )
+    return LOSSES[results.loss]
+
+
+def why_no_posterior(results: Results, arguments: Mapping) -> str | None:
+    """Why the outputs of a run are no probabilities, which its loss decides by its settings, or None."""
+    spec, told = loss_spec(results), set(arguments) & set(LongTailConfig.names()) - {"loss", "test_prior"}
+    return spec.why_no_posterior(LongTailConfig(loss=results.loss, **{name: arguments[name] for name in told}))
+
+
+def dataset_names(results: Results) -> tuple[str, str | None]:
+    """The dataset in words, and its id on the Hub or None."""
+    name = results.dataset
+    if name in BENCHMARKS:  # also those that a plugin has registered
+        title, hub_id = TITLES.get(name, name), BENCHMARKS[name].hub
+    elif name in hub_ids(results):
+        title, hub_id = name, name.partition(":")[0]  # what follows is one of its configurations
+    else:
+        title, hub_id = PurePosixPath(name).name, None
+    gamma = results.imbalance_factor
+    return (f"{title} (imbalance {gamma:g})" if gamma else title), hub_id
+
+
+def hub_ids(results: Results) -> set[str]:
+    """Which names in the results are ids on the Hub: those that the run did not find on its disk.
+
+    Nothing is claimed for a run that did not record it.
+    """
+    names = set() if results.dataset_local else {results.dataset}
+    return (names if results.pretrained_local else names | {results.pretrained}) - {None, "none", *BENCHMARKS}
+
+
+def published_split(results: Results) -> str | None:
+    """The measured split as its publisher calls it.
+
+    `test` is what the paper reports on: the validation images of ILSVRC, whose test labels are secret, and of
+    iNaturalist. A test split that was set aside from the training data is not the dataset's own.
+    """
+    if results.split == "test":
+        benchmark = BENCHMARKS.get(results.dataset)
+        if results.test_carved:
+            return "held-out part of train"
+        if benchmark and (benchmark.reports_validation or benchmark.hub == IMAGENET):
+            return "validation"
+    return results.split

@@ -1,0 +1,88 @@
+"""Where an image classifier keeps its classifier, its blocks and its embeddings: asked of its structure.
+
+For transformers' classes and, through their wrapper, for the models of timm.
+"""
+
+from timm.models import group_parameters
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TimmWrapperForImageClassification
+
+from livt_hf.errors import LiVTError
+
+
+def classifier_of(model: PreTrainedModel) -> nn.Linear:
+    """The linear layer that makes logits of features."""
+    if isinstance(model, TimmWrapperForImageClassification):
+        place, found = "timm_model.get_classifier()", model.timm_model.get_classifier()
+    else:
+        place, found = "classifier", getattr(model, "classifier", None)
+    layers = [] if found is None else [layer for layer in found.modules() if isinstance(layer, nn.Linear)]
+    if not layers or layers[-1].out_features != model.config.num_labels:
+        raise LiVTError(
+            f"{type(model).__name__} is not a known kind of image classifier: `{place}` should be or end in a linear "
+            f"layer with {model.config.num_labels} outputs, one per label, and it is {_shortly(found)}."
+        )
+    return layers[-1]
+
+
+def pooled_features(model: PreTrainedModel, pixel_values: Tensor, **inputs) -> Tensor:
+    """What the classifier of a model sees of these images. (B, D)"""
+    seen: list[Tensor] = []
+    hook = classifier_of(model).register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    try:
+        model(pixel_values, **inputs)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def parameter_depths(model: PreTrainedModel) -> dict[str, int]:
+    """The layer of each parameter: 0 for embeddings, i + 1 for block i, and one more for what follows the blocks.
+
+    What lies between two blocks belongs to the second one. timm says itself how its models are layered.
+    """
+    if isinstance(model, TimmWrapperForImageClassification):
+        timm_model = model.timm_model
+        depths = group_parameters(timm_model, timm_model.group_matcher(coarse=False), reverse=True)
+        return {f"timm_model.{name}": depth for name, depth in depths.items()}
+    blocks = _blocks(model)
+    last = len(blocks) + 1
+    known = {id(p): index + 1 for index, block in enumerate(blocks) for p in block.parameters()}
+    known |= {id(p): last for p in classifier_of(model).parameters()}
+    depths, passed = {}, 0
+    for name, parameter in model.named_parameters():  # in the order of the layers
+        passed = known.get(id(parameter), passed)
+        between = passed + 1 if 0 < passed < last else passed
+        depths[name] = known.get(id(parameter), between)
+    return depths
+
+
+def undecayed_parameters(model: nn.Module) -> set[str]:
+    """Everything but the matrices of linear, convolution and attention layers: biases, norms, tokens, positions."""
+    decayed = set()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            decayed.add(id(layer.weight))
+        elif isinstance(layer, nn.MultiheadAttention):
+            decayed.add(id(layer.in_proj_weight))
+    return {name for name, p in model.named_parameters() if p.ndim <= 1 or id(p) not in decayed}
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks in order: the elements of the largest list of layers, or of the lists within its stages."""
+    outer: list[nn.ModuleList] = []
+    for module in model.modules():  # a list comes before the lists within it
+        if isinstance(module, nn.ModuleList) and not any(module in list(other.modules()) for other in outer):
+            outer.append(module)
+    if not outer:
+        raise LiVTError(f"{type(model).__name__} has no list of layers, so its layers cannot be counted.")
+    blocks = []
+    for stage in max(outer, key=lambda layers: sum(p.numel() for p in layers.parameters())):
+        parts = [stage if isinstance(stage, nn.ModuleList) else None]
+        parts += [getattr(stage, name, None) for name in ("layers", "blocks")]
+        blocks.extend(next((part for part in parts if isinstance(part, nn.ModuleList | nn.Sequential)), [stage]))
+    return blocks
+
+
+def _shortly(found) -> str:
+    return "missing" if found is None else f"a {type(found).__name__}"

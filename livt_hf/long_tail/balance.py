@@ -1,0 +1,113 @@
+"""`balance`: the long-tailed head on any image classifier of transformers, and of timm through its wrapper."""
+
+import functools
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.anatomy import classifier_of, parameter_depths, undecayed_parameters
+from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.head import CosineClassifier, LongTailHead, start_std
+from livt_hf.long_tail.priors import Prior
+
+
+class BalancedClassifier:
+    """An image classifier whose loss and probabilities come from its `LongTailHead`. Its logits have no bias added."""
+
+    head: LongTailHead
+    # Trainer divides the loss by the accumulation steps only if forward does not claim to do it.
+    accepts_loss_kwargs = False
+
+    def loss_function(self, labels: Tensor, logits: Tensor | None = None, **kwargs) -> Tensor:
+        """What the forward of every stock class calls; ConvNeXt calls its logits `pooled_logits`."""
+        return self.head(kwargs["pooled_logits"] if logits is None else logits, labels, self.head.features)
+
+    @torch.no_grad()
+    def probabilities(self, pixel_values: Tensor, prior: Prior = None, **inputs) -> Tensor:
+        """Class probabilities under a serving prior (None: the config's test prior). (B, C)"""
+        return self.head.posterior(self(pixel_values, **inputs).logits, prior)
+
+    def parameter_depths(self) -> dict[str, int]:
+        """The layer each parameter belongs to."""
+        return parameter_depths(self)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that weight decay leaves alone."""
+        return undecayed_parameters(self)
+
+
+def balance(
+    model: PreTrainedModel,
+    class_counts: Sequence[int] | None = None,
+    *,
+    fresh_classifier: bool = False,
+    **settings,
+) -> PreTrainedModel:
+    """The same model with the loss of a `LongTailConfig` for hard, soft and multi-hot labels, and `probabilities`.
+
+    Further keywords are fields of `LongTailConfig`. The settings become `config.long_tail`, which `save_pretrained`
+    keeps. Without class counts the settings saved there are taken, and the keywords replace some of them. The model
+    stays an instance of its class, and what it saves is loaded by that class.
+
+    `fresh_classifier=True` starts the classifier anew: small weights, and the bias where `head_start` says.
+    A classifier that was trained elsewhere gets probabilities under any prior without training:
+    `balance(model, class_counts=counts, loss="ce")` (or "bce") names the loss it was trained with.
+    """
+    classifier = classifier_of(model)
+    model.config.long_tail = _settings(model, class_counts, settings, isinstance(classifier, CosineClassifier))
+    if isinstance(model, BalancedClassifier):
+        model.head.derive(classifier.weight.device)
+    else:
+        _attach_head(model, classifier)
+    if fresh_classifier:
+        _start(classifier, model.head)
+    return model
+
+
+def _settings(model: PreTrainedModel, class_counts, settings: dict, cosine: bool) -> LongTailConfig:
+    saved = getattr(model.config, "long_tail", None)
+    if class_counts is not None:
+        settings = settings | {"class_counts": class_counts}
+    elif saved is None:
+        raise LiVTError(f"the config of this {type(model).__name__} has no long_tail settings; pass class_counts.")
+    else:
+        settings = {**saved, **settings}
+    long_tail = LongTailConfig.from_dict(settings)
+    long_tail.check_labels(model.config.num_labels, model.config.problem_type == "multi_label_classification")
+    if long_tail.normalised_classifier != cosine:
+        raise LiVTError(
+            f"normalised_classifier={long_tail.normalised_classifier} does not fit the classifier of this "
+            f"{type(model).__name__}; only a LiViT has one that is made so."
+        )
+    return long_tail
+
+
+def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
+    forward = inspect.unwrap(type(model).forward)
+    if "loss_function" not in forward.__code__.co_names or hasattr(model, "head"):
+        raise LiVTError(
+            f"{type(model).__name__} is not a known kind of image classifier: its forward should call "
+            "`self.loss_function`, and it should have no part called `head`."
+        )
+    model.__class__ = _balanced_class(type(model))
+    model.head = LongTailHead(model.config).to(classifier.weight.device).train(model.training)
+    classifier.register_forward_pre_hook(model.head.take_features)
+    model.register_forward_hook(model.head.drop_features, always_call=True)
+
+
+@functools.cache
+def _balanced_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """`kind` with the methods of a balanced classifier, under its own name: that is the one a checkpoint tells."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (BalancedClassifier, kind), names)
+
+
+@torch.no_grad()
+def _start(classifier: nn.Linear, head: LongTailHead) -> None:
+    nn.init.trunc_normal_(classifier.weight, std=start_std(classifier))
+    if classifier.bias is not None:
+        classifier.bias.copy_(head.classifier_start())
