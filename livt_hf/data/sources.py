@@ -21,6 +21,7 @@ from livt_hf.data.labels import (
     LeftOut,
     class_counts,
     class_feature,
+    group_codes,
     is_multi_label,
     labels_of,
     number_of_classes,
@@ -105,7 +106,7 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
         return IterableDatasetDict(_reported_as_test(splits, benchmark))
     splits = _reported_as_test(standard_columns(splits, settings, left_out), benchmark)
     say_left_out(left_out)
-    if settings.group_column is not None:
+    if settings.group_column is not None and len(splits) > 1:
         _warn_of_shared_groups(splits)
     if "test" not in splits:
         splits |= _carved_test(splits, settings)
@@ -143,7 +144,7 @@ def _carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str
     """The training split in two parts: one to train on, one to test on."""
     train, labels = splits["train"], labels_of(splits["train"])
     if settings.group_column is not None:
-        classes, groups = labels.rarest(number_of_classes(train)), labels_of(train, "group").values
+        classes, groups = labels.rarest(number_of_classes(train)), group_codes(train)
         rows, test_rows = grouped_split(classes, groups, settings.test_fraction, settings.split_seed)
     elif is_multi_label(train):
         order = np.random.RandomState(settings.split_seed).permutation(len(train))

@@ -186,9 +186,8 @@ def grouped_split(
     """
     _check_fraction(test_fraction)
     labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
-    label_of, group_of = np.divmod(
-        np.unique(labels * len(groups) + groups), len(groups)
-    )  # which class has which group
+    # Which class has images of which group.
+    label_of, group_of = np.divmod(np.unique(labels * len(groups) + groups), len(groups))
     lone = np.zeros(len(groups), dtype=bool)
     lone[group_of[np.bincount(label_of)[label_of] == 1]] = True
     free = np.flatnonzero(~lone[groups])
