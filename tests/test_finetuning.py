@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from hub_server import hub_server
 from PIL import Image as Pictures
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.backbones import build_classifier, serving_processor
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
-from livt_hf.finetuning import BestWeights, measure
+from livt_hf.finetuning import BestWeights, measure, plan_course
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
-from livt_hf.training.loop import Progress
+from livt_hf.training.loop import Moment, Progress
 
 
 @pytest.fixture
@@ -140,3 +140,18 @@ def test_the_posterior_in_the_results_is_under_the_uniform_prior_whatever_the_he
     uniform = model.head.posterior(torch.zeros(1, 2), "uniform").argmax().item()
     assert uniform != model.head.posterior(torch.zeros(1, 2)).argmax().item()
     assert measured["posterior"]["accuracy"] == (0.25 if uniform == 0 else 0.75)
+
+
+def test_mixup_ends_before_training_does_where_it_is_told_to(train, tmp_path):
+    settings = options("--pretrained", "none", "--batch_size", "4", "--epochs", "3", "--mixup_off_epochs", "1")
+    settings.mixed_precision, settings.augmentation = "no", "pad_crop"
+    model = micro()
+    seen = []
+    model.forward = lambda pixels, labels: seen.append(labels.is_floating_point()) or SimpleNamespace(loss=None)
+    data = DatasetDict(train=train, test=train)
+    accelerator = SimpleNamespace(process_index=0, num_processes=1)
+    course = plan_course(settings, data, model, eval_processor(32, [0.5] * 3, [0.5] * 3), accelerator)
+    for epoch in range(3):
+        (batch,) = course.loader.epoch(epoch)
+        course.loss_of(model, batch, Moment(epoch, update=epoch))
+    assert seen == [True, True, False]  # mixed labels are soft
