@@ -173,7 +173,7 @@ def _held_out(train: Dataset, settings: DataSettings) -> dict[str, Dataset]:
         return {}
     rows, held_rows = _divided(train, fraction, settings)
     logger.info(
-        "%d of %d training images are held out as validation split, to calibrate on; --validation_fraction 0 keeps them",
+        "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
         *(len(held_rows), len(train)),
     )
     return {"train": train.select(rows), "validation": train.select(held_rows)}
