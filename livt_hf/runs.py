@@ -127,8 +127,8 @@ def _holds_another(folder: Path) -> LiVTError:
 
 def unfinished_run(settings: TrainingSettings) -> Run | None:
     """What --resume means: the run named; for "auto" the one in output_dir, or the newest unfinished of its group."""
-    if settings.resume != "auto":
-        run = Run(Path(settings.resume))
+    if settings.resume not in (None, "auto"):
+        run = Run(Path(str(settings.resume)))
         if not (run.folder / ARGUMENTS).exists():
             raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
         return run

@@ -202,7 +202,7 @@ class DataSettings(CommandSettings):
 class TrainingSettings(DataSettings):
     """What both stages share."""
 
-    model_size: Literal["micro", "tiny", "small", "base", "large"] = option("base", "preset of the encoder")
+    model_size: str = option("base", "preset of the encoder", choices=("micro", "tiny", "small", "base", "large"))
     image_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     patch_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     epochs: int = option(100, "passes over the training set", at_least=1)
@@ -344,7 +344,9 @@ class EvalSettings(DataSettings):
     stage: ClassVar[str] = "eval"
 
     model: str = option("auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True)
-    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
+    dataset: str | None = option(  # type: ignore[assignment]
+        None, "default: the one the run was trained on", selects_data=True, place=True
+    )
     split: str = option("test", "split to measure on")
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
     prior: str | None = option(
@@ -452,6 +454,7 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
     """A value as it was written to the type of its option."""
     if get_origin(kind) is list:
         return [_typed(name, get_args(kind)[0], part) for part in ([text] if isinstance(text, str) else text)]
+    text = str(text)
     if kind is bool:
         if text.lower() not in _TRUTHS:
             raise LiVTError(f"{name} is {text!r}; it must be true or false.")

@@ -124,21 +124,20 @@ def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, 
     dataset order) and keeps the first ones. The picks of a smaller imbalance factor therefore contain those of a
     larger one. A class with fewer images than asked is an error, or gives all it has with `cap=True`.
     """
-    labels = np.asarray(labels)
-    counts = np.asarray(counts, dtype=np.int64)
-    available = label_counts(labels, len(counts))
-    short = np.flatnonzero(counts > available)
+    labels, wanted = np.asarray(labels), np.asarray(counts, dtype=np.int64)
+    available = label_counts(labels, len(wanted))
+    short = np.flatnonzero(wanted > available)
     if len(short) and not cap:
         c = short[0]
         raise LiVTError(
-            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
+            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {wanted[c]}): "
             "lower the counts or pass cap=True to take all such a class has."
         )
     rows = np.argsort(labels.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16-bit labels sort by radix
     ends = np.cumsum(available)
     generator = np.random.RandomState(seed)
     picks = []
-    for start, end, count in zip(ends - available, ends, counts, strict=True):
+    for start, end, count in zip(ends - available, ends, wanted, strict=True):
         of_class = rows[start:end]
         generator.shuffle(of_class)
         picks.append(of_class[:count])
