@@ -111,7 +111,7 @@ def label_settings(train: Dataset) -> dict:
 def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTrainedModel:
     """An image classifier of any family with a fresh classifier and a balanced head."""
     path = settings.pretrained
-    config = AutoConfig.from_pretrained(path, num_labels=len(labels["id2label"]))
+    config = AutoConfig.from_pretrained(path)
     for name, value in labels.items():
         setattr(config, name, value)
     if isinstance(config, TimmWrapperConfig):

@@ -84,17 +84,12 @@ def plan_course(
     facts = input_facts(processor)
     if settings.tune == "lora":
         add_lora(model, settings.lora_rank)
-    transform = DeviceTransform(
-        facts.mean,
-        facts.std,
-        erase=settings.erase,
-        mixup=settings.mixup,
-        cutmix=settings.cutmix,
-        num_classes=number_of_classes(data["train"]),
-        seed=settings.seed,
-    )
+    fixed = dict(erase=settings.erase, num_classes=number_of_classes(data["train"]), seed=settings.seed)
+    mixing = DeviceTransform(facts.mean, facts.std, mixup=settings.mixup, cutmix=settings.cutmix, **fixed)
+    plain = DeviceTransform(facts.mean, facts.std, **fixed)
 
     def loss_of(module, batch, moment):
+        transform = mixing if moment.epoch < settings.epochs - settings.mixup_off_epochs else plain
         batch = transform(batch, **vars(moment))
         return module(batch["pixel_values"], labels=batch["labels"]).loss
 

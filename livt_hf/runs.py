@@ -66,7 +66,7 @@ class Run:
 
     def settings_of(self, cls: type[TrainingSettings]) -> dict:
         """All settings the run was started with; an option that came later had its default."""
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        defaults = {field.name: field.metadata.get("before", field.default) for field in dataclasses.fields(cls)}
         return defaults | {name: value for name, value in self.arguments.items() if name in defaults}
 
 

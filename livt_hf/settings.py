@@ -29,6 +29,7 @@ def option(default: Any, help: str, **facts) -> Any:
     `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them.
     `selects_data`: it decides which images are trained on. `place`: it may name a place on this machine.
     `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
+    `before`: its value in runs from before there was such an option, where that is not its default.
     `alone`: its value when it is named without one. `positional`: its value stands without `--name`; it may then be
     `REQUIRED`.
     """
@@ -185,6 +186,9 @@ class DataSettings(CommandSettings):
     test_fraction: float = option(
         0.2, "share of each class set aside when a dataset has no test split", selects_data=True
     )
+    validation_fraction: float | None = option(
+        0.0, "share of each class held out of the training images, to calibrate and to select on", before=0.0
+    )
     on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be read")
     num_workers: int = option(0, "data loading processes per training process", free=True, at_least=0)
 
@@ -317,6 +321,13 @@ class FinetuneSettings(TrainingSettings):
     erase: float = option(0.25, "probability of random erasing")
     mixup: float = option(0.8, "mixup alpha; 0 is off", at_least=0)
     cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
+    mixup_off_epochs: int = option(0, "number of last epochs without mixup and cutmix", at_least=0)
+    validation_fraction: float | None = option(
+        None,
+        "share of each class held out of the training images, to calibrate and to select on; default: 0.1 of own "
+        "datasets of at least 500 training images without a validation split, and 0 of benchmarks",
+        before=0.0,
+    )
     eval_epochs: int = option(5, "epochs between evaluations", at_least=1)
     select: Literal["last", "best"] = option("last", "weights to keep: the last, or the best on the validation split")
 
