@@ -194,7 +194,9 @@ def grouped_split(
     folds = min(max(share.denominator, 2), len(np.unique(groups[free])), np.bincount(labels[free], minlength=1).max())
     is_test = np.zeros(len(labels), dtype=bool)
     if folds >= 2:
-        is_test[free] = grouped_folds(labels[free], groups[free], folds, seed) < max(share.numerator, 1)
+        fold = grouped_folds(labels[free], groups[free], folds, seed)
+        # Few groups have one best division: then the seed chooses among its folds.
+        is_test[free] = (fold + seed) % folds < max(share.numerator, 1)
     for label in np.setdiff1d(labels, labels[~is_test]):  # both groups of a class may have come to the same fold
         is_test[groups == groups[is_test & (labels == label)][0]] = False
     if not is_test.any():
