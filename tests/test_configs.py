@@ -86,7 +86,8 @@ def test_a_header_has_a_command_whose_images_can_be_shared_by_1_8_and_16_process
 
 
 def test_accelerate_takes_the_launchers_of_the_readme():
-    lines = [line for line in joined((CONFIGS / "README.md").read_text().splitlines()) if line.startswith("accelerate")]
+    text = joined((CONFIGS / "README.md").read_text().splitlines())
+    lines = [line for line in text if line.startswith("accelerate")]
     parsed = [launch_command_parser().parse_args(shlex.split(line.replace("RANK", "0"))[2:]) for line in lines]
     assert [(launch.num_machines or 1, launch.num_processes) for launch in parsed] == [(1, 8), (2, 16)]
     assert all((ROOT / launch.training_script).is_file() for launch in parsed)
