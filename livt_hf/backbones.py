@@ -91,6 +91,8 @@ def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
         raise LiVTError(f"classes {empty} have no training image, so their prior is undefined; leave them out.")
     head = {name: getattr(settings, name) for name in LongTailConfig.names() if name in settings.names()}
     head |= {"class_counts": counts.tolist(), "num_train_images": num_images if several else None}
+    softened = {"mixup": settings.mixup, "cutmix": settings.cutmix}
+    head["trained_with"] = {name: alpha for name, alpha in softened.items() if alpha}
     if settings.test_prior == "none":
         head["test_prior"] = None
     elif settings.test_prior != "uniform":
