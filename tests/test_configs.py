@@ -44,11 +44,15 @@ def header(name: str) -> list[str]:
     return [line.removeprefix("#").removeprefix(" ") for line in lines if line.startswith("#")]
 
 
-def commands(name: str) -> list[list[str]]:
-    """The words of every command in a header, lines that end in a backslash joined."""
-    text = "\n".join(header(name)).replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines()]
-    return [shlex.split(line) for line in lines if line.startswith("accelerate launch ")]
+def joined(lines: list[str]) -> list[str]:
+    """Lines of text, those that end in a backslash made one with the next."""
+    return [" ".join(line.split()) for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
+
+
+def command(name: str) -> list[str]:
+    """The words of the command in a header."""
+    (found,) = [line for line in joined(header(name)) if line.startswith("livt ")]
+    return shlex.split(found)
 
 
 def train_images(arguments) -> int:
@@ -68,22 +72,25 @@ def test_a_config_parses_under_its_stage_and_is_named_after_its_dataset(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "glyphs" not in name])
-def test_a_header_has_commands_for_one_machine_and_several_that_accelerate_and_the_recipe_take(name, monkeypatch):
+def test_a_header_has_a_command_whose_images_can_be_shared_by_1_8_and_16_processes(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = commands(name)
-    machines = set()
-    for words in found:
-        launch = launch_command_parser().parse_args([word.replace("RANK", "0") for word in words[2:]])
-        machines.add(launch.num_machines or 1)
-        assert launch.training_script == f"recipes/{stage_of(name)}.py"
-        options = launch.training_script_args
-        assert options[options.index("--config") + 1] == f"recipes/configs/{name}.yaml"
-        arguments = STAGES[stage_of(name)].parse(options)
-        parts = (launch.num_processes or 1) * arguments.accumulation
+    _, stage, *options = command(name)
+    assert stage == stage_of(name)
+    assert options[options.index("--config") + 1] == f"recipes/configs/{name}.yaml"
+    arguments = STAGES[stage].parse(options)
+    for processes in (1, 8, 16) if name in OF_THE_PAPER else (1, 2):
+        parts = processes * max(1, arguments.accumulation // processes)  # as README.md says
         assert arguments.batch_size % (2 * parts) == 0  # mixup pairs the images of a micro-batch
-    assert machines == {1, 2}
     assert any(line.startswith("Needs: ") for line in header(name))
     assert any(line.startswith("Paper") for line in header(name))
+
+
+def test_accelerate_takes_the_launchers_of_the_readme():
+    text = joined((CONFIGS / "README.md").read_text().splitlines())
+    lines = [line for line in text if line.startswith("accelerate")]
+    parsed = [launch_command_parser().parse_args(shlex.split(line.replace("RANK", "0"))[2:]) for line in lines]
+    assert [(launch.num_machines or 1, launch.num_processes) for launch in parsed] == [(1, 8), (2, 16)]
+    assert all((ROOT / launch.training_script).is_file() for launch in parsed)
 
 
 @pytest.mark.parametrize("name", OF_THE_PAPER)
@@ -187,6 +194,37 @@ def test_a_dataset_s_own_config_has_the_settings_of_the_appendix(stage, column):
     wanted = {key: values[column] for key, values in PAPER_SETTINGS[stage].items()}
     assert {key: getattr(arguments, key) for key in wanted} == wanted
     assert (arguments.model_size, arguments.flip, arguments.clip_grad) == ("base", True, None)
+
+
+# What the logs that the authors released say: images per update, peak rate, warm-up, layer decay and drop path; and
+# the numbers of the header, which a reproduction must show.
+RELEASED = {
+    "pretrain-imagenet-lt-released": ((1024, 6e-4, 40, None, None), (113, 0.4190)),
+    "pretrain-inat18-released": ((3072, 1.8e-3, 40, None, None), (0.5626,)),
+    "finetune-imagenet-lt-released": ((512, 1e-3, 5, 0.75, 0.1), (6.20, 3.30, 60.87, 60.79)),
+    "finetune-imagenet-lt-384-released": ((1024, 2e-3, 5, 0.65, 0.1), (6.27, 3.01, 63.54, 63.51)),
+    "finetune-inat18-released": ((2048, 8e-3, 5, 0.65, 0.1), (8.13, 3.20, 76.08, 76.08)),
+    "finetune-inat18-384-released": ((1024, 4e-3, 5, 0.65, 0.2), (8.48, 3.12, 80.97, 80.95)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_config_has_the_batch_and_the_rates_of_the_authors_log_and_what_it_shows(name):
+    (batch, peak, warmup, layer_decay, drop_path), shown = RELEASED[name]
+    arguments = settings(name)
+    assert (arguments.batch_size, arguments.warmup_epochs) == (batch, warmup)
+    assert scaled_lr(arguments.base_lr, batch) == pytest.approx(peak)
+    if stage_of(name) == "finetune":
+        assert (arguments.layer_decay, arguments.drop_path) == (layer_decay, drop_path)
+        assert (arguments.adam_beta2, arguments.test_prior) == (0.999, "none")  # their loss has no log(C - 1)
+    (said,) = [line for line in header(name) if line.startswith("Released log: ")]
+    assert [float(number) for number in re.findall(r"\d+(?:\.\d+)?", said)] == list(shown)
+    if shown[0] == 113:
+        assert train_images(arguments) // batch == 113
+
+
+def test_the_released_configs_are_those_of_the_six_logs():
+    assert [name for name in NAMES if "released" in name] == sorted(RELEASED)
 
 
 @pytest.mark.parametrize(
