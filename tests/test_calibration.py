@@ -22,8 +22,6 @@ UNIFORM = torch.full_like(SOURCE, 1 / CLASSES)
 PRIORS = {"uniform": UNIFORM, "training": SOURCE, "reversed": SOURCE.flip(0)}
 # Under the uniform prior the Bayes rule is right on 82 %.
 MEANS = 1.13 * torch.randn(CLASSES, 10, generator=torch.Generator().manual_seed(0))
-    CLASSES, 10, generator=torch.Generator().manual_seed(0)
-)  # Bayes .82 under the uniform prior
 
 
 def drawn(prior: Tensor, number: int, seed: int) -> tuple[Tensor, Tensor]:
