@@ -96,7 +96,7 @@ class ReadsOtherCheckpoints:
             kwargs["key_mapping"] = _BEIT_KEYS
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below in our words
         try:
-            with _without_load_report():
+            with without_load_report():
                 model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise LiVTError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
@@ -118,7 +118,7 @@ class ReadsOtherCheckpoints:
 
 
 @contextlib.contextmanager
-def _without_load_report():
+def without_load_report():
     """Hold back transformers' table of missing and unexpected keys: here every such key is expected or refused."""
     transformers_logger = logging.getLogger("transformers.modeling_utils")
 

@@ -30,6 +30,7 @@ def option(default: Any, help: str, **facts) -> Any:
     `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them.
     `selects_data`: it decides which images are trained on. `place`: it may name a place on this machine.
     `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
+    `before`: its value in runs from before there was such an option, where that is not its default.
     `alone`: its value when it is named without one. `positional`: its value stands without `--name`; it may then be
     `REQUIRED`.
     """
@@ -100,10 +101,14 @@ class CommandSettings:
         values = (inherited or {}) | asked
         load_plugin(values.get("plugin"))
         if values.pop("config", None) is None and configs is not None:
-            dataset = values.get("dataset", cls.__dataclass_fields__["dataset"].default)
-            own = configs / f"{cls.stage}-{str(dataset).replace('/', '-')}.yaml"
+            own = configs / f"{cls.stage}-{cls._own_config(values)}.yaml"
             values = (read_settings(cls, own) if own.exists() else {}) | values
         return cls(**values)
+
+    @classmethod
+    def _own_config(cls, values: dict) -> str:
+        """What the config is called that goes with the dataset."""
+        return str(values.get("dataset", cls.__dataclass_fields__["dataset"].default)).replace("/", "-")
 
 
 @dataclass
@@ -182,6 +187,9 @@ class DataSettings(CommandSettings):
     test_fraction: float = option(
         0.2, "share of each class set aside when a dataset has no test split", selects_data=True
     )
+    validation_fraction: float | None = option(
+        0.0, "share of each class held out of the training images, to calibrate and to select on", before=0.0
+    )
     on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be read")
     num_workers: int = option(0, "data loading processes per training process", free=True, at_least=0)
 
@@ -195,7 +203,7 @@ class DataSettings(CommandSettings):
 class TrainingSettings(DataSettings):
     """What both stages share."""
 
-    model_size: Literal["micro", "tiny", "small", "base", "large"] = option("base", "preset of the encoder")
+    model_size: str = option("base", "preset of the encoder", choices=("micro", "tiny", "small", "base", "large"))
     image_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     patch_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     epochs: int = option(100, "passes over the training set", at_least=1)
@@ -269,11 +277,20 @@ class FinetuneSettings(TrainingSettings):
     stage: ClassVar[str] = "finetune"
 
     image_size: int | None = option(None, "pixels; default: the checkpoint's, or the preset's", at_least=1)
+    model_size: str = option("base", "preset of the encoder; that of a checkpoint is known")
     pretrained: str | None = option(
         None,
-        "MGP run, ViT or ViTMAE checkpoint or Hub id; 'none' trains from scratch; default: the newest MGP run",
+        "MGP run, or checkpoint folder or Hub id of any image classifier; 'none' trains from scratch; default: the "
+        "newest MGP run",
         place=True,
     )
+    tune: Literal["full", "lora", "head"] | None = option(
+        None,
+        "what is trained: everything, low-rank additions (LoRA), or the classifier on features of the frozen "
+        "backbone; each has a config of its own; default: everything, with the dataset's config",
+    )
+    lora_rank: int = option(8, "rank of LoRA's additions", at_least=1)
+    views: int = option(1, "views per image that a frozen backbone keeps; all but the first are augmented", at_least=1)
     min_lr: float = option(1e-6, "floor of the cosine, not scaled by the batch", at_least=0)
     adam_beta2: float = option(0.99, "AdamW's second beta")
     optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
@@ -305,8 +322,20 @@ class FinetuneSettings(TrainingSettings):
     erase: float = option(0.25, "probability of random erasing")
     mixup: float = option(0.8, "mixup alpha; 0 is off", at_least=0)
     cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
+    mixup_off_epochs: int = option(0, "number of last epochs without mixup and cutmix", at_least=0)
+    validation_fraction: float | None = option(
+        None,
+        "share of each class held out of the training images, to calibrate and to select on; default: 0.1 of own "
+        "datasets of at least 500 training images without a validation split, and 0 of benchmarks",
+        before=0.0,
+    )
     eval_epochs: int = option(5, "epochs between evaluations", at_least=1)
     select: Literal["last", "best"] = option("last", "weights to keep: the last, or the best on the validation split")
+
+    @classmethod
+    def _own_config(cls, values: dict) -> str:
+        """Pretrained backbones want another recipe than a ViT from scratch, whatever the dataset."""
+        return f"tune-{values['tune']}" if values.get("tune") else super()._own_config(values)
 
 
 @dataclass
@@ -316,7 +345,9 @@ class EvalSettings(DataSettings):
     stage: ClassVar[str] = "eval"
 
     model: str = option("auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True)
-    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
+    dataset: str | None = option(  # type: ignore[assignment]
+        None, "default: the one the run was trained on", selects_data=True, place=True
+    )
     split: str = option("test", "split to measure on")
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
     prior: str | None = option(
@@ -427,6 +458,7 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
     """A value as it was written to the type of its option."""
     if get_origin(kind) is list:
         return [_typed(name, get_args(kind)[0], part) for part in ([text] if isinstance(text, str) else text)]
+    text = str(text)
     if kind is bool:
         if text.lower() not in _TRUTHS:
             raise LiVTError(f"{name} is {text!r}; it must be true or false.")

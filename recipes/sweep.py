@@ -213,7 +213,7 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
 
 def lent(stage: str, asked: dict) -> dict:
     """What a run of a stage takes over from where it starts."""
-    from livt_hf.finetuning import lent_by_checkpoint  # imports torch
+    from livt_hf.backbones import lent_by_checkpoint  # imports torch
 
     return lent_by_checkpoint(asked) if stage == "finetune" else {}
 

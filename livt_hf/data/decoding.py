@@ -10,7 +10,7 @@ import logging
 import os
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 import fsspec
@@ -172,15 +172,21 @@ def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
     seen: dict[bytes, tuple[str, str]] = {}
     pairs = []
     for split, dataset in splits.items():
-        rows = encoded_images(dataset)
-        for start in range(0, len(rows), 256):
-            for index, image in enumerate(rows[start : start + 256]["image"], start):
-                data = _read_file(image["path"]) if image["bytes"] is None else image["bytes"]
-                named = f"{image['path'] or f'image {index}'} of {split}"
-                first_split, first = seen.setdefault(hashlib.sha256(data).digest(), (split, named))
-                if first_split != split:
-                    pairs.append((first, named))
+        for index, (path, digest) in enumerate(image_digests(dataset)):
+            named = f"{path or f'image {index}'} of {split}"
+            first_split, first = seen.setdefault(digest, (split, named))
+            if first_split != split:
+                pairs.append((first, named))
     return pairs
+
+
+def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
+    """The path of each image, where it has one, and a digest of its bytes as they are stored."""
+    rows = encoded_images(dataset)
+    for start in range(0, len(rows), 256):
+        for image in rows[start : start + 256]["image"]:
+            data = _read_file(image["path"]) if image["bytes"] is None else image["bytes"]
+            yield image["path"], hashlib.sha256(data).digest()
 
 
 def without_broken(dataset: Dataset) -> Dataset:

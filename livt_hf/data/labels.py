@@ -146,6 +146,11 @@ def labels_of(dataset: Dataset, column: str = "label") -> Labels:
     return labels if rows is None else labels.take(rows)
 
 
+def group_codes(dataset: Dataset) -> np.ndarray:
+    """The groups of all images as numbers, which sort faster than text."""
+    return pa.array(labels_of(dataset, "group").values, type=pa.string()).dictionary_encode().indices.to_numpy()
+
+
 def rows_of(dataset: Dataset) -> np.ndarray | None:
     """Which rows of the base table a dataset consists of; None means all. `datasets` has no public name for it."""
     return None if dataset._indices is None else dataset._indices.column(0).to_numpy()
@@ -209,7 +214,8 @@ def _with_text_groups(dataset: Dataset) -> Dataset:
     """The group of every image as text."""
     if dataset.features["group"] != Value("string"):
         dataset = dataset.cast_column("group", Value("string"))
-    empty = np.flatnonzero([not (group and group.strip()) for group in labels_of(dataset, "group").values])
+    blank = pc.equal(pc.utf8_trim_whitespace(pa.array(labels_of(dataset, "group").values, type=pa.string())), "")
+    empty = np.flatnonzero(blank.fill_null(True))
     if len(empty):
         first = dataset.cast_column("image", Image(decode=False))[int(empty[0])]["image"]["path"]
         raise LiVTError(

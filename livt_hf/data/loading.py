@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset, Image, IterableDataset
 from torch.utils.data import DataLoader, get_worker_info
 from transformers import BaseImageProcessor
+from transformers.image_processing_backends import TorchvisionBackend
 
 from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image
 from livt_hf.data.labels import Labels, is_multi_label, labels_of, number_of_classes
@@ -65,6 +66,12 @@ class Batches:
     def micro_size(self) -> int:
         """Images of a micro-batch on one process."""
         return self.batch_size // self.parts
+
+    def in_order(self, num_images: int) -> list[list[int]]:
+        """The batches of this process where each image is taken once: contiguous parts of nearly equal length."""
+        bounds = np.linspace(0, num_images, self.world_size + 1).astype(int)
+        part, size = range(bounds[self.rank], bounds[self.rank + 1]), self.micro_size
+        return [list(part[i : i + size]) for i in range(0, len(part), size)]
 
     def updates(self, num_images: int) -> int:
         """Updates of an epoch. A ragged last batch is dropped."""
@@ -136,10 +143,14 @@ def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batche
 
     Processes get contiguous parts that differ by at most one image, so they may have different numbers of batches.
     """
-    bounds = np.linspace(0, len(dataset), batches.world_size + 1).astype(int)
-    part, size = range(bounds[batches.rank], bounds[batches.rank + 1]), batches.micro_size
     images = _ProcessedImages(StoredImages(dataset), processor)
-    rows = [list(part[i : i + size]) for i in range(0, len(part), size)]
+    return _loader(images, batches.num_workers, batch_sampler=batches.in_order(len(dataset)))
+
+
+def augmented_in_order(dataset: Dataset, augmentation: Augmentation, batches: Batches, epoch: int) -> DataLoader:
+    """The uint8 images of `train_loader` as an epoch sees them, but in order, each image once over all processes."""
+    rows = [[(epoch, index) for index in part] for part in batches.in_order(len(dataset))]
+    images = _AugmentedImages(StoredImages(dataset), augmentation, batches.seed)
     return _loader(images, batches.num_workers, batch_sampler=rows)
 
 
@@ -232,7 +243,7 @@ class _ProcessedImages(torch.utils.data.Dataset):
             images = self.stored.images(indices)
         except LiVTError as error:
             return error
-        if self.processor.backend == "pil":  # it wants arrays with the channels last
+        if not isinstance(self.processor, TorchvisionBackend):  # the others want arrays with the channels last
             images = [image.permute(1, 2, 0).numpy() for image in images]
         return {
             "pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"],

@@ -21,6 +21,7 @@ from livt_hf.data.labels import (
     LeftOut,
     class_counts,
     class_feature,
+    group_codes,
     is_multi_label,
     labels_of,
     number_of_classes,
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
+# A set of own images below this size is not divided further without being asked.
+ENOUGH_TO_HOLD_OUT = 500
 CARVED = "set aside from the training data"
 # Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
 SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_OF_WORD)})(?![^\W\d_])")
@@ -105,7 +108,7 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
         return IterableDatasetDict(_reported_as_test(splits, benchmark))
     splits = _reported_as_test(standard_columns(splits, settings, left_out), benchmark)
     say_left_out(left_out)
-    if settings.group_column is not None:
+    if settings.group_column is not None and len(splits) > 1:
         _warn_of_shared_groups(splits)
     if "test" not in splits:
         splits |= _carved_test(splits, settings)
@@ -117,6 +120,8 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
             again = DataSettings(drop_empty=True, group_column=settings.group_column and "group")
             splits = standard_columns(splits, again, {})
     _refuse_empty_classes(splits["train"])
+    if "validation" not in splits:
+        splits |= _held_out(splits["train"], settings)
     return DatasetDict({split: splits[split] for split in SPLITS if split in splits})
 
 
@@ -141,16 +146,8 @@ def _reported_as_test(splits: dict, benchmark: Benchmark) -> dict:
 
 def _carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
     """The training split in two parts: one to train on, one to test on."""
-    train, labels = splits["train"], labels_of(splits["train"])
-    if settings.group_column is not None:
-        classes, groups = labels.rarest(number_of_classes(train)), labels_of(train, "group").values
-        rows, test_rows = grouped_split(classes, groups, settings.test_fraction, settings.split_seed)
-    elif is_multi_label(train):
-        order = np.random.RandomState(settings.split_seed).permutation(len(train))
-        num_test = int(len(train) * settings.test_fraction)
-        rows, test_rows = np.sort(order[num_test:]), np.sort(order[:num_test])
-    else:
-        rows, test_rows = stratified_split(labels.values, settings.test_fraction, settings.split_seed)
+    train = splits["train"]
+    rows, test_rows = _divided(train, settings.test_fraction, settings)
     parts = {"train": train.select(rows), "test": train.select(test_rows)}
     parts["test"].info.description = CARVED
     rename = ", or call the validation split so" if "validation" in splits else ""
@@ -165,6 +162,33 @@ def _carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str
         few = "have too few groups" if settings.group_column else "are too small"
         logger.warning("%d classes %s to give a test image: %s", len(names), few, ", ".join(names))
     return parts
+
+
+def _held_out(train: Dataset, settings: DataSettings) -> dict[str, Dataset]:
+    """The training split with a part of it as validation split, where that is asked for or sensible."""
+    fraction = settings.validation_fraction
+    if fraction is None:
+        fraction = 0.0 if settings.dataset in BENCHMARKS or len(train) < ENOUGH_TO_HOLD_OUT else 0.1
+    if fraction == 0:
+        return {}
+    rows, held_rows = _divided(train, fraction, settings)
+    logger.info(
+        "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
+        *(len(held_rows), len(train)),
+    )
+    return {"train": train.select(rows), "validation": train.select(held_rows)}
+
+
+def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to keep and rows to set aside: no group on both sides, and each class divided alike as far as possible."""
+    labels, seed = labels_of(train), settings.split_seed
+    if settings.group_column is not None:
+        return grouped_split(labels.rarest(number_of_classes(train)), group_codes(train), fraction, seed)
+    if is_multi_label(train):
+        order = np.random.RandomState(seed).permutation(len(train))
+        number = int(len(train) * fraction)
+        return np.sort(order[number:]), np.sort(order[:number])
+    return stratified_split(labels.values, fraction, seed)
 
 
 def _warn_of_shared_groups(splits: dict[str, Dataset]) -> None:

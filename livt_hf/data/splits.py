@@ -124,21 +124,20 @@ def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, 
     dataset order) and keeps the first ones. The picks of a smaller imbalance factor therefore contain those of a
     larger one. A class with fewer images than asked is an error, or gives all it has with `cap=True`.
     """
-    labels = np.asarray(labels)
-    counts = np.asarray(counts, dtype=np.int64)
-    available = label_counts(labels, len(counts))
-    short = np.flatnonzero(counts > available)
+    labels, wanted = np.asarray(labels), np.asarray(counts, dtype=np.int64)
+    available = label_counts(labels, len(wanted))
+    short = np.flatnonzero(wanted > available)
     if len(short) and not cap:
         c = short[0]
         raise LiVTError(
-            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
+            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {wanted[c]}): "
             "lower the counts or pass cap=True to take all such a class has."
         )
     rows = np.argsort(labels.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16-bit labels sort by radix
     ends = np.cumsum(available)
     generator = np.random.RandomState(seed)
     picks = []
-    for start, end, count in zip(ends - available, ends, counts, strict=True):
+    for start, end, count in zip(ends - available, ends, wanted, strict=True):
         of_class = rows[start:end]
         generator.shuffle(of_class)
         picks.append(of_class[:count])
@@ -186,9 +185,8 @@ def grouped_split(
     """
     _check_fraction(test_fraction)
     labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
-    label_of, group_of = np.divmod(
-        np.unique(labels * len(groups) + groups), len(groups)
-    )  # which class has which group
+    # Which class has images of which group.
+    label_of, group_of = np.divmod(np.unique(labels * len(groups) + groups), len(groups))
     lone = np.zeros(len(groups), dtype=bool)
     lone[group_of[np.bincount(label_of)[label_of] == 1]] = True
     free = np.flatnonzero(~lone[groups])
@@ -196,7 +194,9 @@ def grouped_split(
     folds = min(max(share.denominator, 2), len(np.unique(groups[free])), np.bincount(labels[free], minlength=1).max())
     is_test = np.zeros(len(labels), dtype=bool)
     if folds >= 2:
-        is_test[free] = grouped_folds(labels[free], groups[free], folds, seed) < max(share.numerator, 1)
+        fold = grouped_folds(labels[free], groups[free], folds, seed)
+        # Few groups have one best division: then the seed chooses among its folds.
+        is_test[free] = (fold + seed) % folds < max(share.numerator, 1)
     for label in np.setdiff1d(labels, labels[~is_test]):  # both groups of a class may have come to the same fold
         is_test[groups == groups[is_test & (labels == label)][0]] = False
     if not is_test.any():

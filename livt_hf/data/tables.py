@@ -141,16 +141,19 @@ def locate(paths: Iterable[str], root: Path) -> list[str | None]:
 
     Each folder is read once, instead of asking for each file.
     """
-    names: dict[str, dict[str, str]] = {}
-    found = []
+    listed: dict[str, set[str]] = {}
+    stems: dict[str, dict[str, str]] = {}
+    prefix, found = f"{root}/", []
     for path in paths:
-        folder, _, name = path.rpartition("/")
-        if folder not in names:
+        folder, slash, name = path.rpartition("/")
+        if folder not in listed:
             place = root / folder
-            files = sorted(os.listdir(place)) if place.is_dir() else []
-            names[folder] = {os.path.splitext(file)[0]: file for file in files} | {file: file for file in files}
-        file = names[folder].get(name)
-        found.append(None if file is None else os.path.join(root, folder, file))
+            listed[folder] = set(os.listdir(place)) if place.is_dir() else set()
+        if name not in listed[folder]:
+            if folder not in stems:
+                stems[folder] = {os.path.splitext(file)[0]: file for file in sorted(listed[folder])}
+            name = stems[folder].get(name)
+        found.append(None if name is None else f"{prefix}{folder}{slash}{name}")
     return found
 
 

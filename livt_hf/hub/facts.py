@@ -23,6 +23,11 @@ TITLES = {
 IMAGENET = BENCHMARKS["imagenet-1k"].hub
 
 
+def is_vit(results: Results) -> bool:
+    """Whether a run trained a ViT of ours, pretrained or fine-tuned, and not another backbone."""
+    return results.model_type in (None, "livit", "vit_mae")
+
+
 def loss_spec(results: Results) -> LossSpec:
     """What the loss of a run is. A loss of the user's own is known once its plugin is loaded."""
     if results.loss not in LOSSES:

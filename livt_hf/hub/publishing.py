@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from transformers import AutoImageProcessor
 
 from livt_hf.conversion import save_timm, to_beit
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
@@ -140,11 +140,15 @@ def _write_model(run: Path, folder: Path, results: Results, form: str) -> list[i
                 shutil.copyfile(path, folder / path.name)
         return None
     loss_spec(results)  # a loss that is not registered is refused before the model asks for it
-    model, processor = LiViTForImageClassification.from_pretrained(run), AutoImageProcessor.from_pretrained(run)
+    model, processor = load_checkpoint(str(run)), load_processor(str(run))
+    livit = isinstance(model, LiViTForImageClassification)
     if form == "timm":
+        if not livit:
+            raise LiVTError(f"{run} holds a {type(model).__name__}; only a LiViT has a timm form of its own.")
         save_timm(model, folder, processor)
     else:
-        to_beit(model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+        # Every other classifier is of a stock class already.
+        (to_beit(model) if livit else model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(folder)
     return model.config.long_tail.class_counts
 

@@ -22,7 +22,7 @@ class BalancedClassifier:
     # Trainer divides the loss by the accumulation steps only if forward does not claim to do it.
     accepts_loss_kwargs = False
 
-    def loss_function(self, labels: Tensor, logits: Tensor | None = None, **kwargs) -> Tensor:
+    def loss_function(self, labels: Tensor, logits: Tensor | None = None, config=None, **kwargs) -> Tensor:  # noqa: ARG002
         """What the forward of every stock class calls; ConvNeXt calls its logits `pooled_logits`."""
         return self.head(kwargs["pooled_logits"] if logits is None else logits, labels, self.head.features)
 
