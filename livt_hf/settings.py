@@ -8,6 +8,7 @@ values. Nothing here imports torch, so `--help` is fast.
 import argparse
 import dataclasses
 import difflib
+import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -436,9 +437,12 @@ def save_settings(settings: CommandSettings, path: Path) -> None:
     path.write_text(yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False), encoding="utf-8")
 
 
+_type_hints = functools.cache(get_type_hints)
+
+
 def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
     """The type of an option: int, float, bool, str, a Literal, or a list of one of them; None aside."""
-    hint = get_type_hints(cls)[declared.name]
+    hint = _type_hints(cls)[declared.name]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return next(part for part in parts if part is not type(None))
 

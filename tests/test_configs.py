@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,8 @@ from livt_hf.configuration_livit import PRESETS
 from livt_hf.hub.paper import paper_table
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.modeling_livit_mae import pretraining_config
+from livt_hf.recipes import sweep
+from livt_hf.recipes.paper.sweeps import SWEEPS
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.training.optim import scaled_lr
@@ -27,7 +30,7 @@ OF_THE_PAPER = [name for name in NAMES if not re.fullmatch(r"\w+-(glyphs|cifar\d
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
 TRAIN_IMAGES = {
     "imagenet-lt": 115_846, "imagenet-bal": 160_000, "imagenet-1k": 1_281_167, "inat18": 437_513, "places-lt": 62_500,
-    "cifar10-lt": 12_406, "cifar100-lt": 10_847,
+    "cifar10-lt": 12_406, "cifar100-lt": 10_847, ("cifar10-lt", 10): 20_431, ("cifar100-lt", 10): 19_573,
 }  # fmt: skip
 
 
@@ -56,7 +59,8 @@ def command(name: str) -> list[str]:
 
 
 def train_images(arguments) -> int:
-    return 1000 * (arguments.images_per_class or 0) or TRAIN_IMAGES[arguments.dataset]
+    derived = TRAIN_IMAGES.get((arguments.dataset, arguments.imbalance_factor), TRAIN_IMAGES[arguments.dataset])
+    return 1000 * (arguments.images_per_class or 0) or derived
 
 
 # What a config says of itself
@@ -86,8 +90,8 @@ def test_a_header_has_a_command_whose_images_can_be_shared_by_1_8_and_16_process
 
 
 def test_accelerate_takes_the_launchers_of_the_readme():
-    text = joined((CONFIGS / "README.md").read_text().splitlines())
-    lines = [line for line in text if line.startswith("accelerate")]
+    lines = joined((CONFIGS / "README.md").read_text().splitlines())
+    lines = [line for line in lines if line.startswith("accelerate")]
     parsed = [launch_command_parser().parse_args(shlex.split(line.replace("RANK", "0"))[2:]) for line in lines]
     assert [(launch.num_machines or 1, launch.num_processes) for launch in parsed] == [(1, 8), (2, 16)]
     assert all((ROOT / launch.training_script).is_file() for launch in parsed)
@@ -136,14 +140,67 @@ def macs(arguments) -> float:
     return blocks(visible, width, layers) + patches * width * pixels + visible * width * inner + decoding
 
 
-@pytest.mark.parametrize("name", OF_THE_PAPER)
-def test_gpu_hours_are_the_authors_94_for_inat18_scaled_by_arithmetic(name):
+def gpu_hours(arguments) -> float:
+    """The authors' 94 for iNat18 at 224 pixels, scaled by arithmetic."""
+
     def work(arguments) -> float:
         return train_images(arguments) * arguments.epochs * macs(arguments)
 
+    return 94 * work(arguments) / work(settings("finetune-inat18"))
+
+
+@pytest.mark.parametrize("name", OF_THE_PAPER)
+def test_gpu_hours_are_the_authors_94_for_inat18_scaled_by_arithmetic(name):
     (needs,) = [line for line in header(name) if line.startswith("Needs: ")]
     said = float(re.search(r"([\d.]+) GPU-hours", needs)[1])
-    assert said == pytest.approx(94 * work(settings(name)) / work(settings("finetune-inat18")), rel=0.03)
+    assert said == pytest.approx(gpu_hours(settings(name)), rel=0.03)
+
+
+# The list of the paper's tables and figures
+
+
+def listed() -> list[tuple[str, str, str]]:
+    """What the list in README.md reproduces, by which sweep, for how many GPU-hours."""
+    rows = re.findall(r"^\| ([^|]*) \| (.*) \| ([\d,-]+) \| [^|]* \|$", (CONFIGS / "README.md").read_text(), re.M)
+    return [
+        (what, command, hours) for what, code, hours in rows for command in re.findall(r"`(livt sweep .*?)`", code)
+    ]
+
+
+@pytest.fixture
+def mae_base(tmp_path, monkeypatch):
+    """The checkpoint that the commands name, as far as planning looks at it."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/pretrain-imagenet-1k-base/1")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(PRESETS["base"] | {"model_type": "vit_mae"}))
+
+
+@pytest.mark.parametrize(("what", "command", "hours"), listed())
+def test_a_listed_sweep_prints_commands_that_parse_and_cost_what_the_list_says(what, command, hours, mae_base, capsys):
+    sweep.main([*shlex.split(command)[2:], "--dry_run"])
+    printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    runs = [STAGES[stage].parse(words, CONFIGS) for _, stage, *words in printed]
+    folders = [run.output_dir for run in runs]
+    for run in runs:
+        start = getattr(run, "pretrained", "none")
+        assert start in ("none", "runs/pretrain-imagenet-1k-base/1", *folders[: folders.index(run.output_dir)])
+        assert run.source == ("FOLDER" if run.dataset == shlex.split(command)[4] else "IMAGENET")
+    assert float(hours.replace(",", "")) == pytest.approx(sum(map(gpu_hours, runs)), rel=0.03)
+
+
+def test_every_row_of_the_paper_s_tables_stands_beside_a_listed_sweep(mae_base):
+    found = []
+    for _, command, _ in listed():
+        asked = sweep.SweepSettings.parse(shlex.split(command)[2:])
+        asked.model_size = asked.model_size or (asked.pretrained and "base")
+        variants = sweep.chosen(SWEEPS[asked.sweep].variants, asked.only)
+        plan = sweep.Plan(asked, variants)
+        found += [row for variant in variants for row in plan.paper_rows(SWEEPS[asked.sweep], variant)]
+    tables = yaml.safe_load((ROOT / "livt_hf" / "hub" / "paper.yaml").read_text())
+    rows = [row for table in tables for row in paper_table(table)]
+    assert sum(len({"accuracy", "many", "medium", "few", "ece", "mce"} & row.keys()) for row in rows) == 226
+    assert [row for row in rows if row not in found] == []
 
 
 # What a config sets
