@@ -17,6 +17,7 @@ COMMANDS = {
     "finetune": "balanced fine-tuning (BFT) of a pretrained model",
     "eval": "measure a model, by class frequency and under several decision rules; write a report",
     "predict": "classify image files",
+    "demo": "try models in the browser, on this machine",
     "publish": "put a finished run on the Hub, with its model card",
     "publish-data": "put a long-tailed dataset on the Hub, with its card",
     "convert": "convert checkpoints: the authors' files, BEiT, timm",
