@@ -2,16 +2,24 @@
 
 import json
 import socket
+import subprocess
+import sys
+import tomllib
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hub_server import TOKEN, hub_server
+from huggingface_hub import HfApi, SpaceCard, constants
 from PIL import Image
+from test_cards import RESULTS
+from test_hub import make_run
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
@@ -23,8 +31,11 @@ from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
 from livt_hf.demo.unlabelled import estimate, read_world
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.prediction import find_images
+from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.priors import class_prior
+from livt_hf.recipes.publish import main as publish_command
 
+ROOT = Path(__file__).parents[1]
 NAMES = ["cat", "dog", "newt <b>"]
 COUNTS = [900, 90, 10]
 
@@ -227,9 +238,10 @@ def test_the_estimate_finds_the_shares_of_clear_images_within_its_interval():
     assert found.warning is None
 
 
-def test_fewer_images_than_classes_are_warned_of():
-    found = estimate(torch.full((4, 10), 0.1), class_prior([1] * 10))
-    assert "4 images say little about 10 classes" in found.warning
+def test_an_estimate_that_has_collapsed_is_warned_of():
+    rng = np.random.default_rng(0)
+    posterior = torch.from_numpy(rng.dirichlet(np.ones(50) * 0.9, size=40))  # noise of a model that knows nothing
+    assert "Do not trust this estimate" in estimate(posterior, class_prior([1] * 50)).warning
 
 
 def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_cannot_read(served, tmp_path):
@@ -245,7 +257,7 @@ def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_can
     before, after = (served.posterior(logits, prior).argmax(-1) for prior in ("uniform", world.estimate.prior))
     assert sum(row[-1] == "yes" for row in world.change_rows()) == (before != after).sum()
     lines = world.to_csv().splitlines()
-    assert len(lines) == 13 and lines[0].startswith("file,all classes equal,probability")
+    assert len(lines) == 13 and lines[0].startswith("file,class,probability")
 
 
 # Errors
@@ -389,3 +401,74 @@ def test_a_model_that_is_no_run_is_shown_with_what_is_missing(app, tmp_path, tin
     assert any("not the folder of a finished run" in note for note in shown.notes)
     assert any("no report with a predictions.parquet" in note for note in shown.notes)
     app.build([shown, shown])
+
+
+# The Space
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    sizes = dict(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4
+    )
+    names = {0: "cat", 1: "dog", 2: "newt"}
+    model = LiViTForImageClassification(LiViTConfig(**sizes, class_counts=[500, 40, 5], id2label=names)).eval()
+    return make_run(tmp_path_factory.mktemp("runs") / "finetune" / "1", RESULTS, model)
+
+
+def test_a_space_is_an_app_its_requirements_and_a_card_with_the_metadata_that_the_hub_reads(finished_run, tmp_path):
+    folder = prepare_space(finished_run, tmp_path / "space", Publication("org/livt", license="mit"))
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "app.py", "requirements.txt"]
+    card = SpaceCard.load(folder / "README.md").data
+    assert (card.sdk, card.app_file, card.models, card.license) == ("gradio", "app.py", ["org/livt"], "mit")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["demo"] == [f"gradio>={card.sdk_version}"]
+    assert (folder / "requirements.txt").read_text().startswith("livt-hf[demo]>=")
+    assert "HF_TOKEN" in (folder / "README.md").read_text()  # a private model
+    with pytest.raises(LiVTError, match="is not empty"):
+        prepare_space(finished_run, folder, Publication("org/livt", license="mit"))
+
+
+def test_the_published_space_runs_as_it_is_and_serves_the_published_model(finished_run, tmp_path, monkeypatch):
+    pytest.importorskip("gradio")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with hub_server() as hub, socket.socket() as free:
+        api, publication = HfApi(hub.endpoint, TOKEN), Publication("org/livt", license="mit")
+        publish(finished_run, publication, api)
+        url = publish_space(finished_run, publication, api).commit_url
+        assert url.startswith(f"{hub.endpoint}/spaces/org/livt/commit/")
+        files = hub.files("org/livt", "spaces")
+        assert files.keys() == {".gitattributes", "README.md", "app.py", "requirements.txt"}
+        (tmp_path / "app.py").write_bytes(files["app.py"])
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+        environment = hub.environment(tmp_path) | {"GRADIO_SERVER_PORT": port, "GRADIO_ANALYTICS_ENABLED": "False"}
+        app = subprocess.Popen(
+            [sys.executable, "app.py"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert app.stdout.readline().startswith(f"Open http://127.0.0.1:{port}/")
+            config = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/config"))
+        finally:
+            app.terminate()
+            app.wait()
+    shown = {part["props"].get("label") for part in config["components"]}
+    assert {"Try", "Your world", "Image"} <= shown and "Errors" not in shown
+    headings = [part["props"].get("value") for part in config["components"] if part["type"] == "markdown"]
+    assert "## org/livt" in headings
+
+
+def test_a_space_that_cannot_be_published_leaves_the_command_to_do_it_later(finished_run):
+    with hub_server() as hub:
+        api = HfApi(hub.endpoint, "hf_wrong")
+        with pytest.raises(LiVTError, match="org/livt --license mit --space"):
+            publish_space(finished_run, Publication("org/livt", license="mit"), api)
+
+
+def test_publish_lists_the_space_of_a_dry_run_and_uploads_nothing(finished_run, tmp_path, capsys):
+    options = [str(finished_run), "org/livt", "--license", "mit", "--space", "--folder", str(tmp_path / "out")]
+    publish_command(options)
+    printed = capsys.readouterr().out
+    assert "bytes  app.py" in printed and "Nothing was uploaded" in printed
+    assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out-space" / "app.py").is_file()

@@ -23,7 +23,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import is_pretraining
 from livt_hf.evaluation.prediction import find_images
 
-EXAMPLES = 16
+EXAMPLES = 12
 # The browser itself refuses to load or send anything elsewhere. Gradio needs its inline parts and evaluated functions.
 POLICY = "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'"
 THEME = gr.themes.Default(
@@ -33,11 +33,7 @@ THEME = gr.themes.Default(
 
 def show(path: str, images: str | None = None, report: str | None = None, device: str | None = None) -> Shown:
     """A model with everything that is found for it; what is missing is said in its notes."""
-    if is_pretraining(path):
-        shown = Shown(ServedPretraining(path, device))
-    else:
-        shown = Shown(ServedClassifier(path, device))
-        shown.notes += [shown.served.caveat] if shown.served.caveat else []
+    shown = Shown((ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device))
     try:
         shown.data = data_of_run(path)
     except LiVTError as error:
@@ -81,8 +77,8 @@ def build(models: Sequence[Shown]) -> gr.Blocks:
 
 def _page(shown: Shown) -> None:
     gr.Markdown(f"## {shown.served.path}")
-    if shown.notes:
-        gr.Markdown("\n".join(f"- {note}" for note in shown.notes), elem_classes="notes")
+    if shown.served.caveat:
+        gr.Markdown(shown.served.caveat)
     with gr.Tabs():
         if isinstance(shown.served, ServedPretraining):
             with gr.Tab("Reconstruction"):

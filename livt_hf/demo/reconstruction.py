@@ -16,6 +16,8 @@ SIDE = 256
 class ServedPretraining:
     """A ViTMAE checkpoint with its image processor."""
 
+    caveat = None
+
     def __init__(self, path: str, device: str | None = None):
         self.path, self.device = path, choose_device(device)
         self.model, self.processor = load_checkpoint(path).to(self.device), load_processor(path)

@@ -18,7 +18,7 @@ from livt_hf.long_tail.priors import Prior
 TOP = 5
 ARGMAX, UNIFORM, YOURS = "argmax z", "All classes equal", "Your world"
 WORDS = {
-    ARGMAX: "The paper's rule ranks by the logits z. Bars show their softmax (sigmoid for several labels).",
+    ARGMAX: "The paper's rule: rank by the logits z. Bars are a score, not a probability.",
     UNIFORM: "Probabilities where every class is as frequent as any other.",
     YOURS: "Probabilities where classes are as frequent as you say.",
 }
@@ -33,6 +33,7 @@ class ServedClassifier:
         self.predictor.rule = lambda logits: logits  # kept as they are: priors come later
         self.model, self.names = self.predictor.model, self.predictor.labels
         missing = why_no_posterior(self.model)
+        # What the page says of a model that lacks something.
         self.caveat = missing and f"No prior can be chosen for this model: {self.predictor.caveat}."
         self.classes = None if missing else Classes.of(self.model)
         self.groups = None if missing else self.classes.groups

@@ -24,8 +24,8 @@ NEIGHBOURS = 6
 AT_ONCE = {"show_progress": "hidden", "queue": False}
 STYLE = """
 .image-frame img { width: 100%; height: 100%; object-fit: contain; }
-#tilt input[type=number], #tilt .min_value, #tilt .max_value { display: none; }
-.legend { display: flex; justify-content: space-between; font-size: .85rem; }
+#tilt .tab-like-container, #tilt .min_value, #tilt .max_value { display: none; }
+.legend { display: flex; justify-content: space-between; font-size: .85rem; padding: 0 .5rem; }
 """
 
 
@@ -37,7 +37,7 @@ class Shown:
     examples: list[Path] = field(default_factory=list)
     data: DatasetDict | None = None
     predictions: dict[str, mistakes.Predictions] | None = None
-    notes: list[str] = field(default_factory=list)  # what is missing, and why
+    notes: list[str] = field(default_factory=list)  # what was not found, and why
 
 
 def refusing(handler: Callable) -> Callable:
@@ -161,11 +161,10 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
         folder = gr.File(file_count="directory", label="A folder", height=140, elem_id="world-folder")
     words = gr.Markdown(elem_id="world-words")
     found = gr.State(None)
+    plain = {"interactive": False, "max_height": 400, "buttons": []}
     with gr.Row():
-        prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), interactive=False, max_height=400, buttons=[])
-        changes = gr.Dataframe(
-            headers=list(unlabelled.CHANGE_COLUMNS), interactive=False, max_height=400, buttons=[], elem_id="changes"
-        )
+        prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), min_width=320, elem_id="prior", **plain)
+        changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), min_width=320, elem_id="changes", **plain)
     with gr.Row():
         downloads = gr.File(label="Downloads", interactive=False, file_count="multiple", elem_id="world-downloads")
         use = gr.Button("Try an image in this world", elem_id="use")
@@ -173,14 +172,16 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
     @refusing
     def look(paths):
         world = unlabelled.read_world(shown.served, find_images(paths or []))
-        csv = written(world.to_csv(), "predictions.csv")
-        json = written(shown.served.classes.to_json(world.frequencies), "prior.json")
-        return world.frequencies, world.words(), world.prior_rows(), world.change_rows()[: classes.ROWS], [csv, json]
+        usable, files = world.estimate.warning is None, [written(world.to_csv(), "predictions.csv")]
+        if usable:
+            files.append(written(shown.served.classes.to_json(world.frequencies), "prior.json"))
+        rows = world.prior_rows(), world.change_rows()[: classes.ROWS]
+        return world.frequencies if usable else None, world.words(), *rows, files
 
     @refusing
     def take_over(frequencies, search, logits):
         if frequencies is None:
-            raise LiVTError("there is no estimate yet; drop some images first.")
+            raise LiVTError("there is no estimate to be used; drop other images first.")
         return tried.show(frequencies, search, logits)
 
     for source in (files, folder):

@@ -15,22 +15,26 @@ from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.priors import estimate_prior, has_collapsed
 
-PRIOR_COLUMNS = ("class", "training share (%)", "estimated share (%)", "from", "to")
-CHANGE_COLUMNS = ("file", "all classes equal", "probability", "estimated prior", "probability ", "changed")
+PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
+CHANGE_COLUMNS = ("file", "class", "probability", "class in this world", "probability there", "changed")
 # The number of times that a prior is estimated again, from images drawn with replacement. Less often where a single
 # estimate is slow: after so many numbers in all, the posteriors of 1,000 images of 1,000 classes.
 RESAMPLES, RESAMPLED = 40, 40_000_000
 FEWEST_RESAMPLES = 5
+UNUSABLE = (
+    "Do not trust this estimate: it has collapsed onto few classes, as it does where a model's probabilities are not "
+    "calibrated. It is shown and not offered. Train longer, calibrate the model, or count some images by hand."
+)
 
 
 @dataclass
 class Estimate:
-    """The prior of some images (C,) with the interval that 90 % of the resamples lie in, and a warning or None."""
+    """The prior of some images (C,) with the interval that 90 % of the resamples lie in."""
 
     prior: Tensor
     low: Tensor
     high: Tensor
-    warning: str | None
+    warning: str | None  # why it must not be used
 
 
 def estimate(posterior: Tensor, source: Tensor, seed: int = 0) -> Estimate:
@@ -41,20 +45,7 @@ def estimate(posterior: Tensor, source: Tensor, seed: int = 0) -> Estimate:
     drawn = [torch.from_numpy(rng.integers(len(posterior), size=len(posterior))) for _ in range(times)]
     again = torch.stack([estimate_prior(posterior[rows], source) for rows in drawn])  # (times, C)
     low, high = again.quantile(torch.tensor([0.05, 0.95], dtype=again.dtype), dim=0)
-    return Estimate(prior, low, high, _warning(prior, posterior, source))
-
-
-def _warning(prior: Tensor, posterior: Tensor, source: Tensor) -> str | None:
-    if has_collapsed(prior, posterior, source):
-        return (
-            "Do not trust this estimate: it has collapsed onto few classes, as it does where the model's "
-            "probabilities are not calibrated. Train longer, calibrate the model, or count the classes of some "
-            "images by hand."
-        )
-    images, classes = posterior.shape
-    if images < classes:
-        return f"{images} images say little about {classes:,} classes: look at how wide the intervals are."
-    return None
+    return Estimate(prior, low, high, UNUSABLE if has_collapsed(prior, posterior, source) else None)
 
 
 class World:
@@ -82,16 +73,22 @@ class World:
         if self.broken:
             first = next(iter(self.broken))
             lines.append(f"{len(self.broken):,} files could not be read, the first is {first.name}.")
+        if len(self.files) < len(self.served.names):
+            lines.append(f"Few images for {len(self.served.names):,} classes: look at how wide the intervals are.")
         if self.estimate.warning:
             lines.append(f"⚠️ **{self.estimate.warning}**")
         return "\n\n".join(lines)
 
     def prior_rows(self) -> list[list]:
         """The classes with the largest estimated shares, in percent."""
-        parts = (100 * part for part in (self.source, self.estimate.prior, self.estimate.low, self.estimate.high))
-        columns = [part.tolist() for part in parts]
-        order = self.estimate.prior.argsort(descending=True, stable=True).tolist()
-        return [[self.served.names[i], *(round(column[i], 3) for column in columns)] for i in order[:ROWS]]
+        found = self.estimate
+        parts = (self.source, found.prior, found.low, found.high)
+        order = found.prior.argsort(descending=True, stable=True)[:ROWS]
+        columns = [self.served.names[i] for i in order.tolist()], *((100 * part[order]).tolist() for part in parts)
+        return [
+            [name, round(trained, 3), round(share, 3), f"{low:.3g} to {high:.3g}"]
+            for name, trained, share, low, high in zip(*columns, strict=True)
+        ]
 
     def change_rows(self) -> list[list]:
         """Every image with its class under both priors; those that change come first."""
@@ -105,7 +102,7 @@ class World:
 
     def to_csv(self) -> str:
         text = io.StringIO()
-        csv.writer(text).writerows([[name.strip() for name in CHANGE_COLUMNS], *self.change_rows()])
+        csv.writer(text).writerows([CHANGE_COLUMNS, *self.change_rows()])
         return text.getvalue()
 
 
