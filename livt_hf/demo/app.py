@@ -121,6 +121,7 @@ def start(models: Sequence[Shown], port: int | None = None, share: bool = False,
         inbrowser=browser,
         quiet=True,
         prevent_thread_lock=True,
+        _frontend=False,  # no check that a page comes within 3 seconds: on a busy machine it may not
         show_error=True,
         ssr_mode=False,
         run_history=False,

@@ -25,7 +25,8 @@ AT_ONCE = {"show_progress": "hidden", "queue": False}
 STYLE = """
 .image-frame img { width: 100%; height: 100%; object-fit: contain; }
 #tilt .tab-like-container, #tilt .min_value, #tilt .max_value { display: none; }
-.legend { display: flex; justify-content: space-between; font-size: .85rem; padding: 0 .5rem; }
+.legend { display: flex; justify-content: space-between; gap: .5rem; font-size: .85rem; padding: 0 .5rem; }
+.legend span:last-child { text-align: right; }
 """
 
 
@@ -99,7 +100,7 @@ class TryTab:
         words = "How common are rare things where the model serves?"
         slider = gr.Slider(-1, 1, value=-1, step=0.02, label=words, buttons=[], elem_id="tilt")
         places = ("as in training", "all equal", "rare things are common")
-        gr.HTML(f'<div class="legend">{"".join(f"<span>{place}</span>" for place in places)}</div>')
+        gr.HTML(f'<div class="legend">{"".join(f"<span>{place}</span>" for place in places)}</div>', padding=False)
         return slider
 
     def _table(self) -> None:
@@ -113,12 +114,13 @@ class TryTab:
             self.table = gr.Dataframe(
                 known.rows(known.tilted(1)), headers=list(classes.COLUMNS), interactive=True, type="array",
                 datatype=["number", "str", "number", "number", "number"], static_columns=[0, 1, 2, 4],
-                column_count=5, max_height=400, elem_id="frequencies", buttons=[],
+                column_count=5, max_height=460, elem_id="frequencies", buttons=[],
             )  # fmt: skip
             with gr.Row():
-                opened = gr.File(label="Open a JSON or YAML file", file_types=[".json", ".yaml", ".yml"], height=110)
-                saved = gr.File(label="Your world as a file", interactive=False, height=110, elem_id="saved")
-            save = gr.Button("Save as prior.json")
+                opened = gr.File(label="Open a JSON or YAML file", file_types=[".json", ".yaml", ".yml"], height=140)
+                with gr.Column():
+                    save = gr.Button("Save as prior.json", elem_id="save")
+                    saved = gr.File(label="Your world as a file", interactive=False, elem_id="saved")
         self.outputs = [self.frequencies, self.bars, self.table]
         state = [self.frequencies, self.search, self.logits]
         self.table.input(self.edit, [self.table, *state], self.outputs, show_progress="hidden")
@@ -161,10 +163,9 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
         folder = gr.File(file_count="directory", label="A folder", height=140, elem_id="world-folder")
     words = gr.Markdown(elem_id="world-words")
     found = gr.State(None)
-    plain = {"interactive": False, "max_height": 400, "buttons": []}
-    with gr.Row():
-        prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), min_width=320, elem_id="prior", **plain)
-        changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), min_width=320, elem_id="changes", **plain)
+    plain = {"interactive": False, "max_height": 300, "buttons": []}
+    prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), elem_id="prior", **plain)
+    changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), elem_id="changes", **plain)
     with gr.Row():
         downloads = gr.File(label="Downloads", interactive=False, file_count="multiple", elem_id="world-downloads")
         use = gr.Button("Try an image in this world", elem_id="use")
@@ -204,15 +205,14 @@ class ErrorsTab:
         )  # fmt: skip
         chosen = gr.State(None)
         words = gr.Markdown(elem_id="errors-words")
+        plain = {"show_label": False, "buttons": []}
         with gr.Row():
-            wrong = gr.Gallery(
-                label="Wrong images", columns=6, height=320, scale=3, elem_id="wrong", allow_preview=False
-            )
-            reliability = gr.Image(label="Reliability of this class", interactive=False, scale=2, height=320)
-        near = gr.Gallery(
-            label="Training images nearest to the wrong image that is chosen", columns=NEIGHBOURS, height=200,
-            elem_id="near", allow_preview=False,
-        )  # fmt: skip
+            with gr.Column(scale=3, min_width=320, visible=shown.data is not None):
+                gr.Markdown("Its wrong images, the surest first. Click one to see what it is like.")
+                wrong = gr.Gallery(columns=6, height=320, allow_preview=False, elem_id="wrong", **plain)
+                gr.Markdown("The nearest training images of its class and of the class it was taken for.")
+                near = gr.Gallery(columns=NEIGHBOURS, height=180, allow_preview=False, elem_id="near", **plain)
+            reliability = gr.Image(interactive=False, scale=2, min_width=320, elem_id="reliability", **plain)
         rule.change(self.rows, rule, table)
         table.select(self.choose, [rule, table], [chosen, words, wrong, reliability, near])
         wrong.select(self.neighbours, [rule, chosen], near)
@@ -229,7 +229,8 @@ class ErrorsTab:
         words = f"### {names[label]}\n\n" + (f"Taken for {taken}." if taken else "Every test image is right.")
         diagram = None
         if predictions.confidence is not None:
-            diagram = reliability_diagram(predictions.bins(label), private_folder() / "reliability.png")
+            picture = private_folder() / "reliability.png"
+            diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
         else:
             words += "\n\nNo confidence was saved, so there is no reliability diagram."
         if data is None:
