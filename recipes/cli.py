@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": "measure a model, by class frequency and under several decision rules; write a report",
     "calibrate": "make the class probabilities of a trained model right, on images it was not trained on",
     "predict": "classify image files",
+    "demo": "try models in the browser, on this machine",
     "publish": "put a finished run on the Hub, with its model card",
     "publish-data": "put a long-tailed dataset on the Hub, with its card",
     "convert": "convert checkpoints: the authors' files, BEiT, timm",

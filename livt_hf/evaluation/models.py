@@ -26,7 +26,7 @@ from livt_hf.settings import DataSettings, FinetuneSettings
 
 
 def load_checkpoint(path: str) -> PreTrainedModel:
-    """A LiViT in either of its forms, a ViTMAE, or any other image classifier."""
+    """A LiViT in either of its forms, a ViTMAE, or any other image classifier, balanced again where it was so."""
     with _refusing_what_is_not_there(path):
         config, _ = PreTrainedConfig.get_config_dict(path)
         kind = config.get("model_type")
@@ -40,10 +40,13 @@ def load_checkpoint(path: str) -> PreTrainedModel:
         return balance(model) if config.get("long_tail") else model
 
 
-def load_classifier(path: str) -> PreTrainedModel:
+def is_pretraining(path: str) -> bool:
     with _refusing_what_is_not_there(path):
-        config, _ = PreTrainedConfig.get_config_dict(path)
-    if config.get("model_type") == "vit_mae":
+        return PreTrainedConfig.get_config_dict(path)[0].get("model_type") == "vit_mae"
+
+
+def load_classifier(path: str) -> PreTrainedModel:
+    if is_pretraining(path):
         raise LiVTError(f"{path} is a pretraining, which knows no classes; fine-tune it first.")
     return load_checkpoint(path)
 
