@@ -32,7 +32,7 @@ def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:
     """Training images of each class as a 1-D int64 tensor; a class may have none."""
     counts = torch.as_tensor(class_counts).cpu()
     if counts.ndim != 1 or len(counts) == 0:
-        raise LiVTError(f"class_counts has shape {tuple(counts.shape)}; give the number of training images of each class.")
+        raise LiVTError(f"class_counts has shape {tuple(counts.shape)}; give one number of images per class.")
     if (counts < 0).any() or counts.is_floating_point() and (counts != counts.round()).any():
         raise LiVTError("class_counts must be whole numbers of images, none below 0; pass counts, not shares.")
     return counts.long()
