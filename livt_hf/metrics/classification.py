@@ -202,7 +202,7 @@ class LongTailMetrics:
         Classes are fixed (they are the task, not a sample), so images are resampled within each class. Drawing from
         right and wrong images with replacement gives a binomial number of right ones, so sums and counts are all it
         takes. n - 1 images are drawn of n: with n the variance would come out (n - 1) / n of what it is, which
-        matters at three test images per class (iNat18). A class with one image has no measurable variance: it adds none.
+        matters at three test images per class (iNat18). A class with one image has no measurable variance.
         """
         if not 0 < level < 1:
             raise LiVTError(f"level={level} is not between 0 and 1; 0.95 is usual.")
