@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.results import percent
+from livt_hf.results import Results, percent
 from livt_hf.runs import Run
 from livt_hf.settings import TrainingSettings
 
@@ -51,6 +51,18 @@ def next_command(command: str, option: str, run: Run) -> str:
 
 def resume_message(run: Run, command: str) -> str:
     return f"Stopped and saved. To go on:\n  {next_command(command, '--resume', run)}"
+
+
+def check_publishing(settings: TrainingSettings) -> None:
+    """Of `--push_to_hub`: what would be refused after days of training is refused before."""
+    if settings.push_to_hub:
+        from livt_hf.hub import Publication
+        from livt_hf.stages import is_local
+
+        start = getattr(settings, "pretrained", None)
+        said = Results(stage=settings.stage, dataset=settings.dataset, pretrained=start)
+        said.pretrained_local = start in (None, "none") or is_local(start)
+        Publication(settings.hub_model_id, license=settings.hub_license).licensed(said)
 
 
 def publish_if_asked(settings: TrainingSettings, run: Run) -> None:

@@ -373,13 +373,25 @@ class EvalSettings(DataSettings):
 def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, Any]:
     """The options that were named, with their values."""
     parser = make_parser(cls)
-    named, unknown = parser.parse_known_args(list(argv))
+    named, unknown = parser.parse_known_args(_with_flags_said(cls, argv))
     if unknown:
         word = unknown[0].split("=")[0]
         names = [*cls.names(), "config"]
         raise LiVTError(f"there is no option {word!r}{_nearest(word.lstrip('-'), names, '--')}")
     kinds = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}
     return {name: _typed(name, kinds.get(name, str), text) for name, text in vars(named).items()}
+
+
+def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[str]:
+    """The words, with `--flag` as `--flag=true` where what follows is not its value but stands for itself."""
+    if not cls.names("positional"):
+        return list(argv)
+    flags = {f"--{f.name}" for f in dataclasses.fields(cls) if _kind(cls, f) is bool}
+    following = [*argv[1:], ""]
+    return [
+        f"{word}=true" if word in flags and after.lower() not in _TRUTHS else word
+        for word, after in zip(argv, following, strict=True)
+    ]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
-from livt_hf.commands import accuracy_line, next_command, publish_if_asked, resume_message, run_command
+from livt_hf.commands import (
+    accuracy_line,
+    check_publishing,
+    next_command,
+    publish_if_asked,
+    resume_message,
+    run_command,
+)
 from livt_hf.data import class_counts, load_data
 from livt_hf.errors import Interrupted
 from livt_hf.evaluation.estimation import calibrate
@@ -31,6 +38,7 @@ CONFIGS = Path(__file__).parent / "configs"
 def main(argv: Sequence[str] | None = None) -> None:
     settings, resumed = parse_training(FinetuneSettings, argv, CONFIGS, inherit=lent_by_checkpoint)
     settings.pretrained = find_pretraining(settings)
+    check_publishing(settings)
     accelerator = make_accelerator(settings)
     with accelerator.main_process_first():
         data = load_data(settings)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from livt_hf.commands import next_command, publish_if_asked, resume_message, run_command
+from livt_hf.commands import check_publishing, next_command, publish_if_asked, resume_message, run_command
 from livt_hf.data import (
     DeviceTransform,
     PretrainAugmentation,
@@ -40,6 +40,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings, resumed = parse_training(PretrainSettings, argv, CONFIGS)
+    check_publishing(settings)
     accelerator = make_accelerator(settings)
     torch.manual_seed(settings.seed)
 

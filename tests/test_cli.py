@@ -66,6 +66,13 @@ def test_an_update_is_shared_by_as_many_processes_as_cores_where_it_divides(monk
     assert PretrainSettings.parse(words).batch_size % processes == 0
 
 
+def test_a_loss_that_is_a_statistic_of_its_batch_stays_on_one_process(monkeypatch):
+    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 4)
+    words = ["--dataset", "somewhere", "--pretrained", "none", "--mixup", "0", "--cutmix", "0"]
+    assert cli.fitting_processes("finetune", [*words, "--loss", "lade"]) == 1
+    assert cli.fitting_processes("finetune", [*words, "--loss", "bal_ce"]) == 4
+
+
 def test_mixup_keeps_pairs_of_images_on_each_process(monkeypatch):
     monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 4)
     words = ["--dataset", "somewhere", "--pretrained", "none", "--batch_size", "36"]

@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features
 
 from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
 from livt_hf.backbones import build_classifier, lent_by_checkpoint
-from livt_hf.commands import resume_message
+from livt_hf.commands import check_publishing, resume_message
 from livt_hf.errors import LiVTError
 from livt_hf.results import Results
 from livt_hf.runs import (
@@ -24,6 +24,7 @@ from livt_hf.runs import (
     unfinished_run,
 )
 from livt_hf.settings import (
+    REQUIRED,
     CommandSettings,
     DataSettings,
     EvalSettings,
@@ -31,6 +32,7 @@ from livt_hf.settings import (
     PretrainSettings,
     command_line,
     make_parser,
+    option,
     save_settings,
 )
 
@@ -342,6 +344,27 @@ def test_results_of_another_version_are_read_for_what_they_share(tmp_path):
 def test_a_value_may_contain_an_equals_sign():
     words = ["--model", "runs/seed=1", "--report=a=b"]
     assert command_line(EvalSettings, words) == {"model": "runs/seed=1", "report": "a=b"}
+
+
+@dataclasses.dataclass(kw_only=True)
+class WithPositionals(CommandSettings):
+    run: str = option(REQUIRED, "a run", positional=True)
+    images: list[str] = option(REQUIRED, "images", positional=True)
+    public: bool = option(False, "a flag")
+
+
+@pytest.mark.parametrize("words", ["--public a b c", "a b c --public", "--public true a b c", "a --public=yes b c"])
+def test_a_flag_leaves_the_words_that_stand_for_themselves_alone(words):
+    settings = WithPositionals.parse(words.split())
+    assert (settings.run, settings.images, settings.public) == ("a", ["b", "c"], True)
+
+
+def test_a_run_on_own_images_that_is_to_publish_itself_needs_a_licence_before_it_starts():
+    words = ["--dataset", "birds", "--push_to_hub", "--hub_model_id", "org/birds"]
+    with pytest.raises(LiVTError, match="trained on birds, so livt_hf cannot choose the licence"):
+        check_publishing(PretrainSettings.parse(words))
+    check_publishing(PretrainSettings.parse([*words, "--hub_license", "mit"]))
+    check_publishing(PretrainSettings.parse(["--push_to_hub", "--hub_model_id", "org/glyphs"]))
 
 
 # Facts of options
