@@ -92,6 +92,8 @@ def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
         raise LiVTError(f"classes {empty} have no training image, so their prior is undefined; leave them out.")
     head = {name: getattr(settings, name) for name in LongTailConfig.names() if name in settings.names()}
     head |= {"class_counts": counts.tolist(), "num_train_images": num_images if several else None}
+    softened = {"mixup": settings.mixup, "cutmix": settings.cutmix}
+    head["trained_with"] = {name: alpha for name, alpha in softened.items() if alpha}
     if settings.sampler != "natural":
         head["seen_counts"] = seen_counts(counts, settings.sampler, settings.epochs).tolist()
     if settings.class_weights is not None:

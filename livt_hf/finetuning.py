@@ -120,6 +120,7 @@ def _on_features(
     def published(module):
         module.unstandardise()
         classifier_of(model).load_state_dict(module.classifier.state_dict())
+        model.config.long_tail = module.config.long_tail  # a moving average has a config of its own
         return model
 
     return Course(HeadOnly(model, features), loader, loss_of, batches_of, published)

@@ -101,14 +101,15 @@ class CommandSettings:
         values = (inherited or {}) | asked
         load_plugin(values.get("plugin"))
         if values.pop("config", None) is None and configs is not None:
-            own = configs / f"{cls.stage}-{cls._own_config(values)}.yaml"
+            own = configs / cls._own_config(values)
             values = (read_settings(cls, own) if own.exists() else {}) | values
         return cls(**values)
 
     @classmethod
     def _own_config(cls, values: dict) -> str:
-        """What the config is called that goes with the dataset."""
-        return str(values.get("dataset", cls.__dataclass_fields__["dataset"].default)).replace("/", "-")
+        """The file that goes with the dataset."""
+        dataset = str(values.get("dataset", cls.__dataclass_fields__["dataset"].default))
+        return f"{cls.stage}-{dataset.replace('/', '-')}.yaml"
 
 
 @dataclass
@@ -345,7 +346,7 @@ class FinetuneSettings(TrainingSettings):
     @classmethod
     def _own_config(cls, values: dict) -> str:
         """Pretrained backbones want another recipe than a ViT from scratch, whatever the dataset."""
-        return f"tune-{values['tune']}" if values.get("tune") else super()._own_config(values)
+        return f"tune/{values['tune']}.yaml" if values.get("tune") else super()._own_config(values)
 
 
 @dataclass
@@ -451,7 +452,7 @@ _type_hints = functools.cache(get_type_hints)
 
 def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
     """The type of an option: int, float, bool, str, a Literal, or a list of one of them; None aside."""
-    hint = _type_hints(cls)[declared.name]
+    hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return next(part for part in parts if part is not type(None))
 

@@ -27,6 +27,7 @@ from livt_hf.data.labels import labels_of, number_of_classes
 from livt_hf.data.loading import UpdateSampler, augmented_in_order
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.anatomy import classifier_of, pooled_features
+from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.runs import runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import shared_batches
@@ -62,7 +63,7 @@ def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-class HeadOnly(nn.Module):
+class HeadOnly(BalancedClassifier, nn.Module):
     """The classifier and the balanced head of a model, on standardised features of its frozen backbone."""
 
     def __init__(self, model: PreTrainedModel, features: np.ndarray):

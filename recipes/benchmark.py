@@ -1,7 +1,7 @@
 """How fast it is, against named peers in the same run.
 
     python recipes/benchmark.py data            # input pipelines and splits
-    python recipes/benchmark.py pretrain        # MGP steps; also: finetune, launch, predict, metrics, growth
+    python recipes/benchmark.py pretrain        # MGP steps; also: finetune, launch, predict, metrics, growth, demo
     python recipes/benchmark.py all --output benchmark.json
 
 Ratios above 1 are in our favour. Numbers of one machine say little about another: run it on yours.
@@ -27,6 +27,7 @@ BENCHMARKS = {
     "predict": ("predict", "run"),
     "metrics": ("metrics", "run"),
     "growth": ("growth", "run"),
+    "demo": ("demo", "run"),
 }
 
 

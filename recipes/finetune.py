@@ -18,6 +18,8 @@ from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint,
 from livt_hf.commands import accuracy_line, next_command, publish_if_asked, resume_message, run_command
 from livt_hf.data import class_counts, load_data
 from livt_hf.errors import Interrupted
+from livt_hf.evaluation.estimation import calibrate
+from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.finetuning import BestWeights, check_options, measure, plan_course, results_of
 from livt_hf.runs import find_pretraining, parse_training
 from livt_hf.settings import FinetuneSettings
@@ -64,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if best is not None:
         best.restore()
+    if "validation" in data and loop.final_model.head.no_posterior is None:
+        calibrate(loop.final_model, course.batches_of("validation"), accelerator)
     measured = measure(loop.final_model, course.batches_of("test"), accelerator, counts)
     published = course.published(loop.final_model)
     results = results_of(settings, data, loop, published, measured)
@@ -73,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator.print(
         f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
         f"{settings.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes.\n"
-        f"  test        {accuracy_line(results.metrics)}, {results.selection}\n"
-        f"  checkpoint  {run.folder}\n"
+        f"  test, {PAPER}: {accuracy_line(results.metrics)}, {results.selection}\n"
+        + (f"  test, {UNIFORM}: {accuracy_line(results.posterior)}\n" if results.posterior else "")
+        + f"  checkpoint: {run.folder}\n"
         f"Next, look closer:\n  {next_command('eval', '--model', run)}"
     )
     if accelerator.is_main_process:

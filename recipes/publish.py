@@ -3,6 +3,7 @@
     livt publish RUN org/name --dry_run              # list the files and upload nothing
     livt publish RUN org/name --license cc-by-4.0    # a private repository; --public makes it a public one
     livt publish RUN org/name-timm --form timm       # weights for timm, in a repository of their own
+    livt publish RUN org/name --space                # also a Gradio Space that serves the model with a prior slider
 
 A classifier becomes a repository that plain transformers serves and `LiViTForImageClassification.from_pretrained`
 reads back, a pretraining run becomes a stock ViTMAE.
@@ -17,7 +18,7 @@ import yaml
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
-from livt_hf.hub import Publication, listing, prepare_publication, publish
+from livt_hf.hub import Publication, listing, prepare_publication, prepare_space, publish, publish_space
 from livt_hf.runs import ARGUMENTS
 from livt_hf.settings import CommandSettings, option
 
@@ -44,6 +45,7 @@ class PublishSettings(CommandSettings):
     form: Literal["transformers", "timm"] = option("transformers", "library that is to load the classifier")
     tag: str | None = option(None, "git tag of this version, for instance v1.0")
     folder: str | None = option(None, "write what would be uploaded to this folder and upload nothing", place=True)
+    space: bool = option(False, "also publish a Gradio Space of the same name that serves the model under any prior")
     dry_run: bool = option(False, "list the files that would be uploaded and upload nothing")
 
     def __post_init__(self):
@@ -66,11 +68,15 @@ def main(argv=None):
     publication = Publication(**{name: getattr(settings, name) for name in names})
     if settings.folder or settings.dry_run:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(settings.folder or temporary)
+            folder = Path(settings.folder or f"{temporary}/publication")
             print(listing(prepare_publication(settings.run, folder, publication)))
+            if settings.space:
+                print(f"The Space:\n{listing(prepare_space(settings.run, f'{folder}-space', publication))}")
         print(f"Nothing was uploaded{f'; look at {folder}' if settings.folder else ''}.")
         return
     print(f"Published: {publish(settings.run, publication).commit_url}")
+    if settings.space:
+        print(f"The Space: {publish_space(settings.run, publication).commit_url}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    kind: str  # "models" or "datasets"
+    kind: str  # "models", "datasets" or "spaces"
     id: str
     private: bool
     commits: list[Commit] = field(default_factory=list)
@@ -163,10 +163,12 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
             self.find_repo("datasets" if match[1] else "models", match[2], write=True)
             return self.lfs_batch(json.loads(body))
-        if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/(?:resolve|raw)/([^/]+)/(.+)", path):
-            repo = self.find_repo("datasets" if match[1] else "models", match[2])
+        if match := re.fullmatch(r"/(?:(datasets|spaces)/)?([^/]+/[^/]+)/(?:resolve|raw)/([^/]+)/(.+)", path):
+            repo = self.find_repo(match[1] or "models", match[2])
             return self.resolve(repo, unquote(match[3]), unquote(match[4]))
-        if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/([\w-]+)(?:/([^/]+)(?:/(.*))?)?)?", path):
+        if match := re.fullmatch(
+            r"/api/(models|datasets|spaces)/([^/]+/[^/]+)(?:/([\w-]+)(?:/([^/]+)(?:/(.*))?)?)?", path
+        ):
             kind, repo_id, action, revision, rest = (unquote(part or "") for part in match.groups())
             write = method != "GET" and action != "paths-info"
             repo = self.find_repo(kind, repo_id, write=write)
@@ -192,7 +194,9 @@ class Handler(BaseHTTPRequestHandler):
             raise HubError(401, None, "Invalid username or password.")
         kind = wanted.get("type", "model") + "s"
         repo_id = f"{wanted.get('organization') or user}/{wanted['name']}"
-        url = f"{self.server.endpoint}/{'datasets/' if kind == 'datasets' else ''}{repo_id}"
+        if kind == "spaces" and "sdk" not in wanted:
+            raise HubError(400, None, "a Space needs an sdk")
+        url = f"{self.server.endpoint}/{'' if kind == 'models' else f'{kind}/'}{repo_id}"
         with self.server.lock:
             if (kind, repo_id) in self.server.repos:
                 raise HubError(409, None, "You already created this repo", {"url": url, "error": "exists"})
@@ -347,7 +351,8 @@ class Handler(BaseHTTPRequestHandler):
                 elif line["key"] == "deletedFolder":
                     files = {path: blob for path, blob in files.items() if not path.startswith(value["path"])}
             commit = repo.add_commit(header["summary"], files)
-        url = f"{self.server.endpoint}/{'datasets/' if repo.kind == 'datasets' else ''}{repo.id}/commit/{commit.oid}"
+        place = repo.id if repo.kind == "models" else f"{repo.kind}/{repo.id}"
+        url = f"{self.server.endpoint}/{place}/commit/{commit.oid}"
         return reply({"success": True, "commitOid": commit.oid, "commitUrl": url, "hookOutput": ""})
 
     def resolve(self, repo: Repo, revision: str, path: str) -> tuple:

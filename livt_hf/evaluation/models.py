@@ -17,6 +17,7 @@ from transformers import (
 
 from livt_hf.data.labels import class_feature
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
@@ -25,7 +26,7 @@ from livt_hf.settings import DataSettings, FinetuneSettings
 
 
 def load_checkpoint(path: str) -> PreTrainedModel:
-    """A LiViT in either of its forms, a ViTMAE, or any other image classifier."""
+    """A LiViT in either of its forms, a ViTMAE, or any other image classifier, balanced again where it was so."""
     with _refusing_what_is_not_there(path):
         config, _ = PreTrainedConfig.get_config_dict(path)
         kind = config.get("model_type")
@@ -35,13 +36,17 @@ def load_checkpoint(path: str) -> PreTrainedModel:
             return LiViTForPreTraining.from_pretrained(path).eval()
         if kind == "livit" or "livit" in config:
             return LiViTForImageClassification.from_pretrained(path).eval()
-        return AutoModelForImageClassification.from_pretrained(path, use_safetensors=True).eval()
+        model = AutoModelForImageClassification.from_pretrained(path, use_safetensors=True).eval()
+        return balance(model) if config.get("long_tail") else model
+
+
+def is_pretraining(path: str) -> bool:
+    with _refusing_what_is_not_there(path):
+        return PreTrainedConfig.get_config_dict(path)[0].get("model_type") == "vit_mae"
 
 
 def load_classifier(path: str) -> PreTrainedModel:
-    with _refusing_what_is_not_there(path):
-        config, _ = PreTrainedConfig.get_config_dict(path)
-    if config.get("model_type") == "vit_mae":
+    if is_pretraining(path):
         raise LiVTError(f"{path} is a pretraining, which knows no classes; fine-tune it first.")
     return load_checkpoint(path)
 
@@ -77,7 +82,7 @@ def is_multi_label(model: PreTrainedModel) -> bool:
 
 def head_of(model: PreTrainedModel) -> LongTailHead | None:
     """The head that knows the class prior, or None for a model without one."""
-    return model.head if isinstance(model, LiViTForImageClassification) else None
+    return model.head if isinstance(model, BalancedClassifier) else None
 
 
 def why_no_posterior(model: PreTrainedModel) -> str | None:
@@ -86,6 +91,20 @@ def why_no_posterior(model: PreTrainedModel) -> str | None:
         return "it is no classifier"
     head = head_of(model)
     return "it does not know its training prior" if head is None else head.no_posterior
+
+
+def is_calibrated(model: PreTrainedModel) -> bool:
+    return why_no_posterior(model) is None and head_of(model).settings.calibration is not None
+
+
+def why_uncalibrated(model: PreTrainedModel) -> str | None:
+    """What made the posteriors of a model unsure that no calibration has corrected, or None where nothing is known."""
+    if why_no_posterior(model) is not None or is_calibrated(model):
+        return None
+    settings = head_of(model).settings
+    softened = (settings.trained_with or {}) | {"label_smoothing": settings.label_smoothing}
+    named = ", ".join(f"{name} {value:g}" for name, value in softened.items() if value)
+    return f"it was trained with {named}, which leaves its posteriors unsure, and is not calibrated" if named else None
 
 
 def check_posterior(model: PreTrainedModel) -> None:

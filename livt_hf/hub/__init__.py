@@ -5,6 +5,7 @@ from livt_hf.hub.datasets import Origin, dataset_card, origin_of, publish_datase
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.publishing import listing, prepare_publication, publish
 from livt_hf.hub.repository import PublishError
+from livt_hf.hub.space import prepare_space, publish_space
 
 __all__ = [
     "Origin",
@@ -16,6 +17,8 @@ __all__ = [
     "model_card",
     "origin_of",
     "prepare_publication",
+    "prepare_space",
     "publish",
     "publish_dataset",
+    "publish_space",
 ]

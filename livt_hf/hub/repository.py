@@ -19,7 +19,8 @@ class PublishError(LiVTError):
 def open_repository(api: HfApi, publication: Publication, repo_type: str = "model") -> None:
     """Make the repository, or find it there and be sure that it is as private or public as was asked for."""
     repo_id = publication.repo_id
-    api.create_repo(repo_id, repo_type=repo_type, private=not publication.public, exist_ok=True)
+    sdk = "gradio" if repo_type == "space" else None
+    api.create_repo(repo_id, repo_type=repo_type, private=not publication.public, exist_ok=True, space_sdk=sdk)
     public = not api.repo_info(repo_id, repo_type=repo_type).private
     if public != publication.public:
         found, other = ("public", "private") if public else ("private", "public")

@@ -75,7 +75,8 @@ def _settings(model: PreTrainedModel, class_counts, settings: dict, cosine: bool
     elif saved is None:
         raise LiVTError(f"the config of this {type(model).__name__} has no long_tail settings; pass class_counts.")
     else:
-        settings = {**saved, **settings}
+        kept = {name: value for name, value in saved.items() if name != "calibration" or not settings}
+        settings = kept | settings
     long_tail = LongTailConfig.from_dict(settings)
     long_tail.check_labels(model.config.num_labels, model.config.problem_type == "multi_label_classification")
     if long_tail.normalised_classifier != cosine:

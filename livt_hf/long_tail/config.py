@@ -34,6 +34,8 @@ class LongTailConfig(dict):
     cb_beta: of the class weights of CB and DRW. lade_weight, lade_lambda: .1 and .01 in LADE's runs on CIFAR-100,
         .005 and .1 on Places-LT, .05 and .5 on ImageNet-LT. ib_warmup: share of the training with plain
         cross-entropy before the IB loss starts. nt_lambda: 1 is plain BCE.
+    trained_with: what else made the targets soft, such as {"mixup": 0.8, "cutmix": 1.0}; None where nobody knows.
+    calibration: the fields of a `Calibration`, fitted after training; other settings of the head make it void.
     """
 
     loss: str = "bal_bce"
@@ -56,6 +58,8 @@ class LongTailConfig(dict):
     ib_alpha: float = 1000.0
     ib_warmup: float = 0.5
     nt_lambda: float = 2.0
+    trained_with: dict[str, float] | None = None
+    calibration: dict | None = None
 
     def __post_init__(self):
         values = vars(self)  # the class is frozen, so that the attributes and the dictionary stay the same

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.calibration import Calibration, calibrated, calibrated_odds
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import (
     ClassStatistics,
@@ -197,19 +198,25 @@ class LongTailHead(nn.Module):
             )
         return labels
 
-    def training_posterior(self, logits: Tensor) -> Tensor:
-        """log P_s(j|x) under the training prior (log-odds for multi-label); refuses losses that do not estimate it."""
+    def fitted_posterior(self, logits: Tensor) -> Tensor:
+        """log p_j, the posterior under the training prior as training fitted it (log-odds for multi-label)."""
         if self.no_posterior:
             raise LiVTError(f"this head gives no probabilities ({self.no_posterior}); rank by the logits.")
         if self.multi_label:
             return logits.float() + self.logit_bias
-        log_posterior = log_training_posterior(logits, self.logit_bias, self.spec.activation)
-        smooth = self.settings.label_smoothing
+        return log_training_posterior(logits, self.logit_bias, self.spec.activation)
+
+    def training_posterior(self, logits: Tensor) -> Tensor:
+        """log P_s(j|x) under the training prior (log-odds for multi-label); refuses losses that do not estimate it."""
+        fitted, smooth = self.fitted_posterior(logits), self.settings.label_smoothing
+        if self.settings.calibration is not None:
+            correct = calibrated_odds if self.multi_label else calibrated
+            return correct(fitted, Calibration(**self.settings.calibration), self.prior)
         if smooth:
             # Training fitted (1 - s) p + s / C; the share s / C would swamp a rare class once divided by its prior.
-            posterior = (log_posterior.exp() - smooth / self.config.num_labels) / (1 - smooth)
-            log_posterior = posterior.clamp_min(torch.finfo(posterior.dtype).tiny).log()
-        return log_posterior
+            posterior = (fitted.exp() - smooth / self.config.num_labels) / (1 - smooth)
+            return posterior.clamp_min(torch.finfo(posterior.dtype).tiny).log()
+        return fitted
 
     def posterior(self, logits: Tensor, prior: Prior = None) -> Tensor:
         """P(j|x) under a serving prior; None is the config's `test_prior`, or uniform where it has none.

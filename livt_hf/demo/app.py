@@ -1,0 +1,154 @@
+"""The Gradio app: its pages, and a server on this machine that tells nobody else."""
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import gradio as gr
+from datasets import DatasetDict
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torchvision.io import encode_png
+
+from livt_hf.demo import bars, tabs
+from livt_hf.demo.images import data_of_run, decoded, example_rows
+from livt_hf.demo.mistakes import PREDICTIONS, newest_predictions, read_predictions
+from livt_hf.demo.reconstruction import ServedPretraining
+from livt_hf.demo.serving import ServedClassifier
+from livt_hf.demo.tabs import Shown, private_folder
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import is_pretraining
+from livt_hf.evaluation.prediction import find_images
+
+EXAMPLES = 12
+# The browser itself refuses to load or send anything elsewhere. Gradio needs its inline parts and evaluated functions.
+POLICY = "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'"
+THEME = gr.themes.Default(
+    primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+)
+
+
+def show(path: str, images: str | None = None, report: str | None = None, device: str | None = None) -> Shown:
+    """A model with everything that is found for it; what is missing is said in its notes."""
+    shown = Shown((ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device))
+    try:
+        shown.data = data_of_run(path)
+    except LiVTError as error:
+        shown.notes.append(f"No images of its dataset are shown: {error}")
+    if images is not None:
+        shown.examples = find_images([images])[:EXAMPLES]
+        if not shown.examples:
+            raise LiVTError(f"there is no image in {images}; name a folder with images, or leave --images out.")
+    elif shown.data is not None:
+        shown.examples = _written_examples(shown.data)
+    if isinstance(shown.served, ServedClassifier):
+        try:
+            predictions = newest_predictions(Path(path)) if report is None else Path(report, PREDICTIONS)
+            shown.predictions = read_predictions(predictions)
+        except LiVTError as error:
+            shown.notes.append(f"There is no tab Errors: {error}")
+    return shown
+
+
+def _written_examples(data: DatasetDict) -> list[Path]:
+    """Test images from head to tail, as files."""
+    folder, rows = private_folder(), example_rows(data, EXAMPLES)
+    paths = [folder / f"test-{row}.png" for row in rows]
+    for path, image in zip(paths, decoded(data, "test", rows), strict=True):
+        path.write_bytes(encode_png(image).numpy().tobytes())
+    return paths
+
+
+def build(models: Sequence[Shown]) -> gr.Blocks:
+    """The pages: one tab per model where there are several, and inside it one per question."""
+    with gr.Blocks(title="livt demo", analytics_enabled=False) as blocks:
+        if len(models) == 1:
+            _page(models[0])
+        else:
+            with gr.Tabs():
+                for shown in models:
+                    with gr.Tab(shown.served.path):
+                        _page(shown)
+    return blocks
+
+
+def _page(shown: Shown) -> None:
+    gr.Markdown(f"## {shown.served.path}")
+    if shown.served.caveat:
+        gr.Markdown(shown.served.caveat)
+    with gr.Tabs():
+        if isinstance(shown.served, ServedPretraining):
+            with gr.Tab("Reconstruction"):
+                tabs.reconstruction_tab(shown)
+            return
+        with gr.Tab("Try"):
+            tried = tabs.TryTab(shown)
+        if shown.served.classes is not None and not shown.served.classes.several:
+            with gr.Tab("Your world"):
+                tabs.world_tab(shown, tried)
+        if shown.predictions is not None:
+            with gr.Tab("Errors"):
+                tabs.ErrorsTab(shown)
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """What is uploaded or made goes to one folder of this process, which is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="livt-demo-") as folder:
+        os.environ["GRADIO_TEMP_DIR"] = folder
+        yield
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that is taken, before a model is loaded."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise LiVTError(f"port {port} cannot be used ({error.strerror}); choose another --port.") from error
+
+
+def start(models: Sequence[Shown], port: int | None = None, share: bool = False, browser: bool = False) -> gr.Blocks:
+    """Serve in the background. Without a port the first free one from 7860 on is taken."""
+    blocks = build(models)
+    blocks.launch(
+        server_port=port,
+        share=share,
+        inbrowser=browser,
+        quiet=True,
+        prevent_thread_lock=True,
+        _frontend=False,  # no check that a page comes within 3 seconds: on a busy machine it may not
+        show_error=True,
+        ssr_mode=False,
+        run_history=False,
+        footer_links=[],
+        theme=THEME,
+        css=bars.STYLE + tabs.STYLE,
+        app_kwargs={"middleware": [Middleware(SameOriginOnly)]},
+    )
+    return blocks
+
+
+def serve(blocks: gr.Blocks) -> None:
+    """Until Ctrl-C."""
+    print(f"Open {blocks.share_url or blocks.local_url} in a browser. Ctrl-C ends the demo.", flush=True)
+    blocks.block_thread()
+
+
+class SameOriginOnly:
+    """Sends the policy with every answer."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_policy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
+            await send(message)
+
+        await self.app(scope, receive, with_policy)

@@ -1,0 +1,278 @@
+"""The tabs of the demo: each draws its parts and ties them to the functions behind it."""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gradio as gr
+import numpy as np
+from datasets import DatasetDict
+from gradio.utils import get_upload_folder
+
+from livt_hf.demo import classes, mistakes, unlabelled
+from livt_hf.demo.images import decoded, nearest
+from livt_hf.demo.reconstruction import ServedPretraining
+from livt_hf.demo.serving import ServedClassifier
+from livt_hf.errors import LiVTError
+from livt_hf.reports import reliability_diagram
+
+SHOWN = 24  # wrong images of a class
+NEIGHBOURS = 6
+AT_ONCE = {"show_progress": "hidden", "queue": False}
+STYLE = """
+.image-frame img { width: 100%; height: 100%; object-fit: contain; }
+#tilt .tab-like-container, #tilt .min_value, #tilt .max_value { display: none; }
+.legend { display: flex; justify-content: space-between; gap: .5rem; font-size: .85rem; padding: 0 .5rem; }
+.legend span:last-child { text-align: right; }
+"""
+
+
+@dataclass
+class Shown:
+    """A model of the demo, and what can be shown beside it: image files to pick, its data, saved predictions."""
+
+    served: ServedClassifier | ServedPretraining
+    examples: list[Path] = field(default_factory=list)
+    data: DatasetDict | None = None
+    predictions: dict[str, mistakes.Predictions] | None = None
+    notes: list[str] = field(default_factory=list)  # what was not found, and why
+
+
+def refusing(handler: Callable) -> Callable:
+    """What the package refuses becomes a message in the browser; anything else is a bug and keeps its traceback."""
+
+    @functools.wraps(handler)
+    def said(*arguments):
+        try:
+            return handler(*arguments)
+        except LiVTError as error:
+            raise gr.Error(str(error), print_exception=False) from error
+
+    return said
+
+
+def private_folder() -> Path:
+    """A new folder among the files that Gradio keeps, and nobody else."""
+    Path(get_upload_folder()).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=get_upload_folder()))
+
+
+def written(text: str, name: str) -> str:
+    """A file of this name, to be downloaded."""
+    path = private_folder() / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def pick_image(shown: Shown) -> gr.Image:
+    """Where an image is dropped, with examples below it."""
+    image = gr.Image(type="filepath", image_mode=None, label="Image", sources=["upload", "clipboard"], height=280)
+    if shown.examples:
+        gr.Examples([[str(path)] for path in shown.examples], image, examples_per_page=16, label="Examples")
+    return image
+
+
+class TryTab:
+    """One image under the paper's rule, under equal classes, and in the world of a slider or a table."""
+
+    def __init__(self, shown: Shown):
+        self.served, self.classes = shown.served, shown.served.classes
+        self.logits = gr.State(None)
+        self.frequencies = gr.State(None if self.classes is None else self.classes.tilted(1))
+        with gr.Row():
+            with gr.Column(scale=2, min_width=260):
+                image = pick_image(shown)
+            with gr.Column(scale=5, min_width=320):
+                tilted = self.classes is not None and not self.classes.several
+                slider = self._slider() if tilted else None
+                self.bars = gr.HTML(self.served.panels(None, None), elem_id="bars")
+        image.change(self.see, [image, self.frequencies], [self.logits, self.bars], show_progress="hidden")
+        if self.classes is not None:
+            self._table()
+        if slider is not None:
+            inputs = [slider, self.search, self.logits]
+            slider.input(self.tilt, inputs, self.outputs, trigger_mode="always_last", **AT_ONCE)
+
+    def _slider(self) -> gr.Slider:
+        words = "How common are rare things where the model serves?"
+        slider = gr.Slider(-1, 1, value=-1, step=0.02, label=words, buttons=[], elem_id="tilt")
+        places = ("as in training", "all equal", "rare things are common")
+        gr.HTML(f'<div class="legend">{"".join(f"<span>{place}</span>" for place in places)}</div>', padding=False)
+        return slider
+
+    def _table(self) -> None:
+        known = self.classes
+        with gr.Accordion("How frequent each class is in your world", open=len(known.names) <= 20):
+            gr.Markdown(
+                "Type a frequency: a number of images, in any unit. Shares follow. The file is the one that "
+                f"`--prior` takes. The table shows up to {classes.ROWS} classes; search for others."
+            )
+            self.search = gr.Textbox("", label="Search a class", elem_id="search")
+            self.table = gr.Dataframe(
+                known.rows(known.tilted(1)), headers=list(classes.COLUMNS), interactive=True, type="array",
+                datatype=["number", "str", "number", "number", "number"], static_columns=[0, 1, 2, 4],
+                column_count=5, max_height=460, elem_id="frequencies", buttons=[],
+            )  # fmt: skip
+            with gr.Row():
+                opened = gr.File(
+                    label="Open a JSON or YAML file", file_types=[".json", ".yaml", ".yml"], elem_id="open"
+                )
+                with gr.Column():
+                    save = gr.Button("Save as prior.json", elem_id="save")
+                    saved = gr.File(label="Your world as a file", interactive=False, elem_id="saved")
+        self.outputs = [self.frequencies, self.bars, self.table]
+        state = [self.frequencies, self.search, self.logits]
+        self.table.input(self.edit, [self.table, *state], self.outputs, show_progress="hidden")
+        self.search.input(known.rows, [self.frequencies, self.search], self.table, **AT_ONCE)
+        opened.upload(self.open, [opened, self.search, self.logits], self.outputs)
+        save.click(lambda frequencies: written(known.to_json(frequencies), "prior.json"), self.frequencies, saved)
+
+    @refusing
+    def see(self, path, frequencies):
+        logits = None if path is None else self.served.logits(path)
+        return logits, self.served.panels(logits, frequencies)
+
+    def show(self, frequencies: np.ndarray, search: str, logits) -> tuple:
+        """What `outputs` are to be in this world."""
+        return frequencies, self.served.panels(logits, frequencies), self.classes.rows(frequencies, search)
+
+    def tilt(self, place, search, logits):
+        return self.show(self.classes.tilted(-place), search, logits)
+
+    def edit(self, rows, frequencies, search, logits):
+        try:
+            frequencies = self.classes.edited(frequencies, rows)
+        except LiVTError as error:
+            gr.Warning(str(error))  # not an error, so that the table goes back to what it was
+        return self.show(frequencies, search, logits)
+
+    @refusing
+    def open(self, path, search, logits):
+        return self.show(self.classes.read(path), search, logits)
+
+
+def world_tab(shown: Shown, tried: TryTab) -> None:
+    """Many images without labels: their prior, and what it changes."""
+    gr.Markdown(
+        "Drop images from the place where the model is to serve. Their class frequencies are estimated from the "
+        "images alone, without labels."
+    )
+    with gr.Row():
+        files = gr.File(file_count="multiple", label="Images", height=140, elem_id="world-files")
+        folder = gr.File(file_count="directory", label="A folder", height=140, elem_id="world-folder")
+    words = gr.Markdown(elem_id="world-words")
+    found = gr.State(None)
+    plain = {"interactive": False, "max_height": 300, "buttons": []}
+    prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), elem_id="prior", **plain)
+    changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), elem_id="changes", **plain)
+    with gr.Row():
+        downloads = gr.File(label="Downloads", interactive=False, file_count="multiple", elem_id="world-downloads")
+        use = gr.Button("Try an image in this world", elem_id="use")
+
+    @refusing
+    def look(paths):
+        world = unlabelled.read_world(shown.served, paths or [])
+        usable, files = world.estimate.warning is None, [written(world.to_csv(), "predictions.csv")]
+        if usable:
+            files.append(written(shown.served.classes.to_json(world.frequencies), "prior.json"))
+        rows = world.prior_rows(), world.change_rows()[: classes.ROWS]
+        return world.frequencies if usable else None, world.words(), *rows, files
+
+    @refusing
+    def take_over(frequencies, search, logits):
+        if frequencies is None:
+            raise LiVTError("there is no estimate to be used; drop other images first.")
+        return tried.show(frequencies, search, logits)
+
+    for source in (files, folder):
+        source.upload(look, source, [found, words, prior, changes, downloads])
+    use.click(take_over, [found, tried.search, tried.logits], tried.outputs)
+
+
+class ErrorsTab:
+    """The classes from worst to best; of the one that is clicked, its wrong images beside training images."""
+
+    def __init__(self, shown: Shown):
+        self.shown, self.served = shown, shown.served
+        rules = list(shown.predictions)
+        rule = gr.Dropdown(rules, value=rules[0], label="Decision rule", visible=len(rules) > 1)
+        gr.Markdown("Click a class to see its wrong images; click a column to sort by it.")
+        rows = self.rows(rules[0])
+        table = gr.Dataframe(
+            rows, headers=list(mistakes.COLUMNS), interactive=False, max_height=400, show_search="search",
+            elem_id="errors", buttons=[],
+        )  # fmt: skip
+        chosen = gr.State(None)
+        words = gr.Markdown(elem_id="errors-words")
+        plain = {"show_label": False, "buttons": []}
+        with gr.Row():
+            with gr.Column(scale=3, min_width=320, visible=shown.data is not None):
+                gr.Markdown("Its wrong images, the surest first. Click one to see what it is like.")
+                wrong = gr.Gallery(columns=6, height=320, allow_preview=False, elem_id="wrong", **plain)
+                gr.Markdown("The nearest training images of its class and of the class it was taken for.")
+                near = gr.Gallery(columns=NEIGHBOURS, height=180, allow_preview=False, elem_id="near", **plain)
+            reliability = gr.Image(interactive=False, scale=2, min_width=320, elem_id="reliability", **plain)
+        rule.change(self.rows, rule, table)
+        table.select(self.choose, [rule, table], [chosen, words, wrong, reliability, near])
+        wrong.select(self.neighbours, [rule, chosen], near)
+
+    def rows(self, rule: str) -> list[list]:
+        known = self.served.classes
+        counts = None if known is None else known.counts
+        return self.shown.predictions[rule].class_rows(self.served.names, counts)
+
+    def choose(self, rule, _table, event: gr.SelectData):
+        label = int(event.row_value[0])
+        predictions, names, data = self.shown.predictions[rule], self.served.names, self.shown.data
+        taken = ", ".join(f"{names[other]} ({images})" for other, images in predictions.taken_for(label)[:8])
+        words = f"### {names[label]}\n\n" + (f"Taken for {taken}." if taken else "Every test image is right.")
+        diagram = None
+        if predictions.confidence is not None:
+            picture = private_folder() / "reliability.png"
+            diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
+        else:
+            words += "\n\nNo confidence was saved, so there is no reliability diagram."
+        if data is None:
+            return label, words + "\n\nImages cannot be shown: the data of this model is not here.", [], diagram, []
+        rows = predictions.wrong(label)[:SHOWN]
+        pictures = decoded(data, predictions.split, predictions.index[rows])
+        captions = [f"taken for {names[predictions.predicted[row]]}" for row in rows]
+        gallery = list(zip((picture.permute(1, 2, 0).numpy() for picture in pictures), captions, strict=True))
+        return label, words, gallery, diagram, self._near(rule, label, 0) if len(rows) else []
+
+    def neighbours(self, rule, label, event: gr.SelectData):
+        return self._near(rule, label, event.index)
+
+    def _near(self, rule: str, label: int, place: int) -> list[tuple]:
+        """Training images of the true and of the predicted class nearest to a wrong image."""
+        predictions, data, names = self.shown.predictions[rule], self.shown.data, self.served.names
+        row = predictions.wrong(label)[place]
+        image = decoded(data, predictions.split, [predictions.index[row]])[0]
+        found = nearest(self.served, data, image, [label, int(predictions.predicted[row])], NEIGHBOURS)
+        pictures = decoded(data, "train", [index for index, _, _ in found])
+        captions = [f"{names[label]}, cosine {cosine:.2f}" for _, label, cosine in found]
+        return list(zip((picture.permute(1, 2, 0).numpy() for picture in pictures), captions, strict=True))
+
+
+def reconstruction_tab(shown: Shown) -> None:
+    """Hide patches of an image and let a pretrained model fill them in."""
+    with gr.Row():
+        with gr.Column(scale=2, min_width=260):
+            image = pick_image(shown)
+            usual = shown.served.model.config.mask_ratio
+            ratio = gr.Slider(
+                0.1, 0.95, usual, step=0.05, label="Share of hidden patches", buttons=[], elem_id="ratio"
+            )
+            seed = gr.Number(0, label="Seed of the mask", precision=0, elem_id="seed")
+        with gr.Column(scale=5, min_width=320), gr.Row(elem_id="pictures"):
+            titles = ("As the model sees it", "Visible patches", "Reconstruction")
+            pictures = [gr.Image(label=title, interactive=False, buttons=[], min_width=200) for title in titles]
+
+    @refusing
+    def reconstruct(path, ratio, seed):
+        return [None] * 3 if path is None else shown.served.reconstruct(path, ratio, seed)
+
+    for part in (image, ratio, seed):
+        part.change(reconstruct, [image, ratio, seed], pictures, show_progress="hidden")

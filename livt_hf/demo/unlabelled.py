@@ -1,0 +1,126 @@
+"""Many images without labels: the class prior they have, how sure that is, and which predictions it changes."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from livt_hf.demo.classes import ROWS
+from livt_hf.demo.serving import ServedClassifier
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.priors import estimate_prior
+
+PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
+CHANGE_COLUMNS = ("file", "class", "probability", "class in this world", "probability there", "changed")
+# The number of times that a prior is estimated again, from images drawn with replacement. Less often where a single
+# estimate is slow: after so many numbers in all, the posteriors of 1,000 images of 1,000 classes.
+RESAMPLES, RESAMPLED = 40, 40_000_000
+FEWEST_RESAMPLES = 5
+UNUSABLE = (
+    "Do not trust this estimate: these images do not say clearly that their classes are not equally frequent. It is "
+    "shown and not offered. Calibrate the model (livt calibrate), train longer, or count some images by hand."
+)
+
+
+@dataclass
+class Estimate:
+    """The prior of some images (C,) with the interval that 90 % of the resamples lie in."""
+
+    prior: Tensor
+    low: Tensor
+    high: Tensor
+    warning: str | None  # why it must not be used
+
+
+def estimate(posterior: Tensor, source: Tensor, seed: int = 0) -> Estimate:
+    """The class prior of images from their training posteriors (B, C), with its uncertainty by the bootstrap."""
+    found = estimate_prior(posterior, source)
+    rng = np.random.default_rng(seed)
+    times = int(np.clip(RESAMPLED // posterior.numel(), FEWEST_RESAMPLES, RESAMPLES))
+    drawn = [torch.from_numpy(rng.integers(len(posterior), size=len(posterior))) for _ in range(times)]
+    again = torch.stack([estimate_prior(posterior[rows], source).prior for rows in drawn])  # (times, C)
+    low, high = again.quantile(torch.tensor([0.05, 0.95], dtype=again.dtype), dim=0)
+    return Estimate(found.prior, low, high, None if found.reliable else UNUSABLE)
+
+
+class World:
+    """Images somebody dropped: their logits, and the prior that they seem to have."""
+
+    def __init__(self, served: ServedClassifier, files: Sequence[Path], logits: Tensor, broken: dict[Path, str]):
+        self.served, self.files, self.broken = served, files, broken
+        source = torch.from_numpy(served.classes.counts / served.classes.images)
+        self.source, self.estimate = source, estimate(served.training_posterior(logits), source)
+        self.before = served.posterior(logits, "uniform").max(-1)
+        self.after = served.posterior(logits, self.estimate.prior).max(-1)
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        return self.served.classes.images * self.estimate.prior.numpy()
+
+    @property
+    def changed(self) -> Tensor:
+        """Of which images the estimated prior changes the prediction. (B,)"""
+        return self.before.indices != self.after.indices
+
+    def words(self) -> str:
+        """What was found, in Markdown."""
+        lines = [f"**{len(self.files):,} images**, {int(self.changed.sum()):,} of which change their class."]
+        if self.broken:
+            first = next(iter(self.broken))
+            lines.append(f"{len(self.broken):,} files could not be read, the first is {first.name}.")
+        if len(self.files) < len(self.served.names):
+            lines.append(f"Few images for {len(self.served.names):,} classes: look at how wide the intervals are.")
+        if self.estimate.warning:
+            lines.append(f"⚠️ **{self.estimate.warning}**")
+        return "\n\n".join(lines)
+
+    def prior_rows(self) -> list[list]:
+        """The classes with the largest estimated shares, in percent."""
+        found = self.estimate
+        parts = (self.source, found.prior, found.low, found.high)
+        order = found.prior.argsort(descending=True, stable=True)[:ROWS]
+        columns = [self.served.names[i] for i in order.tolist()], *((100 * part[order]).tolist() for part in parts)
+        return [
+            [name, round(trained, 3), round(share, 3), f"{low:.3g} to {high:.3g}"]
+            for name, trained, share, low, high in zip(*columns, strict=True)
+        ]
+
+    def change_rows(self) -> list[list]:
+        """Every image with its class under both priors; those that change come first."""
+        names, changed = self.served.names, self.changed.tolist()
+        answers = [zip(top.indices.tolist(), top.values.tolist(), strict=True) for top in (self.before, self.after)]
+        rows = [
+            [file.name, names[old], round(old_score, 4), names[new], round(new_score, 4), "yes" if differs else ""]
+            for file, (old, old_score), (new, new_score), differs in zip(self.files, *answers, changed, strict=True)
+        ]
+        return sorted(rows, key=lambda row: row[-1] != "yes")
+
+    def to_csv(self) -> str:
+        text = io.StringIO()
+        csv.writer(text).writerows([CHANGE_COLUMNS, *self.change_rows()])
+        return text.getvalue()
+
+
+def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
+    """Classify files once. What has no image's name is left out; what cannot be read is left out and counted."""
+    if served.classes is None or served.classes.several:
+        why = served.caveat or "Its images may have several labels each, and a prior is estimated for one label."
+        raise LiVTError(f"no prior can be estimated with this model. {why}")
+    if served.model.config.long_tail.label_smoothing:
+        raise LiVTError("this model was trained with smoothed labels, from which no prior can be estimated.")
+    Image.init()
+    files = [path for path in map(Path, files) if path.suffix.lower() in Image.registered_extensions()]
+    if not files:
+        raise LiVTError("there is no image among these files; choose a folder with images.")
+    read = list(served.many_logits(files))
+    good = [(path, logits) for path, logits in read if isinstance(logits, Tensor)]
+    broken = {path: why for path, why in read if isinstance(why, str)}
+    if not good:
+        raise LiVTError(f"none of the {len(files)} files can be read ({next(iter(broken.values()))}); choose others.")
+    return World(served, [path for path, _ in good], torch.stack([logits for _, logits in good]), broken)

@@ -1,0 +1,477 @@
+"""The functions behind the demo, and its server asked directly; tests/test_demo_browser.py drives a real browser."""
+
+import json
+import socket
+import subprocess
+import sys
+import tomllib
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hub_server import TOKEN, hub_server
+from huggingface_hub import HfApi, SpaceCard, constants
+from PIL import Image
+from test_cards import RESULTS
+from test_hub import make_run
+from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
+
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
+from livt_hf.data import eval_processor
+from livt_hf.demo.classes import ROWS, Classes
+from livt_hf.demo.mistakes import Predictions, newest_predictions, read_predictions
+from livt_hf.demo.reconstruction import ServedPretraining
+from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
+from livt_hf.demo.unlabelled import estimate, read_world
+from livt_hf.errors import LiVTError
+from livt_hf.hub import Publication, prepare_space, publish, publish_space
+from livt_hf.long_tail.priors import class_prior
+from livt_hf.recipes.publish import main as publish_command
+
+ROOT = Path(__file__).parents[1]
+NAMES = ["cat", "dog", "newt <b>"]
+COUNTS = [900, 90, 10]
+
+
+@pytest.fixture
+def three() -> Classes:
+    return Classes(NAMES, np.array(COUNTS, dtype=float), 1000, several=False)
+
+
+def save_model(folder, tiny, counts=COUNTS, names=NAMES, **settings):
+    torch.manual_seed(0)
+    config = LiViTConfig(**tiny, class_counts=counts, id2label=dict(enumerate(names)), **settings)
+    model = LiViTForImageClassification(config).eval()
+    torch.nn.init.normal_(model.classifier.weight, std=1.0)
+    model.save_pretrained(folder)
+    eval_processor(16, (0.5,) * 3, (0.5,) * 3).save_pretrained(folder)
+    return model
+
+
+def save_image(path, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture
+def served(tmp_path, tiny) -> ServedClassifier:
+    save_model(tmp_path / "model", tiny)
+    return ServedClassifier(str(tmp_path / "model"))
+
+
+# The slider, the table and the file
+
+
+def test_the_slider_goes_from_the_training_prior_over_equal_classes_to_its_reverse(three):
+    assert three.tilted(1).tolist() == pytest.approx(COUNTS)
+    assert three.tilted(0).tolist() == pytest.approx([1000 / 3] * 3)
+    reversed_shares = three.prior(three.tilted(-1))
+    assert reversed_shares[2] / reversed_shares[0] == pytest.approx(90)
+    assert three.tilted(-1).sum() == pytest.approx(1000)
+
+
+def test_an_edited_cell_changes_its_class_alone_and_the_shares_of_all(three):
+    rows = three.rows(three.tilted(1))
+    assert [row[1] for row in rows] == NAMES
+    rows[2][3] = "1000"  # newts, as somebody types it
+    edited = three.edited(three.tilted(1), rows)
+    assert edited.tolist() == pytest.approx([900, 90, 1000])
+    assert [row[4] for row in three.rows(edited)] == pytest.approx([45.2261, 4.52261, 50.2513])
+
+
+def test_numbers_that_the_table_rounds_are_kept_exactly_when_another_is_edited(three):
+    frequencies = three.tilted(1 / 3)
+    rows = three.rows(frequencies)
+    rows[0][3] = 5
+    assert three.edited(frequencies, rows)[1:].tolist() == frequencies[1:].tolist()
+
+
+@pytest.mark.parametrize("cell", ["many", "", None, -1, "nan", "inf"])
+def test_a_frequency_that_is_no_number_is_refused_by_the_name_of_its_class(three, cell):
+    rows = three.rows(three.tilted(1))
+    rows[1][3] = cell
+    with pytest.raises(LiVTError, match="the frequency of dog is"):
+        three.edited(three.tilted(1), rows)
+
+
+def test_the_table_of_thousands_of_classes_shows_the_frequent_ones_and_those_searched_for():
+    many = Classes([f"species {i}" for i in range(8142)], np.arange(1.0, 8143), 8142 * 8143 // 2, several=False)
+    rows = many.rows(many.tilted(0))
+    assert len(rows) == ROWS and rows[0][:2] == [8141, "species 8141"]
+    assert [row[0] for row in many.rows(many.tilted(0), " SPECIES 777")] == [7779, *range(7778, 7769, -1), 777]
+
+
+def test_the_file_of_a_world_is_read_back_and_is_what_the_option_prior_takes(three, tmp_path, served):
+    from livt_hf.evaluation.rules import serving_prior
+
+    path = tmp_path / "prior.json"
+    path.write_text(three.to_json(three.tilted(-0.5)))
+    assert three.read(path).tolist() == pytest.approx(three.tilted(-0.5).tolist())
+    assert serving_prior(str(path), served.model).tolist() == pytest.approx(three.prior(three.tilted(-0.5)).tolist())
+
+
+def test_a_file_of_another_model_is_refused_with_the_classes_that_differ(three, tmp_path):
+    path = tmp_path / "prior.json"
+    path.write_text('{"cat": 1, "dog": 2, "wolf": 3}')
+    with pytest.raises(LiVTError, match="disagree on the classes .*newt.*wolf"):
+        three.read(path)
+
+
+def test_classes_that_share_a_name_are_saved_in_order(tmp_path):
+    twins = Classes(["a", "a"], np.array([3.0, 1.0]), 4, several=False)
+    assert json.loads(twins.to_json(twins.tilted(1))) == [0.75, 0.25]
+
+
+# Posteriors from logits that are kept
+
+
+def test_each_rule_says_what_probabilities_says_and_no_forward_pass_is_needed_again(served, tmp_path):
+    path = save_image(tmp_path / "image.png")
+    logits = served.logits(path)
+    pixels = served.predictor.finish(served.predictor.read(path)[None])
+    frequencies = served.classes.tilted(-1)
+    expected = {
+        ARGMAX: served.model(pixels).logits.softmax(-1),
+        UNIFORM: served.model.probabilities(pixels, prior="uniform"),
+        YOURS: served.model.probabilities(pixels, prior=served.classes.prior(frequencies)),
+    }
+    served.predictor.model = served.model.forward = None
+    scores = served.scores(logits, frequencies)
+    assert list(scores) == list(expected)
+    for rule, answer in expected.items():
+        torch.testing.assert_close(scores[rule], answer[0])
+
+
+def test_bars_carry_the_probabilities_and_names_are_never_read_as_html(served, tmp_path):
+    logits = served.logits(save_image(tmp_path / "image.png"))
+    text = served.panels(logits, served.classes.tilted(1))
+    assert text.count('class="panel"') == 3
+    assert f'data-value="{served.scores(logits, served.classes.tilted(1))[YOURS].max():.6f}"' in text
+    assert "newt &lt;b&gt;" in text and "<b>" not in text
+    assert "few: 10 in training" in text
+
+
+def test_a_model_without_class_counts_works_and_says_what_is_missing(tmp_path, tiny):
+    ViTForImageClassification(ViTConfig(**tiny, num_labels=3)).save_pretrained(tmp_path)
+    eval_processor(16, (0.5,) * 3, (0.5,) * 3).save_pretrained(tmp_path)
+    served = ServedClassifier(str(tmp_path))
+    assert served.classes is None and "does not know its training prior" in served.caveat
+    assert list(served.scores(torch.zeros(3), None)) == [ARGMAX]
+    assert served.panels(torch.zeros(3), None).count('class="bar"') == 3
+    with pytest.raises(LiVTError, match="does not know its training prior"):
+        read_world(served, [tmp_path / "image.png"])
+
+
+def test_a_stock_model_that_was_balanced_is_served_under_any_prior(tmp_path, tiny):
+    model = ViTForImageClassification(ViTConfig(**tiny, num_labels=3)).eval()
+    balance(model, class_counts=COUNTS, loss="bal_ce").save_pretrained(tmp_path)
+    eval_processor(16, (0.5,) * 3, (0.5,) * 3).save_pretrained(tmp_path)
+    served = ServedClassifier(str(tmp_path))
+    logits = torch.tensor([1.0, 2.0, 3.0])
+    frequencies = served.classes.tilted(1)
+    expected = model.head.posterior(logits[None], class_prior(COUNTS))[0]
+    torch.testing.assert_close(served.scores(logits, frequencies)[YOURS], expected)
+
+
+def test_several_labels_per_image_are_judged_one_by_one(tmp_path, tiny):
+    save_model(
+        tmp_path, tiny, problem_type="multi_label_classification", num_train_images=1000, test_prior=None
+    )  # fmt: skip
+    served = ServedClassifier(str(tmp_path))
+    logits = torch.tensor([0.5, -1.0, 2.0])
+    scores = served.scores(logits, served.classes.counts)
+    assert list(scores) == [ARGMAX, YOURS]
+    torch.testing.assert_close(scores[YOURS], (logits + served.model.head.logit_bias).sigmoid())
+    rows = served.classes.rows(served.classes.counts)
+    rows[0][3] = 1001
+    with pytest.raises(LiVTError, match="1001 is more than the 1,000 images"):
+        served.classes.edited(served.classes.counts, rows)
+
+
+# Bad files
+
+
+def test_a_file_that_is_no_image_is_refused_by_name(served, tmp_path):
+    path = tmp_path / "notes.png"
+    path.write_text("not an image")
+    with pytest.raises(LiVTError, match="notes.png is not an image"):
+        served.logits(path)
+
+
+def test_an_image_of_100_megapixels_is_classified_and_one_of_200_is_refused(served, tmp_path):
+    Image.new("L", (10_000, 10_000)).save(tmp_path / "large.png")
+    assert served.logits(tmp_path / "large.png").shape == (3,)
+    Image.new("1", (20_000, 10_000)).save(tmp_path / "huge.png")
+    with pytest.raises(LiVTError, match="huge.png is not an image .*bomb"):
+        served.logits(tmp_path / "huge.png")
+
+
+# Images without labels
+
+
+def test_a_folder_without_images_is_refused(served, tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing to see")
+    with pytest.raises(LiVTError, match="there is no image among these files"):
+        read_world(served, [tmp_path / "notes.txt"])
+
+
+def sure_posteriors(shares, images, rng):
+    """Training posteriors of images whose class is almost certain."""
+    labels = rng.choice(len(shares), size=images, p=shares)
+    return torch.nn.functional.one_hot(torch.from_numpy(labels), len(shares)).double() * 0.97 + 0.01
+
+
+def test_the_estimate_finds_the_shares_of_clear_images_within_its_interval():
+    shares = [0.2, 0.3, 0.5]
+    found = estimate(sure_posteriors(shares, 2000, np.random.default_rng(0)), class_prior([1, 1, 1]))
+    assert found.prior.tolist() == pytest.approx(shares, abs=0.03)
+    assert (found.low <= found.prior).all() and (found.prior <= found.high).all()
+    assert found.warning is None
+
+
+def test_an_estimate_that_the_images_do_not_bear_out_is_warned_of():
+    rng = np.random.default_rng(0)
+    posterior = torch.from_numpy(rng.dirichlet(np.ones(50) * 0.9, size=40))  # noise of a model that knows nothing
+    assert "Do not trust this estimate" in estimate(posterior, class_prior([1] * 50)).warning
+
+
+def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_cannot_read(served, tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for seed in range(12):
+        save_image(folder / f"{seed}.png", seed)
+    (folder / "broken.png").write_text("broken")
+    (folder / "notes.txt").write_text("not meant")
+    world = read_world(served, sorted(folder.iterdir()))
+    assert len(world.files) == 12 and [path.name for path in world.broken] == ["broken.png"]
+    assert "the first is broken.png" in world.words()
+    logits = torch.stack([served.logits(path) for path in world.files])
+    before, after = (served.posterior(logits, prior).argmax(-1) for prior in ("uniform", world.estimate.prior))
+    assert sum(row[-1] == "yes" for row in world.change_rows()) == (before != after).sum()
+    lines = world.to_csv().splitlines()
+    assert len(lines) == 13 and lines[0].startswith("file,class,probability")
+
+
+# Errors
+
+
+def saved(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_predictions_are_read_by_rule_with_the_confidence_of_their_probabilities(tmp_path):
+    path = saved(
+        tmp_path / "p.parquet",
+        index=[7, 8], label=[0, 1], probabilities=[[0.9, 0.1], [0.6, 0.4]], split=["test", "test"],
+        **{"predicted: paper": [0, 1], "predicted: uniform": [0, 0]},
+    )  # fmt: skip
+    rules = read_predictions(path)
+    assert list(rules) == ["paper", "uniform"]
+    assert rules["uniform"].confidence.tolist() == pytest.approx([0.9, 0.6])
+    assert rules["paper"].confidence.tolist() == pytest.approx([0.9, 0.4])
+    assert rules["uniform"].wrong(1).tolist() == [1] and rules["uniform"].index[1] == 8
+
+
+def test_logits_alone_are_enough_and_without_any_answer_the_missing_columns_are_named(tmp_path):
+    rules = read_predictions(saved(tmp_path / "a.parquet", label=[0, 1], logits=[[2.0, 0.0], [1.0, 1.5]]))
+    assert rules["largest score"].predicted.tolist() == [0, 1]
+    with pytest.raises(LiVTError, match="neither a column 'predicted' nor 'probabilities'"):
+        read_predictions(saved(tmp_path / "b.parquet", label=[0, 1]))
+    with pytest.raises(LiVTError, match="no column 'label'"):
+        read_predictions(saved(tmp_path / "c.parquet", logits=[[2.0, 0.0]]))
+
+
+def test_without_a_report_the_command_that_writes_one_is_named(tmp_path):
+    with pytest.raises(LiVTError, match="livt eval --model"):
+        newest_predictions(tmp_path)
+
+
+def test_classes_are_listed_from_worst_to_best_with_what_they_are_taken_for():
+    label, predicted = np.array([0, 0, 1, 1, 1, 2]), np.array([0, 0, 0, 2, 2, 2])
+    confidence = np.array([0.9, 0.7, 0.6, 0.5, 0.8, 1.0])
+    predictions = Predictions(np.arange(6), label, predicted, confidence, "test")
+    rows = predictions.class_rows(NAMES, np.array(COUNTS))
+    assert rows[0] == [1, "dog", 90, 3, 0.0, 63.3, "newt <b> (2)"]
+    assert [row[4] for row in rows] == [0, 100, 100]
+    assert predictions.taken_for(1) == [(2, 2), (0, 1)]
+    assert predictions.wrong(1).tolist() == [4, 2, 3]  # the surest mistake first
+    bins = predictions.bins(0)
+    assert sum(row["images"] for row in bins) == 2 and bins[13]["confidence"] == pytest.approx(0.9)
+
+
+# Reconstruction
+
+
+def save_pretraining(folder, tiny):
+    config = ViTMAEConfig(
+        **tiny, decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_num_attention_heads=4, norm_pix_loss=True
+    )
+    LiViTForPreTraining(config).save_pretrained(folder)
+    eval_processor(16, (0.5,) * 3, (0.5,) * 3).save_pretrained(folder)
+    return folder
+
+
+def test_a_seed_and_a_ratio_decide_which_patches_are_hidden(tmp_path, tiny):
+    served = ServedPretraining(str(save_pretraining(tmp_path, tiny)))
+    path = save_image(tmp_path / "image.png")
+
+    def hidden(ratio, seed):
+        image, masked, _ = served.reconstruct(path, ratio, seed)
+        return (image != masked).any(-1)
+
+    assert hidden(0.75, 0).mean() == pytest.approx(12 / 16, abs=0.02)
+    assert hidden(0.5, 0).mean() == pytest.approx(8 / 16, abs=0.02)
+    assert (hidden(0.5, 0) == hidden(0.5, 0)).all() and (hidden(0.5, 0) != hidden(0.5, 1)).any()
+    with pytest.raises(LiVTError, match="0.99 leaves 0 of 16 patches visible"):
+        served.reconstruct(path, 0.99, 0)
+
+
+# The server
+
+
+@pytest.fixture
+def app():
+    pytest.importorskip("gradio")
+    import livt_hf.demo.app
+
+    return livt_hf.demo.app
+
+
+def test_a_busy_port_is_refused_with_a_sentence(app):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LiVTError, match=f"port {port} cannot be used .*choose another --port"):
+            app.check_port(port)
+
+
+def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_stay(app, tmp_path, tiny):
+    save_model(tmp_path / "model", tiny)
+    (tmp_path / "given").mkdir()
+    example = save_image(tmp_path / "given" / "image.png")
+    (tmp_path / "secret.txt").write_text("secret")
+    with app.private_files():
+        blocks = app.start([app.show(str(tmp_path / "model"), images=str(tmp_path / "given"))])
+        try:
+            url = blocks.local_url
+
+            def status(path):
+                try:
+                    return urllib.request.urlopen(f"{url}gradio_api/file={urllib.parse.quote(str(path))}").status
+                except urllib.error.HTTPError as error:
+                    return error.code
+
+            assert status(tmp_path / "secret.txt") == 403
+            assert status("/etc/passwd") == 403
+            assert status(tmp_path / "model" / "config.json") == 403
+            assert status(f"{tmp_path}/given/../secret.txt") == 403
+            answer = urllib.request.urlopen(url)
+            assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+            page = answer.read().decode()
+            assert "fonts.googleapis.com" not in page and "cdnjs" not in page
+            assert blocks.share_url is None and not blocks.analytics_enabled
+            body = {"data": [{"path": str(tmp_path / "secret.txt"), "meta": {"_type": "gradio.FileData"}}, None]}
+            answer = call(url, body)
+            assert "secret" not in json.dumps(answer.get("data")) and "not uploaded by a user" in json.dumps(answer)
+        finally:
+            blocks.close()
+    assert example.exists()
+
+
+def call(url, body):
+    """Ask the app's first function over HTTP, as its own page would."""
+    request = urllib.request.Request(f"{url}gradio_api/run/predict", json.dumps(body | {"fn_index": 0}).encode())
+    request.add_header("Content-Type", "application/json")
+    try:
+        return json.load(urllib.request.urlopen(request))
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+
+
+def test_a_model_that_is_no_run_is_shown_with_what_is_missing(app, tmp_path, tiny):
+    save_model(tmp_path, tiny)
+    shown = app.show(str(tmp_path))
+    assert shown.examples == [] and shown.predictions is None
+    assert any("not the folder of a finished run" in note for note in shown.notes)
+    assert any("no report with a predictions.parquet" in note for note in shown.notes)
+    app.build([shown, shown])
+
+
+# The Space
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    sizes = dict(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4
+    )
+    names = {0: "cat", 1: "dog", 2: "newt"}
+    model = LiViTForImageClassification(LiViTConfig(**sizes, class_counts=[500, 40, 5], id2label=names)).eval()
+    return make_run(tmp_path_factory.mktemp("runs") / "finetune" / "1", RESULTS, model)
+
+
+def test_a_space_is_an_app_its_requirements_and_a_card_with_the_metadata_that_the_hub_reads(finished_run, tmp_path):
+    folder = prepare_space(finished_run, tmp_path / "space", Publication("org/livt", license="mit"))
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "app.py", "requirements.txt"]
+    card = SpaceCard.load(folder / "README.md").data
+    assert (card.sdk, card.app_file, card.models, card.license) == ("gradio", "app.py", ["org/livt"], "mit")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["demo"] == [f"gradio>={card.sdk_version}"]
+    assert (folder / "requirements.txt").read_text().startswith("livt-hf[demo]>=")
+    assert "HF_TOKEN" in (folder / "README.md").read_text()  # a private model
+    with pytest.raises(LiVTError, match="is not empty"):
+        prepare_space(finished_run, folder, Publication("org/livt", license="mit"))
+
+
+def test_the_published_space_runs_as_it_is_and_serves_the_published_model(finished_run, tmp_path, monkeypatch):
+    pytest.importorskip("gradio")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with hub_server() as hub, socket.socket() as free:
+        api, publication = HfApi(hub.endpoint, TOKEN), Publication("org/livt", license="mit")
+        publish(finished_run, publication, api)
+        url = publish_space(finished_run, publication, api).commit_url
+        assert url.startswith(f"{hub.endpoint}/spaces/org/livt/commit/")
+        files = hub.files("org/livt", "spaces")
+        assert files.keys() == {".gitattributes", "README.md", "app.py", "requirements.txt"}
+        (tmp_path / "app.py").write_bytes(files["app.py"])
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+        environment = hub.environment(tmp_path) | {"GRADIO_SERVER_PORT": port, "GRADIO_ANALYTICS_ENABLED": "False"}
+        app = subprocess.Popen(
+            [sys.executable, "app.py"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert app.stdout.readline().startswith(f"Open http://127.0.0.1:{port}/")
+            config = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/config"))
+        finally:
+            app.terminate()
+            app.wait()
+    shown = {part["props"].get("label") for part in config["components"]}
+    assert {"Try", "Your world", "Image"} <= shown and "Errors" not in shown
+    headings = [part["props"].get("value") for part in config["components"] if part["type"] == "markdown"]
+    assert "## org/livt" in headings
+
+
+def test_a_space_that_cannot_be_published_leaves_the_command_to_do_it_later(finished_run):
+    with hub_server() as hub:
+        api = HfApi(hub.endpoint, "hf_wrong")
+        with pytest.raises(LiVTError, match="org/livt --license mit --space"):
+            publish_space(finished_run, Publication("org/livt", license="mit"), api)
+
+
+def test_publish_lists_the_space_of_a_dry_run_and_uploads_nothing(finished_run, tmp_path, capsys):
+    options = [str(finished_run), "org/livt", "--license", "mit", "--space", "--folder", str(tmp_path / "out")]
+    publish_command(options)
+    printed = capsys.readouterr().out
+    assert "bytes  app.py" in printed and "Nothing was uploaded" in printed
+    assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out-space" / "app.py").is_file()
