@@ -161,7 +161,7 @@ class LongTailMetrics:
         return self._correct.double() / self._images.clamp(min=1), self._images > 0
 
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
-        """A row a class: training images, group, test images, accuracy and mean confidence (None without images)."""
+        """One row per class: training images, group, test images, accuracy, mean confidence (None without images)."""
         accuracies, present = self._accuracies()
         calibrated = self._images - self._nan
         confidences = self._confidence.double() / _ONE / calibrated.clamp(min=1)
@@ -197,12 +197,12 @@ class LongTailMetrics:
     def intervals(
         self, level: float = 0.95, seed: int = 0, resamples: int = 1000
     ) -> dict[str, tuple[float, float] | None]:
-        """Bootstrap intervals of the accuracies: how far another test set with as many images a class would move them.
+        """Bootstrap intervals of the accuracies: how far another test set with equally many images would move them.
 
         Classes are fixed (they are the task, not a sample), so images are resampled within each class. Drawing from
         right and wrong images with replacement gives a binomial number of right ones, so sums and counts are all it
         takes. n - 1 images are drawn of n: with n the variance would come out (n - 1) / n of what it is, which
-        matters at three test images a class (iNat18). A class with one image has no measurable variance and adds none.
+        matters at three test images per class (iNat18). A class with one image has no measurable variance: it adds none.
         """
         if not 0 < level < 1:
             raise LiVTError(f"level={level} is not between 0 and 1; 0.95 is usual.")

@@ -46,7 +46,7 @@ class MultiLabelMetrics:
         self._targets += other._targets
 
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
-        """A row a class: training images, group, positive test images and average precision (None without any)."""
+        """One row per class: training images, group, positive test images and average precision (None without any)."""
         scores, targets = self._all()
         positives = targets.sum(dim=0).tolist()
         columns = max(1, _BLOCK // max(1, len(scores)))
