@@ -26,9 +26,8 @@ from livt_hf.training.optim import scaled_lr
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-TUNED = [name for name in NAMES if name.startswith("finetune-tune-")]  # for any dataset
-OF_A_DATASET = [name for name in NAMES if name not in TUNED]
-OF_THE_PAPER = [name for name in OF_A_DATASET if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt)", name)]
+TUNED = sorted(f"tune/{path.stem}" for path in CONFIGS.glob("tune/*.yaml"))  # for any dataset
+OF_THE_PAPER = [name for name in NAMES if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt)", name)]
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
 TRAIN_IMAGES = {
     "imagenet-lt": 115_846, "imagenet-bal": 160_000, "imagenet-1k": 1_281_167, "inat18": 437_513, "places-lt": 62_500,
@@ -68,7 +67,7 @@ def train_images(arguments) -> int:
 # What a config says of itself
 
 
-@pytest.mark.parametrize("name", OF_A_DATASET)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_config_parses_under_its_stage_and_is_named_after_its_dataset(name):
     arguments = settings(name)
     assert name == f"{stage_of(name)}-{arguments.dataset}" or name.startswith(f"{stage_of(name)}-{arguments.dataset}-")
@@ -79,13 +78,13 @@ def test_a_config_parses_under_its_stage_and_is_named_after_its_dataset(name):
 
 @pytest.mark.parametrize("name", TUNED)
 def test_what_is_tuned_has_a_config_whatever_the_dataset(name):
-    _, _, *options = command(name)
-    asked, config = FinetuneSettings.parse(options, CONFIGS), settings(name)
+    config = FinetuneSettings.parse(["--config", str(CONFIGS / f"{name}.yaml")])
+    asked = FinetuneSettings.parse(command(name)[2:], CONFIGS)
     assert dataclasses.replace(config, dataset="FOLDER", pretrained="org/any-classifier") == asked
-    assert name == f"finetune-tune-{asked.tune}"
+    assert name == f"tune/{asked.tune}"
 
 
-@pytest.mark.parametrize("name", [name for name in OF_A_DATASET if "glyphs" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if "glyphs" not in name])
 def test_a_header_has_a_command_whose_images_can_be_shared_by_1_8_and_16_processes(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     _, stage, *options = command(name)
@@ -310,7 +309,7 @@ def test_the_rate_an_update_uses_is_the_base_rate_for_256_images(name, lr):
     assert scaled_lr(arguments.base_lr, arguments.batch_size) == pytest.approx(lr)
 
 
-@pytest.mark.parametrize("name", [name for name in OF_A_DATASET if "glyphs" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if "glyphs" not in name])
 def test_a_config_leaves_updates_to_make_after_its_warm_up(name):
     arguments = settings(name)
     assert arguments.batch_size <= train_images(arguments)
@@ -324,8 +323,8 @@ def test_a_384_config_differs_from_its_224_one_in_resolution_alone(name):
 
 
 def test_the_readme_lists_every_config_with_the_numbers_of_its_header():
-    rows = re.findall(r"\| \[.*\]\(([\w-]+)\.yaml\) \| .* \| (.*) \| (.*) \|", (CONFIGS / "README.md").read_text())
-    assert sorted(name for name, _, _ in rows) == NAMES
+    rows = re.findall(r"\| \[.*\]\(([\w/-]+)\.yaml\) \| .* \| (.*) \| (.*) \|", (CONFIGS / "README.md").read_text())
+    assert sorted(name for name, _, _ in rows) == NAMES + TUNED
     for name, accuracy, hours in rows:
         text = "\n".join(header(name))
         assert re.findall(r"all ([\d.]+)", text)[:1] == re.findall(r"^[\d.]+$", accuracy)
@@ -355,7 +354,6 @@ def shrunk(pictures, monkeypatch):
     small = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=4)
     monkeypatch.setitem(PRESETS, "micro", small)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setenv("LIVT_RUNS", str(runs))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", pictures.with_name("cache"))
 
     def run(name: str) -> Run:
@@ -377,8 +375,6 @@ def shrunk(pictures, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_three_updates_of_a_config_shrunk_end_with_results(name, shrunk):
-    if name == "finetune-tune-lora":
-        pytest.importorskip("peft")
     run, wanted = shrunk(name), settings(name)
     assert run.results.updates == 3
     assert run.results.weights == ("model" if wanted.ema_decay is None else "ema")
