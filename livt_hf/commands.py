@@ -15,7 +15,7 @@ from livt_hf.settings import TrainingSettings
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
 # Two processes that refuse the same thing should say it once: the launcher ends the others when the first is gone.
-SECONDS_FOR_THE_FIRST = 3
+SECONDS_FOR_THE_FIRST = 15
 
 
 def run_command(main: Callable[[], None]) -> None:

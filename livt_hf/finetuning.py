@@ -1,34 +1,32 @@
 """What the second stage needs around its model: where it starts, what it is measured by, which weights are kept."""
 
 import json
-import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
+from datasets import DatasetDict
 from safetensors.torch import load_model, save_model
-from transformers import BaseImageProcessor, PreTrainedConfig, ViTImageProcessor
+from torch import Tensor, nn
+from transformers import BaseImageProcessor, PreTrainedModel
 
-from livt_hf.configuration_livit import LiViTConfig, size_name
-from livt_hf.data import eval_loader, eval_processor, label_statistics, normalization
-from livt_hf.data.labels import class_feature, is_multi_label
+from livt_hf.backbones import InputFacts, input_facts
+from livt_hf.data import DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
+from livt_hf.data.labels import number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
-from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.anatomy import classifier_of
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.long_tail.priors import read_prior
-from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.results import Results
-from livt_hf.runs import lent_by_pretraining
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import common_results, counts_summary, image_size, is_local, is_native, shared_batches
+from livt_hf.stages import common_results, counts_summary, is_local, shared_batches, training_batches
 from livt_hf.training.checkpoints import STATE, checkpoints
-from livt_hf.training.loop import Loop
-
-logger = logging.getLogger(__name__)
+from livt_hf.training.loop import Loop, Moment
+from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, merge_lora
 
 _AUGMENTATION = {
     "rand_augment": dict(policy="resized-crop", rand_augment="rand-m9-mstd0.5-inc1"),
@@ -38,23 +36,14 @@ _AUGMENTATION = {
 }
 
 
-def lent_by_checkpoint(asked: dict) -> dict:
-    """What fine-tuning takes over from where it starts: its size and, of a pretraining run, its data too."""
-    lent, named = lent_by_pretraining(asked), asked.get("pretrained", "none")
-    if not lent and named != "none":
-        try:
-            config, _ = PreTrainedConfig.get_config_dict(named)
-        except OSError as error:
-            raise LiVTError(f"{named} is neither a checkpoint folder nor a model the Hub has: {error}") from error
-        if "hidden_size" in config:
-            lent = {"model_size": size_name(config), "patch_size": config.get("patch_size")}
-    return lent
-
-
 def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
     """What cannot work is refused before anything is written."""
     if not LOSSES[settings.loss].soft_labels and (settings.mixup or settings.cutmix):
         raise LiVTError(f"loss {settings.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
+    if settings.tune == "head" and (settings.mixup or settings.cutmix or settings.erase):
+        raise LiVTError("features of a frozen backbone cannot be mixed; pass --mixup 0 --cutmix 0 --erase 0.")
+    if settings.tune == "head" and settings.pretrained == "none":
+        raise LiVTError("--tune head needs a pretrained model; name one with --pretrained.")
     if settings.select == "best" and "validation" not in data:
         raise LiVTError(
             f"--select best needs a validation split, which {settings.dataset} does not have; the test split is "
@@ -62,79 +51,83 @@ def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
         )
 
 
-def build_classifier(settings: FinetuneSettings, train: Dataset) -> LiViTForImageClassification:
-    """The model at its start: an encoder from a checkpoint, or from scratch, under a head that knows the counts."""
-    counts, num_images = label_statistics(train)
-    empty = np.flatnonzero(counts == 0)
-    if len(empty):
-        names = [class_feature(train).names[label] for label in empty[:10]]
-        raise LiVTError(f"classes {names} have no training image, so their prior is undefined; leave them out.")
-    head = {name: getattr(settings, name) for name in LongTailConfig.names() if name in settings.names()}
-    head |= {
-        "test_prior": {"uniform": "uniform", "none": None}.get(settings.test_prior, settings.test_prior),
-        "class_counts": counts.tolist(),
-        "id2label": dict(enumerate(class_feature(train).names)),
-        "label2id": {name: label for label, name in enumerate(class_feature(train).names)},
-    }
-    if head["test_prior"] not in (None, "uniform"):
-        several = is_multi_label(train)
-        head["test_prior"] = read_prior(head["test_prior"], class_feature(train).names, multi_label=several)
-    if is_multi_label(train):
-        head |= {"problem_type": "multi_label_classification", "num_train_images": num_images}
-    else:
-        head["problem_type"] = None  # whatever the checkpoint's was
-    encoder = {"pooling": settings.pooling, "drop_path_rate": settings.drop_path}
-    if settings.pretrained == "none" or settings.image_size is not None:  # else that of the checkpoint
-        encoder["image_size"] = image_size(settings)
-    if settings.pretrained == "none":
-        if settings.patch_size is not None:
-            encoder["patch_size"] = settings.patch_size
-        return LiViTForImageClassification(LiViTConfig.preset(settings.model_size, **(encoder | head)))
-    model = LiViTForImageClassification.from_pretrained(settings.pretrained, **encoder, **head)
-    found = size_name(model.config.to_dict())
-    if found != settings.model_size:
-        raise LiVTError(f"{settings.pretrained} is of size {found}; leave --model_size out.")
-    if settings.patch_size not in (None, model.config.patch_size):
-        raise LiVTError(f"{settings.pretrained} has patches of {model.config.patch_size}; leave --patch_size out.")
-    return model
-
-
-def serving_processor(settings: FinetuneSettings, train: Dataset, size: int) -> BaseImageProcessor:
-    """The processor that is saved with the model; its statistics are those the encoder was pretrained with."""
-    mean, std = normalization(settings.dataset)
-    if settings.pretrained != "none":
-        try:
-            saved, _ = ViTImageProcessor.get_image_processor_dict(settings.pretrained)
-            mean, std = saved["image_mean"], saved["image_std"]
-        except (OSError, KeyError):
-            logger.warning(
-                "%s does not say how its images were normalised; taking the statistics of %s.",
-                settings.pretrained,
-                settings.dataset,
-            )
-    return eval_processor(size, mean, std, native=is_native(train, size))
-
-
-def finetune_augmentation(settings: FinetuneSettings, processor: BaseImageProcessor) -> FinetuneAugmentation:
+def finetune_augmentation(settings: FinetuneSettings, facts: InputFacts) -> FinetuneAugmentation:
     return FinetuneAugmentation(
-        processor.crop_size["height"],
+        facts.size,
         scale=(settings.crop_scale, 1.0),
         flip=settings.flip,
-        mean=tuple(processor.image_mean),
+        mean=facts.mean,
         **_AUGMENTATION[settings.augmentation],
     )
 
 
-def measure(
-    model: LiViTForImageClassification,
-    dataset: Dataset,
+@dataclass(frozen=True)
+class Course:
+    """What a fine-tuning trains on what: images through the whole model, or kept features through its classifier."""
+
+    module: nn.Module
+    loader: object
+    loss_of: Callable[[nn.Module, dict, Moment], Tensor]
+    batches_of: Callable[[str], Iterable[dict]]  # a split -> what it is measured on
+    published: Callable[[nn.Module], PreTrainedModel]  # what was trained -> the whole model
+
+
+def plan_course(
+    settings: FinetuneSettings,
+    data: DatasetDict,
+    model: PreTrainedModel,
     processor: BaseImageProcessor,
     accelerator: Accelerator,
-    num_workers: int = 0,
-) -> dict:
+) -> Course:
+    if settings.tune == "head":
+        return _on_features(settings, data, model, FrozenBackbone(model, processor, accelerator))
+    facts = input_facts(processor)
+    if settings.tune == "lora":
+        add_lora(model, settings.lora_rank)
+    fixed = dict(erase=settings.erase, num_classes=number_of_classes(data["train"]), seed=settings.seed)
+    mixing = DeviceTransform(facts.mean, facts.std, mixup=settings.mixup, cutmix=settings.cutmix, **fixed)
+    plain = DeviceTransform(facts.mean, facts.std, **fixed)
+
+    def loss_of(module, batch, moment):
+        transform = mixing if moment.epoch < settings.epochs - settings.mixup_off_epochs else plain
+        batch = transform(batch, **vars(moment))
+        return module(batch["pixel_values"], labels=batch["labels"]).loss
+
+    def batches_of(split):
+        return eval_loader(data[split], processor, shared_batches(256, accelerator, settings.num_workers))
+
+    batches = training_batches(settings, accelerator)
+    loader = train_loader(data["train"], finetune_augmentation(settings, facts), batches)
+    published = merge_lora if settings.tune == "lora" else lambda module: module
+    return Course(model, loader, loss_of, batches_of, published)
+
+
+def _on_features(
+    settings: FinetuneSettings, data: DatasetDict, model: PreTrainedModel, backbone: FrozenBackbone
+) -> Course:
+    accelerator = backbone.accelerator
+    augmentation = finetune_augmentation(settings, input_facts(backbone.processor)) if settings.views > 1 else None
+    features = backbone.features(data["train"], settings, augmentation)
+    loader = FeatureLoader(features, data["train"], training_batches(settings, accelerator))
+
+    def loss_of(module, batch, _moment):
+        return module(batch["pixel_values"], labels=batch["labels"]).loss
+
+    def batches_of(split):
+        kept = backbone.features(data[split], settings)
+        return FeatureLoader(kept, data[split], shared_batches(1024, accelerator)).in_order()
+
+    def published(module):
+        module.unstandardise()
+        classifier_of(model).load_state_dict(module.classifier.state_dict())
+        model.config.long_tail = module.config.long_tail  # a moving average has a config of its own
+        return model
+
+    return Course(HeadOnly(model, features), loader, loss_of, batches_of, published)
+
+
+def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
     """Metrics of the paper's rule and, where the head gives probabilities, of the posterior rule."""
-    loader = eval_loader(dataset, processor, shared_batches(256, accelerator, num_workers))
-    counts = model.config.long_tail.class_counts
     if model.head.multi_label:
         return {"metrics": evaluate_multi_label(model, loader, accelerator, counts).compute(), "posterior": None}
     rules = {"metrics": None}
@@ -147,7 +140,7 @@ def measure(
 class BestWeights:
     """Of `--select best`: the weights of the epoch that was most accurate on the validation split.
 
-    A file an epoch, so that a checkpoint and the weights it speaks of belong together whenever a run is killed.
+    One file per epoch, so that a checkpoint and the weights it speaks of belong together whenever a run is killed.
     """
 
     def __init__(self, loop: Loop):
@@ -178,17 +171,19 @@ class BestWeights:
             old.unlink()
 
 
-def results_of(settings: FinetuneSettings, loop: Loop, counts: np.ndarray, measured: dict) -> Results:
-    model, best = loop.final_model, loop.progress.best_epoch
+def results_of(
+    settings: FinetuneSettings, data: DatasetDict, loop: Loop, model: PreTrainedModel, measured: dict
+) -> Results:
+    config, best = model.config, loop.progress.best_epoch
     return Results(
-        **common_results(settings, loop),
+        **common_results(settings, loop, model),
         **measured,
-        image_size=model.config.image_size,
         split="test",
+        test_carved=has_carved_test(data),
         num_images=measured["metrics"]["num_images"],
-        num_train_images=model.config.long_tail.num_images,
-        num_classes=model.config.num_labels,
-        class_counts=counts_summary(counts),
+        num_train_images=config.long_tail.num_images,
+        num_classes=config.num_labels,
+        class_counts=counts_summary(class_counts(data["train"])),
         loss=settings.loss,
         tau=settings.tau,
         epoch=loop.progress.update / loop.per_epoch if best is None else best,

@@ -1,8 +1,10 @@
 """Plugins: Python files or modules of the user's own, imported before anything is looked up by name."""
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
+import types
 from pathlib import Path
 
 from livt_hf.errors import LiVTError
@@ -23,6 +25,7 @@ def load_plugin(name: str | None) -> None:
     # Under a name made of its place, so that two files called losses.py do not meet.
     module = f"livt_plugin_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
     if module not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module, path)
-        sys.modules[module] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module])
+        loader = importlib.machinery.SourceFileLoader(module, str(path))
+        sys.modules[module] = types.ModuleType(module)
+        sys.modules[module].__file__ = str(path)
+        loader.exec_module(sys.modules[module])

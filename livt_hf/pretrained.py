@@ -21,6 +21,7 @@ _ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
 # What holds for one set of classes only.
 _OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior")
+_OF_LABELS += ("calibration", "trained_with", "seen_counts", "class_weights")
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
 
@@ -96,7 +97,7 @@ class ReadsOtherCheckpoints:
             kwargs["key_mapping"] = _BEIT_KEYS
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below in our words
         try:
-            with _without_load_report():
+            with without_load_report():
                 model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise LiVTError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
@@ -118,7 +119,7 @@ class ReadsOtherCheckpoints:
 
 
 @contextlib.contextmanager
-def _without_load_report():
+def without_load_report():
     """Hold back transformers' table of missing and unexpected keys: here every such key is expected or refused."""
     transformers_logger = logging.getLogger("transformers.modeling_utils")
 

@@ -24,7 +24,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def _hash(*key) -> np.ndarray:
     """Integers (or arrays of them, broadcast against each other) to 64 well-mixed bits each."""
     with np.errstate(over="ignore"):  # wrapping around is the point
-        state = np.uint64(0)
+        state = np.asarray(0, dtype=np.uint64)
         for part in key:
             state = _mix(state + _GOLDEN + np.asarray(part, dtype=np.int64).astype(np.uint64))
         return state

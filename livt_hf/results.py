@@ -28,6 +28,7 @@ class Results:
     posterior: dict | None = None
 
     # The model.
+    model_type: str | None = None  # transformers' name of the family; None in files from before there was another
     model_size: str | None = None
     parameters: int | None = None
     image_size: int | None = None

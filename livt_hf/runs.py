@@ -66,7 +66,7 @@ class Run:
 
     def settings_of(self, cls: type[TrainingSettings]) -> dict:
         """All settings the run was started with; an option that came later had its default."""
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        defaults = {field.name: field.metadata.get("before", field.default) for field in dataclasses.fields(cls)}
         return defaults | {name: value for name, value in self.arguments.items() if name in defaults}
 
 
@@ -127,8 +127,8 @@ def _holds_another(folder: Path) -> LiVTError:
 
 def unfinished_run(settings: TrainingSettings) -> Run | None:
     """What --resume means: the run named; for "auto" the one in output_dir, or the newest unfinished of its group."""
-    if settings.resume != "auto":
-        run = Run(Path(settings.resume))
+    if settings.resume not in (None, "auto"):
+        run = Run(Path(str(settings.resume)))
         if not (run.folder / ARGUMENTS).exists():
             raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
         return run

@@ -8,6 +8,7 @@ values. Nothing here imports torch, so `--help` is fast.
 import argparse
 import dataclasses
 import difflib
+import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ def option(default: Any, help: str, **facts) -> Any:
     `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them.
     `selects_data`: it decides which images are trained on. `place`: it may name a place on this machine.
     `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
+    `before`: its value in runs from before there was such an option, where that is not its default.
     `alone`: its value when it is named without one. `positional`: its value stands without `--name`; it may then be
     `REQUIRED`.
     """
@@ -99,10 +101,15 @@ class CommandSettings:
         values = (inherited or {}) | asked
         load_plugin(values.get("plugin"))
         if values.pop("config", None) is None and configs is not None:
-            dataset = values.get("dataset", cls.__dataclass_fields__["dataset"].default)
-            own = configs / f"{cls.stage}-{str(dataset).replace('/', '-')}.yaml"
+            own = configs / cls._own_config(values)
             values = (read_settings(cls, own) if own.exists() else {}) | values
         return cls(**values)
+
+    @classmethod
+    def _own_config(cls, values: dict) -> str:
+        """The file that goes with the dataset."""
+        dataset = str(values.get("dataset", cls.__dataclass_fields__["dataset"].default))
+        return f"{cls.stage}-{dataset.replace('/', '-')}.yaml"
 
 
 @dataclass
@@ -111,12 +118,16 @@ class DataSettings(CommandSettings):
 
     dataset: str = option(
         "glyphs",
-        "benchmark name, image folder, image list (.txt), parquet folder or Hub dataset",
+        "benchmark name, image folder, table of labels (.csv, .tsv, .jsonl, .parquet), image list (.txt), parquet "
+        "folder or Hub dataset",
         selects_data=True,
         place=True,
     )
     source: str | None = option(
-        None, "local copy of a named benchmark, or the root folder of an image list", place=True, free=True
+        None,
+        "local copy of a named benchmark, or the folder of the images that a table or a list names",
+        place=True,
+        free=True,
     )
     imbalance_factor: float | None = option(
         None, "largest class over smallest class; a long tail is derived where this is given", selects_data=True
@@ -139,8 +150,32 @@ class DataSettings(CommandSettings):
     lists: str | None = option(
         None, "folder of a benchmark's split lists, where they are not in source", place=True, free=True
     )
-    image_column: str | None = option(None, "column of the images, where it cannot be told")
-    label_column: str | None = option(None, "column of the labels, where it cannot be told", selects_data=True)
+    image_column: str | None = option(None, "column of the images, where it cannot be told", selects_data=True)
+    label_column: str | None = option(
+        None,
+        "column of the labels, where it cannot be told; or, separated by commas, one column of 0 and 1 per class",
+        selects_data=True,
+    )
+    label_separator: str | None = option(
+        None, "what stands between the labels of an image that has several, such as '|'", selects_data=True
+    )
+    split_column: str | None = option(
+        None, "column that says train, val or test; default: one called split; none: no column", selects_data=True
+    )
+    group_column: str | None = option(
+        None,
+        "column of what belongs together (patient, site, animal): no group is on both sides of a split that is made",
+        selects_data=True,
+    )
+    exclude_labels: str | None = option(
+        None, "labels that are no classes, separated by commas, such as todo,Unknown", selects_data=True
+    )
+    min_images: int | None = option(
+        None, "smallest number of training images a class is kept with", selects_data=True, at_least=1
+    )
+    rare_classes: Literal["drop", "merge"] = option(
+        "drop", "what to do with classes below min_images: leave them out or make them one class", selects_data=True
+    )
     drop_empty: bool = option(
         False, "leave out classes without a training image instead of refusing them", selects_data=True
     )
@@ -153,7 +188,10 @@ class DataSettings(CommandSettings):
     test_fraction: float = option(
         0.2, "share of each class set aside when a dataset has no test split", selects_data=True
     )
-    on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be decoded")
+    validation_fraction: float | None = option(
+        0.0, "share of each class held out of the training images, to calibrate and to select on", before=0.0
+    )
+    on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be read")
     num_workers: int = option(0, "data loading processes per training process", free=True, at_least=0)
 
     def __post_init__(self):
@@ -166,7 +204,7 @@ class DataSettings(CommandSettings):
 class TrainingSettings(DataSettings):
     """What both stages share."""
 
-    model_size: Literal["micro", "tiny", "small", "base", "large"] = option("base", "preset of the encoder")
+    model_size: str = option("base", "preset of the encoder", choices=("micro", "tiny", "small", "base", "large"))
     image_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     patch_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     epochs: int = option(100, "passes over the training set", at_least=1)
@@ -240,11 +278,20 @@ class FinetuneSettings(TrainingSettings):
     stage: ClassVar[str] = "finetune"
 
     image_size: int | None = option(None, "pixels; default: the checkpoint's, or the preset's", at_least=1)
+    model_size: str = option("base", "preset of the encoder; that of a checkpoint is known")
     pretrained: str | None = option(
         None,
-        "MGP run, ViT or ViTMAE checkpoint or Hub id; 'none' trains from scratch; default: the newest MGP run",
+        "MGP run, or checkpoint folder or Hub id of any image classifier; 'none' trains from scratch; default: the "
+        "newest MGP run",
         place=True,
     )
+    tune: Literal["full", "lora", "head"] | None = option(
+        None,
+        "what is trained: everything, low-rank additions (LoRA), or the classifier on features of the frozen "
+        "backbone; each has a config of its own; default: everything, with the dataset's config",
+    )
+    lora_rank: int = option(8, "rank of LoRA's additions", at_least=1)
+    views: int = option(1, "views per image that a frozen backbone keeps; all but the first are augmented", at_least=1)
     min_lr: float = option(1e-6, "floor of the cosine, not scaled by the batch", at_least=0)
     adam_beta2: float = option(0.99, "AdamW's second beta")
     optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
@@ -257,6 +304,16 @@ class FinetuneSettings(TrainingSettings):
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
     label_smoothing: float = option(0.0, "probability mass moved to all classes, in the loss")
+    sampler: Literal["natural", "balanced", "sqrt", "progressive"] = option(
+        "natural",
+        "how often images of a class of n are drawn: each once, ~ 1/n, ~ 1/sqrt(n), or from natural to balanced over "
+        "the epochs",
+    )
+    class_weights: str | None = option(
+        None,
+        "JSON or YAML file with one weight per class, by name or as a list: factors of its images' loss",
+        place=True,
+    )
     normalised_classifier: bool = option(False, "LDAM: logits are cosines, as Cao et al. have them (not the paper)")
     drw_start: float | None = option(
         None, "deferred re-weighting: share of the epochs after which images are weighted by class; default: never"
@@ -276,8 +333,20 @@ class FinetuneSettings(TrainingSettings):
     erase: float = option(0.25, "probability of random erasing")
     mixup: float = option(0.8, "mixup alpha; 0 is off", at_least=0)
     cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
+    mixup_off_epochs: int = option(0, "number of last epochs without mixup and cutmix", at_least=0)
+    validation_fraction: float | None = option(
+        None,
+        "share of each class held out of the training images, to calibrate and to select on; default: 0.1 of own "
+        "datasets of at least 500 training images without a validation split, and 0 of benchmarks",
+        before=0.0,
+    )
     eval_epochs: int = option(5, "epochs between evaluations", at_least=1)
     select: Literal["last", "best"] = option("last", "weights to keep: the last, or the best on the validation split")
+
+    @classmethod
+    def _own_config(cls, values: dict) -> str:
+        """Pretrained backbones want another recipe than a ViT from scratch, whatever the dataset."""
+        return f"tune/{values['tune']}.yaml" if values.get("tune") else super()._own_config(values)
 
 
 @dataclass
@@ -287,7 +356,9 @@ class EvalSettings(DataSettings):
     stage: ClassVar[str] = "eval"
 
     model: str = option("auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True)
-    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
+    dataset: str | None = option(  # type: ignore[assignment]
+        None, "default: the one the run was trained on", selects_data=True, place=True
+    )
     split: str = option("test", "split to measure on")
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
     prior: str | None = option(
@@ -376,9 +447,12 @@ def save_settings(settings: CommandSettings, path: Path) -> None:
     path.write_text(yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False), encoding="utf-8")
 
 
+_type_hints = functools.cache(get_type_hints)
+
+
 def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
     """The type of an option: int, float, bool, str, a Literal, or a list of one of them; None aside."""
-    hint = get_type_hints(cls)[declared.name]
+    hint = _type_hints(cls)[declared.name]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return next(part for part in parts if part is not type(None))
 
@@ -395,6 +469,7 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
     """A value as it was written to the type of its option."""
     if get_origin(kind) is list:
         return [_typed(name, get_args(kind)[0], part) for part in ([text] if isinstance(text, str) else text)]
+    text = str(text)
     if kind is bool:
         if text.lower() not in _TRUTHS:
             raise LiVTError(f"{name} is {text!r}; it must be true or false.")

@@ -5,14 +5,16 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset
+from transformers import PreTrainedModel
 
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.data import Batches
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.loading import StoredImages
+from livt_hf.data.sampling import Sampler
 from livt_hf.metrics import group_sizes
 from livt_hf.results import provenance
-from livt_hf.settings import TrainingSettings
+from livt_hf.settings import FinetuneSettings, TrainingSettings
 from livt_hf.training.loop import Loop
 
 
@@ -35,6 +37,7 @@ def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Ba
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         num_workers=settings.num_workers,
+        sampler=Sampler(settings.sampler, settings.epochs) if isinstance(settings, FinetuneSettings) else Sampler(),
     )
 
 
@@ -55,15 +58,16 @@ def is_local(name: str) -> bool:
     return name not in BENCHMARKS and Path(name).expanduser().exists()
 
 
-def common_results(settings: TrainingSettings, loop: Loop) -> dict:
+def common_results(settings: TrainingSettings, loop: Loop, model: PreTrainedModel) -> dict:
     """What the results of both stages say alike."""
     return {
         "stage": settings.stage,
         "dataset": settings.dataset,
         "dataset_local": is_local(settings.dataset),
         "imbalance_factor": settings.imbalance_factor,
+        "model_type": model.config.model_type,
         "model_size": settings.model_size,
-        "parameters": sum(p.numel() for p in loop.final_model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "epochs": settings.epochs,
         "updates": loop.progress.update,
         "weights": "model" if settings.ema_decay is None else "ema",

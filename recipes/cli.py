@@ -16,6 +16,7 @@ COMMANDS = {
     "pretrain": "masked generative pretraining (MGP) of a ViT on your images",
     "finetune": "balanced fine-tuning (BFT) of a pretrained model",
     "eval": "measure a model, by class frequency and under several decision rules; write a report",
+    "calibrate": "make the class probabilities of a trained model right, on images it was not trained on",
     "predict": "classify image files",
     "demo": "try models in the browser, on this machine",
     "publish": "put a finished run on the Hub, with its model card",

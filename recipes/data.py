@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from livt_hf.commands import run_command
-from livt_hf.data.decoding import find_broken, listed
+from livt_hf.data.decoding import find_broken, find_copies, listed
 from livt_hf.data.labels import class_counts, class_feature, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.data.sources import load_data
@@ -37,7 +37,9 @@ class LookSettings(DataSettings):
     output: str | None = option(
         None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", place=True
     )
-    check_images: bool = option(True, "decode every image to find the broken ones, which takes as long as an epoch")
+    check_images: bool = option(
+        True, "read every image to find broken ones and copies in two splits, which takes as long as an epoch"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -52,9 +54,15 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{len(findings)} broken images in {split}:{listed(findings.values())}")
     if any(broken.values()):
         print("Repair or remove them, or leave them out with --on_broken skip.")
-    rows = np.setdiff1d(np.arange(len(data["train"])), list(broken["train"]))
+    sound = {
+        split: part.select(np.setdiff1d(np.arange(len(part)), list(broken[split]))) for split, part in data.items()
+    }
+    copies = find_copies(sound) if settings.check_images else []
+    if copies:
+        print(f"{len(copies)} images are in two splits:{listed(' = '.join(pair) for pair in copies)}")
+        print("Remove one of each pair, or give both the same group: a test must not show what was trained on.")
     output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.dataset).name}"
-    for path in draw(data["train"].select(rows), output, settings.split_seed):
+    for path in draw(sound["train"], output, settings.split_seed):
         print(f"wrote {path}")
 
 
@@ -69,6 +77,8 @@ def table(data: DatasetDict) -> str:
         "min": lambda split: counts[split].min(),
         "gamma": lambda split: f"{counts[split].max() / counts[split].min():.4g}" if counts[split].min() else "-",
     }
+    if "group" in data["train"].features:
+        facts["groups"] = lambda split: len(set(labels_of(data[split], "group").values))
     lines += [[name, *(str(fact(split)) for split in data)] for name, fact in facts.items()]
     groups = group_sizes(counts["train"])
     lines.append(["/".join(groups), "/".join(map(str, groups.values())), *[""] * (len(data) - 1)])

@@ -24,6 +24,7 @@ from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.estimation import estimated_prior
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
@@ -32,10 +33,12 @@ from livt_hf.evaluation.models import (
     lent_by_run,
     load_checkpoint,
     load_processor,
+    why_uncalibrated,
 )
 from livt_hf.evaluation.probes import encoder_features, knn_scores, linear_probe_scores
-from livt_hf.evaluation.rules import PAPER, estimated_prior, posterior_rule, prior_words, serving_prior, standard_rules
+from livt_hf.evaluation.rules import ESTIMATED, PAPER, posterior_rule, prior_words, serving_prior, standard_rules
 from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
+from livt_hf.long_tail.priors import PriorEstimate
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.results import percent, provenance
@@ -81,19 +84,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if prior is not None:
         rules[f"posterior, {prior_words(settings.prior)}"] = posterior_rule(model, prior)
     if settings.adapt_prior:
-        adapted = estimated_prior(model, loader(settings.split), accelerator)
-        summary["estimated_prior"] = adapted.tolist()
-        rules["posterior, estimated prior"] = posterior_rule(model, adapted)
+        estimate = estimated_prior(model, loader(settings.split), accelerator)
+        summary["estimated_prior"] = describe_estimate(estimate, accelerator)
+        if estimate.reliable:
+            rules[ESTIMATED] = posterior_rule(model, estimate.prior)
     measured, pairs = evaluate_classifier(model, loader(settings.split), accelerator, counts, rules)
     if not accelerator.is_main_process:
         return
     summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
     print_rules(summary)
+    if why_uncalibrated(model):
+        print(f"  Beware of the posterior: {why_uncalibrated(model)}; `livt calibrate` does that.")
     write_report(folder, settings, summary, measured, pairs, data[settings.split])
     print(f"Report: {folder / 'report.html'}")
-    if settings.adapt_prior:
+    if ESTIMATED in rules:
         path = folder / "prior.json"
-        write_prior(path, dict(zip(class_names(model), summary["estimated_prior"], strict=True)))
+        write_prior(path, dict(zip(class_names(model), estimate.prior.tolist(), strict=True)))
         command = ["livt", "predict", settings.model, "IMAGE...", "--prior", str(path)]
         print(f"Estimated prior: {path}; to serve under it:\n  {shlex.join(command)}")
 
@@ -104,14 +110,13 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
         check_posterior(model)
         if is_multi_label(model):
             raise LiVTError("a prior changes no mean average precision; leave --prior and --adapt_prior out.")
-    if settings.adapt_prior and model.config.long_tail.label_smoothing:
+    if settings.adapt_prior and why_uncalibrated(model):
         raise LiVTError(
-            f"{settings.model} was trained with label_smoothing {model.config.long_tail.label_smoothing}, which "
-            "flattens its posteriors, so no prior can be estimated from them; leave --adapt_prior out."
+            f"no prior can be estimated by {settings.model}: {why_uncalibrated(model)}; calibrate it first "
+            f"(livt calibrate {shlex.quote(settings.model)}), or leave --adapt_prior out."
         )
-    if num_processes > 1 and (settings.adapt_prior or isinstance(model, LiViTForPreTraining)):
-        what = "--adapt_prior looks" if settings.adapt_prior else "kNN and the linear probe look"
-        raise LiVTError(f"{what} at all images at once; run it on one process.")
+    if num_processes > 1 and isinstance(model, LiViTForPreTraining):
+        raise LiVTError("kNN and the linear probe look at all images at once; run it on one process.")
 
 
 def check_data(model: PreTrainedModel, data: DatasetDict, settings: EvalSettings) -> None:
@@ -139,6 +144,19 @@ def measure_encoder(
     for name, metrics in measured.items():
         print(f"{name:14s} {accuracy_line(metrics)}")
     return measured
+
+
+def describe_estimate(estimate: PriorEstimate, accelerator: Accelerator) -> dict:
+    """For the summary; an estimate that should not be used is not offered."""
+    numbers = {"shift": estimate.shift, "variation": estimate.variation}
+    if estimate.reliable:
+        return numbers | {"prior": estimate.prior.tolist()}
+    accelerator.print(
+        f"No prior is offered: the estimate lies {estimate.shift:.2f} from the uniform one and moves by "
+        f"{estimate.variation:.2f} where the evidence is disturbed by as much as calibration leaves open. Keep the "
+        "uniform prior, or measure the prior on some labelled images and pass --prior."
+    )
+    return numbers | {"prior": None}
 
 
 def print_rules(summary: dict) -> None:

@@ -2,9 +2,10 @@
 
     livt finetune                                                      # the newest finished pretraining under runs/
     livt finetune --dataset FOLDER --pretrained runs/pretrain-FOLDER-base/1
+    livt finetune --dataset FOLDER --pretrained org/any-classifier --tune head
     livt finetune --dataset cifar100-lt --source FOLDER --pretrained none --loss ce
 
-The run folder ends up holding a LiViT checkpoint, its image processor, log.jsonl and results.json. `--help` lists the
+The run folder ends up holding the checkpoint, its image processor, log.jsonl and results.json. `--help` lists the
 options.
 """
 
@@ -13,23 +14,15 @@ from pathlib import Path
 
 import torch
 
+from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
 from livt_hf.commands import accuracy_line, next_command, publish_if_asked, resume_message, run_command
-from livt_hf.data import DeviceTransform, class_counts, load_data, train_loader
-from livt_hf.data.labels import number_of_classes
+from livt_hf.data import class_counts, load_data
 from livt_hf.errors import Interrupted
-from livt_hf.finetuning import (
-    BestWeights,
-    build_classifier,
-    check_options,
-    finetune_augmentation,
-    lent_by_checkpoint,
-    measure,
-    results_of,
-    serving_processor,
-)
+from livt_hf.evaluation.estimation import calibrate
+from livt_hf.evaluation.rules import PAPER, UNIFORM
+from livt_hf.finetuning import BestWeights, check_options, measure, plan_course, results_of
 from livt_hf.runs import find_pretraining, parse_training
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import training_batches
 from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -46,28 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     counts = class_counts(data["train"])
     model = build_classifier(settings, data["train"])
-    processor = serving_processor(settings, data["train"], model.config.image_size)
-    augmentation = finetune_augmentation(settings, processor)
-    loader = train_loader(data["train"], augmentation, training_batches(settings, accelerator))
-    transform = DeviceTransform(
-        processor.image_mean,
-        processor.image_std,
-        erase=settings.erase,
-        mixup=settings.mixup,
-        cutmix=settings.cutmix,
-        num_classes=number_of_classes(data["train"]),
-        seed=settings.seed,
-    )
-
-    def loss_of(model, batch, moment):
-        batch = transform(batch, **vars(moment))
-        return model(batch["pixel_values"], labels=batch["labels"]).loss
-
+    processor = serving_processor(settings, data["train"], model)
+    course = plan_course(settings, data, model, processor, accelerator)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
-    loop = Loop(accelerator, settings, run, model, loader, loss_of)
+    loop = Loop(accelerator, settings, run, course.module, course.loader, course.loss_of)
     loop.resume()
     best = BestWeights(loop) if settings.select == "best" else None
-    watched = data["validation"] if "validation" in data else data["test"]
+    watched = "validation" if "validation" in data else "test"
 
     def before_epoch(epoch):
         loop.bare_model.head.set_epoch(epoch, settings.epochs)
@@ -75,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def after_epoch(epoch):
         if (epoch + 1) % settings.eval_epochs and loop.progress.update != loop.total:
             return None
-        metrics = measure(loop.final_model, watched, processor, accelerator, settings.num_workers)["metrics"]
+        metrics = measure(loop.final_model, course.batches_of(watched), accelerator, counts)["metrics"]
         if best is not None:
             best.consider(epoch + 1, metrics.get("accuracy", metrics.get("map")))
         return metrics
@@ -88,15 +66,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if best is not None:
         best.restore()
-    measured = measure(loop.final_model, data["test"], processor, accelerator, settings.num_workers)
-    results = results_of(settings, loop, counts, measured)
-    finish_run(loop, processor, results)
+    if "validation" in data and loop.final_model.head.no_posterior is None:
+        calibrate(loop.final_model, course.batches_of("validation"), accelerator)
+    measured = measure(loop.final_model, course.batches_of("test"), accelerator, counts)
+    published = course.published(loop.final_model)
+    results = results_of(settings, data, loop, published, measured)
+    results.image_size = input_facts(processor).size
+    finish_run(loop, published, processor, results)
     start = "scratch" if settings.pretrained == "none" else settings.pretrained
     accelerator.print(
-        f"\nFine-tuned {settings.model_size} with {settings.loss} on {loader.num_images:,} images of "
+        f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
         f"{settings.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes.\n"
-        f"  test        {accuracy_line(results.metrics)}, {results.selection}\n"
-        f"  checkpoint  {run.folder}\n"
+        f"  test, {PAPER}: {accuracy_line(results.metrics)}, {results.selection}\n"
+        + (f"  test, {UNIFORM}: {accuracy_line(results.posterior)}\n" if results.posterior else "")
+        + f"  checkpoint: {run.folder}\n"
         f"Next, look closer:\n  {next_command('eval', '--model', run)}"
     )
     if accelerator.is_main_process:

@@ -22,7 +22,7 @@ from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import lent_plugin
 from livt_hf.evaluation.prediction import Predictor, find_images
-from livt_hf.evaluation.rules import serving_prior
+from livt_hf.evaluation.rules import prior_words, serving_prior
 from livt_hf.settings import REQUIRED, CommandSettings, option
 from livt_hf.training.machine import use_all_cores
 
@@ -56,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     predictor = Predictor(settings.model, device=settings.device)
     use_all_cores(predictor.device, settings.threads)
     if settings.prior is not None:
-        predictor.serve_under(serving_prior(settings.prior, predictor.model))
-    if predictor.caveat:
-        print(predictor.caveat, file=sys.stderr)
+        predictor.serve_under(serving_prior(settings.prior, predictor.model), prior_words(settings.prior))
+    print(predictor.explanation, file=sys.stderr)
     line = FORMATS[settings.format](paths, settings.top_k)
     broken = 0
     answers = predictor.predict(paths, settings.batch_size)

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = reconstruction_rows(loop.final_model, held_out, processor, settings.seed)
         reconstruction_sheet(rows, run.folder / "reconstructions.png", ["image", "masked", "reconstruction"])
     results = Results(
-        **common_results(settings, loop),
+        **common_results(settings, loop, loop.final_model),
         image_size=size,
         num_train_images=loader.num_images,
         num_classes=number_of_classes(data["train"]),
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         decode_ratio=settings.decode_ratio,
         metrics={"loss": loss, "zero_prediction_loss": zero_loss},
     )
-    finish_run(loop, processor, results)
+    finish_run(loop, loop.final_model, processor, results)
     advice = update_advice(loss, zero_loss, loop.progress.update)
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
     default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size

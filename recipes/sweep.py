@@ -3,30 +3,34 @@
     livt sweep losses --dataset glyphs
     livt sweep losses --dataset cifar100-lt --source FOLDER --seeds 0 1 2
     livt sweep tau --dataset cifar100-lt --source FOLDER --finetune "--epochs 20" --jobs 2
+    livt sweep transfer --dataset inat18 --source FOLDER --pretrain "--source IMAGENET"
+    livt sweep tau --dataset cifar100-lt --source FOLDER --pretrained facebook/vit-mae-base
 
 Variants that share a pretraining share one MGP run. A sweep that is stopped goes on where it was; what is done is
 skipped. It ends with a table, a plot and sweep.json in the output folder. `livt sweep` alone lists the ablations.
 """
 
+import itertools
 import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from tqdm.auto import tqdm
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
-from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
+from livt_hf.recipes.paper.sweeps import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
-from livt_hf.runs import ARGUMENTS, Run, check_same_settings, lent_by_pretraining, runs_folder
-from livt_hf.settings import CommandSettings, FinetuneSettings, PretrainSettings, option
+from livt_hf.runs import ARGUMENTS, Run, check_same_settings, runs_folder
+from livt_hf.settings import CommandSettings, FinetuneSettings, PretrainSettings, TrainingSettings, option
 from livt_hf.training.machine import available_cores
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -42,39 +46,125 @@ class SweepSettings(CommandSettings):
     sweep: str | None = option(None, "which ablation; without one they are listed", choices=SWEEPS, positional=True)
     only: list[str] | None = option(None, "some of its variants, by their labels")
     dataset: str = option("glyphs", "its configs are the base of every variant", place=True)
-    source: str | None = option(None, "local copy of the dataset", place=True)
+    source: str | None = option(None, "local copy of the dataset; of another one: --pretrain '--source F'", place=True)
     imbalance_factor: str | None = option(None, "largest class over smallest class")
+    model_size: Literal["micro", "tiny", "small", "base", "large"] | None = option(
+        None, "preset of every variant; default: that of the checkpoint or of the configs"
+    )
     pretrained: str | None = option(None, "start every variant from this checkpoint instead of an MGP run", place=True)
     seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
     pretrain: str = option("", 'further options of the first stage, such as "--epochs 50"')
     finetune: str = option("", "further options of the second stage")
     launch: str = option("", 'options of accelerate launch, such as "--multi_gpu"')
     jobs: int = option(1, "runs at a time, each with its share of the cores", at_least=1)
-    output_dir: str | None = option(None, "default: runs/sweeps/<dataset>[-<factor>]", place=True)
+    output_dir: str | None = option(None, "default: runs/sweeps/<dataset>[-<size>][-<factor>]", place=True)
     dry_run: bool = option(False, "print the commands and run nothing")
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (Path(self.dataset).name, self.imbalance_factor)))
+        return "-".join(filter(None, (Path(self.dataset).name, self.model_size, self.imbalance_factor)))
 
     @property
     def folder(self) -> Path:
         return Path(self.output_dir or runs_folder() / "sweeps" / self.name)
 
-    def words(self, stage: str) -> list[str]:
-        """What every run of a stage is told."""
-        shared = {name: getattr(self, name) for name in ("dataset", "source", "imbalance_factor", "plugin")}
-        return [*as_words(shared), *shlex.split({"pretrain": self.pretrain, "finetune": self.finetune}[stage])]
+    def words(self, stage: str, options: dict) -> list[str]:
+        """What a run is told: what all runs on its dataset are, then what its stage is, then its own options."""
+        further = {"pretrain": shlex.split(self.pretrain), "finetune": shlex.split(self.finetune)}
+        asked = {name: STAGES[name].asked(words) for name, words in further.items()}
+        dataset = options.get("dataset", asked[stage].get("dataset", self.dataset))
+        shared = {"dataset": dataset, "plugin": self.plugin}
+        if dataset == self.dataset:
+            shared |= {"source": self.source, "imbalance_factor": self.imbalance_factor}
+        elif stage == "finetune":  # on the data of the first stage
+            shared |= {name: asked["pretrain"].get(name) for name in ("source", "lists")}
+        if self.model_size is not None:
+            of_this_size = CONFIGS / f"{stage}-{dataset}-{self.model_size}.yaml"
+            own = of_this_size.exists() and "tune" not in options  # what is tuned has a config of its own
+            shared |= {"config": of_this_size if own else None, "model_size": self.model_size}
+        return [*as_words(shared), *further[stage], *as_words(options)]
 
 
 @dataclass
-class Plan:
-    """The runs of a sweep: their folders with their command-line words, and which belong to which variant."""
+class Planned:
+    """A run of a sweep: the words of its command, and the run of the same sweep that it starts from."""
 
-    pretrainings: dict[Path, list[str]] = field(default_factory=dict)
-    finetunings: dict[Path, list[str]] = field(default_factory=dict)
-    start_of: dict[Path, Path | None] = field(default_factory=dict)
-    runs_of: dict[str, list[Path]] = field(default_factory=dict)
+    stage: str
+    words: list[str]
+    start: Path | None = None
+
+    @property
+    def settings(self) -> TrainingSettings:
+        return STAGES[self.stage].parse(self.words, CONFIGS)
+
+
+class Plan:
+    """The runs of a sweep by their folders, and which belong to which variant.
+
+    A run is named by what it changes, so equal runs of different sweeps are one.
+    """
+
+    def __init__(self, settings: SweepSettings, variants: list[Variant]):
+        self.settings, self.runs = settings, {}
+        seeds = settings.seeds or [0]
+        self.runs_of = {variant.label: [self.finetuning(variant, seed) for seed in seeds] for variant in variants}
+
+    def finetuning(self, variant: Variant, seed: int) -> Path:
+        """Plan a run of a variant and, before it, what it starts from."""
+        start, name = self.start_of(variant, seed)
+        config = variant.configs.get(variant.finetune.get("dataset", self.settings.dataset))
+        base = {}
+        if config is not None:
+            base = {"config": CONFIGS / f"{config}.yaml"}
+            name = [*name, f"config={config.removeprefix('finetune-')}"]
+        name = [*name, *self.changes("finetune", variant.finetune, base), f"seed={seed}"]
+        folder = self.settings.folder / "bft" / "_".join(name)
+        words = self.settings.words("finetune", base | {"pretrained": start} | variant.finetune | {"seed": seed})
+        self.runs[folder] = Planned("finetune", words, start if isinstance(start, Path) else None)
+        return folder
+
+    def start_of(self, variant: Variant, seed: int) -> tuple[Path | str, list[str]]:
+        """What a variant starts from, and how that is told in the name of its run."""
+        if variant.start is not None:
+            return self.finetuning(variant.start, seed), [f"after={variant.start.label.replace(' ', '-')}"]
+        if variant.pretrain is None:
+            return "none", ["scratch"]
+        if self.settings.pretrained is not None:
+            return self.settings.pretrained, []
+        return self.pretraining(variant.pretrain, seed), self.changes("pretrain", variant.pretrain)
+
+    def pretraining(self, options: dict, seed: int) -> Path:
+        folder = self.settings.folder / "mgp" / "_".join([*self.changes("pretrain", options), f"seed={seed}"])
+        self.runs[folder] = Planned("pretrain", self.settings.words("pretrain", options | {"seed": seed}))
+        return folder
+
+    def changes(self, stage: str, options: dict, base: dict | None = None) -> list[str]:
+        """What a run changes of the settings that it would have without its options."""
+        settings = Planned(stage, self.settings.words(stage, base or {})).settings
+        return [f"{name}={value}" for name, value in sorted(options.items()) if value != getattr(settings, name)]
+
+    def rounds(self) -> list[list[Path]]:
+        """The runs, those first that others start from."""
+        depth = {}
+        for folder, run in self.runs.items():  # a start is planned before what it is the start of
+            depth[folder] = 0 if run.start is None else depth[run.start] + 1
+        return [[folder for folder in depth if depth[folder] == level] for level in sorted(set(depth.values()))]
+
+    def pretrained_on(self, variant: Variant) -> str | None:
+        """The dataset of the model that a variant starts from, its own where it has none; None: nobody knows."""
+        if variant.start is None and variant.pretrain is not None and self.settings.pretrained is not None:
+            return None
+        start = self.runs[self.runs_of[variant.label][0]].start
+        return self.settings.dataset if start is None else self.runs[start].settings.dataset
+
+    def paper_rows(self, sweep: Sweep, variant: Variant) -> list[dict]:
+        settings = self.runs[self.runs_of[variant.label][0]].settings
+        return paper_rows(sweep, variant, settings, self.pretrained_on(variant))
+
+    def paper(self, sweep: Sweep, variant: Variant) -> dict | None:
+        """The paper's numbers for a variant, with the size of the model that they belong to."""
+        rows = self.paper_rows(sweep, variant)
+        return {name: rows[0][name] for name in ("model_size", *REPORTED) if name in rows[0]} if rows else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,49 +173,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, sweep in SWEEPS.items():
             print(f"{name:14s} {sweep.title}: {'; '.join(variant.label for variant in sweep.variants)}")
         return
+    if settings.pretrained is not None and settings.model_size is None:
+        settings.model_size = lent("finetune", vars(settings)).get("model_size")
     sweep = SWEEPS[settings.sweep]
     variants = chosen(sweep.variants, settings.only)
-    bases = {stage: cls.parse(settings.words(stage), CONFIGS) for stage, cls in STAGES.items()}
-    plan = planned(settings, variants, bases)
-    runs = {"pretrain": plan.pretrainings, "finetune": plan.finetunings}
+    plan = Plan(settings, variants)
     if settings.dry_run:
-        for stage, commands in runs.items():
-            for folder, words in commands.items():
-                print(shlex.join(["livt", stage, *words, "--output_dir", str(folder)]))
+        for folder in itertools.chain(*plan.rounds()):
+            run = plan.runs[folder]
+            print(shlex.join(["livt", run.stage, *run.words, "--output_dir", str(folder)]))
         return
-    for stage, commands in runs.items():
-        run_all(stage, commands, settings)
-    report(settings, sweep, plan, bases["finetune"])
+    for folders in plan.rounds():
+        run_all({folder: plan.runs[folder] for folder in folders}, settings)
+    report(settings, sweep, plan, variants)
 
 
-def planned(settings: SweepSettings, variants: list[Variant], bases: dict) -> Plan:
-    """Every variant with every seed. A run is named by what it changes, so equal runs of different sweeps are one."""
-    plan = Plan(runs_of={variant.label: [] for variant in variants})
-    for seed in settings.seeds or [0]:
-        for variant in variants:
-            start, name = settings.pretrained or "none", ["scratch"]
-            if settings.pretrained is not None:
-                name = []
-            elif variant.pretrain is not None:
-                name = differences(variant.pretrain, bases["pretrain"])
-                start = settings.folder / "mgp" / "_".join([*name, f"seed={seed}"])
-                plan.pretrainings[start] = [*settings.words("pretrain"), *as_words(variant.pretrain | {"seed": seed})]
-            changed = differences(variant.finetune, bases["finetune"])
-            run = settings.folder / "bft" / "_".join([*name, *changed, f"seed={seed}"])
-            options = as_words({"pretrained": start} | variant.finetune | {"seed": seed})
-            plan.finetunings[run] = [*settings.words("finetune"), *options]
-            plan.start_of[run] = start if isinstance(start, Path) else None
-            plan.runs_of[variant.label].append(run)
-    return plan
-
-
-def run_all(stage: str, commands: dict[Path, list[str]], settings: SweepSettings) -> None:
+def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
     """Run what is not finished, `jobs` at a time; each can be killed and goes on the next time."""
     threads = max(1, available_cores() // settings.jobs)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(settings.launch)]
 
     def run(folder: Path) -> None:
-        command = [*launcher, "--module", f"livt_hf.recipes.{stage}", *commands[folder]]
+        command = [*launcher, "--module", f"livt_hf.recipes.{runs[folder].stage}", *runs[folder].words]
         command += ["--output_dir", str(folder), "--resume", "auto", "--threads", str(threads)]
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_name(f"{folder.name}.out")
@@ -134,24 +203,31 @@ def run_all(stage: str, commands: dict[Path, list[str]], settings: SweepSettings
         if status:
             raise LiVTError(f"{shlex.join(command)}\nfailed; see {log}")
 
-    for folder, words in commands.items():  # begun under the same name, but perhaps with other options
+    for folder, planned in runs.items():  # begun under the same name, but perhaps with other options
         if (folder / ARGUMENTS).exists():
-            inherit = lent_by_pretraining if stage == "finetune" else lambda _: {}
-            check_same_settings(Run(folder), STAGES[stage].parse(words, CONFIGS, inherit))
-    waiting = [folder for folder in commands if not Run(folder).finished]
+            inherit = partial(lent, planned.stage)
+            check_same_settings(Run(folder), STAGES[planned.stage].parse(planned.words, CONFIGS, inherit))
+    waiting = [folder for folder in runs if not Run(folder).finished]
     with ThreadPoolExecutor(settings.jobs) as pool:
-        list(tqdm(pool.map(run, waiting), total=len(waiting), desc=stage, unit="run", file=sys.stderr))
+        list(tqdm(pool.map(run, waiting), total=len(waiting), unit="run", file=sys.stderr))
 
 
-def report(settings: SweepSettings, sweep: Sweep, plan: Plan, base: FinetuneSettings) -> None:
+def lent(stage: str, asked: dict) -> dict:
+    """What a run of a stage takes over from where it starts."""
+    from livt_hf.backbones import lent_by_checkpoint  # imports torch
+
+    return lent_by_checkpoint(asked) if stage == "finetune" else {}
+
+
+def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Variant]) -> None:
     """The table, the plot and sweep.json of a sweep whose runs are finished."""
     results = {label: [Run(run).results for run in runs] for label, runs in plan.runs_of.items()}
-    variants = {variant.label: variant for variant in sweep.variants}
     pretraining = None
-    if any(variants[label].pretrain for label in results):  # what the first stage cost is part of the comparison
-        starts = {label: [plan.start_of[run] for run in runs] for label, runs in plan.runs_of.items()}
-        pretraining = {label: [Run(run).results for run in runs if run] for label, runs in starts.items()}
-    rows = summarise(results, lambda label: paper_row(sweep, variants[label], base), pretraining)
+    if any(variant.pretrain for variant in variants):  # what the first stage cost is part of the comparison
+        first = {label: [plan.runs[run].start for run in runs] for label, runs in plan.runs_of.items()}
+        pretraining = {label: [Run(run).results for run in runs if run] for label, runs in first.items()}
+    paper = {variant.label: plan.paper(sweep, variant) for variant in variants}
+    rows = summarise(results, paper.get, pretraining)
     table = markdown_table(table_rows(rows))
     folder = settings.folder / settings.sweep
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +242,7 @@ def budget(results: dict[str, list[Results]], plan: Plan) -> str:
     """What each run was given, in a few words."""
     runs = [run for variant in results.values() for run in variant]
     parts = [f"{runs[0].model_size}, {runs[0].num_train_images:,} training images"]
-    pretrainings = [Run(folder).results for folder in plan.pretrainings]
+    pretrainings = [Run(folder).results for folder, run in plan.runs.items() if run.stage == "pretrain"]
     if pretrainings:
         parts.append(f"MGP {spread(run.epochs for run in pretrainings)} epochs ({minutes(pretrainings)})")
     parts.append(f"BFT {spread(run.epochs for run in runs)} epochs ({minutes(runs)})")
@@ -221,11 +297,6 @@ def chosen(variants: list[Variant], only: list[str] | None) -> list[Variant]:
     if unknown:
         raise LiVTError(f"there is no variant {unknown[0]!r} in this sweep; choose from: {'; '.join(labels)}")
     return [variant for variant in variants if only is None or variant.label in only]
-
-
-def differences(options: dict, base) -> list[str]:
-    """What a run changes of the base settings."""
-    return [f"{name}={value}" for name, value in sorted(options.items()) if value != getattr(base, name)]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, eval_result_files, model_card
 from livt_hf.hub.converted import converted_card, converted_names
 from livt_hf.hub.paper import paper_result, paper_table
+from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.results import Results
 from livt_hf.stages import is_local
@@ -111,15 +112,17 @@ def test_a_multi_label_card_reports_precision_and_no_accuracy():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_card_says_of_each_loss_what_its_spec_says(loss):
-    text = card_of(replace(RESULTS, loss=loss, posterior=None)).text
+    text, why = card_of(replace(RESULTS, loss=loss)).text, LOSSES[loss].why_no_posterior(LongTailConfig(loss))
     assert ("a bias that depends on the class counts is added" in text) == LOSSES[loss].balanced
     assert ("No bias is added" in text) == (not LOSSES[loss].balanced)
-    assert ("model.probabilities" in text) == (LOSSES[loss].no_posterior is None)
-    assert LOSSES[loss].no_posterior is None or LOSSES[loss].no_posterior in text
+    assert ("model.probabilities" in text) == (why is None)
+    assert why is None or f"not probabilities under any prior, because {why}" in text
 
 
-def test_a_posterior_that_was_measured_is_on_the_card_though_its_loss_has_none_in_general():
-    assert "model.probabilities" in card_of(replace(RESULTS, loss="nt_bce")).text  # nt_lambda was 1
+def test_the_settings_of_a_loss_may_decide_whether_it_has_a_posterior():
+    results = replace(RESULTS, loss="bal_nt_bce")
+    assert "model.probabilities" in card_of(results, nt_lambda=1.0).text
+    assert "model.probabilities" not in card_of(results, nt_lambda=2.0, test_prior="prior.json").text
 
 
 def test_a_loss_of_a_plugin_that_is_not_loaded_is_refused_with_the_option_that_loads_it():

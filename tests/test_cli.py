@@ -79,7 +79,7 @@ def test_two_processes_that_are_given_a_wrong_checkpoint_say_one_sentence(pictur
     answer = livt("--multi_gpu", "--num_processes", 2, "finetune", *options, ACCELERATE_USE_CPU="1")
     assert answer.returncode != 0
     errors = [line for line in answer.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "nowhere is neither a checkpoint folder nor a model the Hub has" in errors[0]
+    assert len(errors) == 1 and "nowhere could not be loaded as a checkpoint folder or from the Hub" in errors[0]
     assert "Traceback" not in answer.stderr
 
 

@@ -1,11 +1,9 @@
 """The authors' checkpoints, the BEiT and timm forms, and what is never unpickled."""
 
 import argparse
-import importlib.util
 import json
 import os
 import pickle
-import runpy
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,9 @@ from transformers import (
 )
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, LiViTModel
+from livt_hf.commands import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit, to_timm
+from livt_hf.recipes import convert as recipe
 
 ROOT = Path(__file__).parents[1]
 
@@ -413,10 +413,7 @@ def test_timm_prepares_an_image_as_the_processor_does(tmp_path, ours, shape):
 
 @pytest.fixture(scope="module")
 def convert():
-    spec = importlib.util.spec_from_file_location("convert", ROOT / "recipes" / "convert.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return lambda *arguments: module.main([str(argument) for argument in arguments])
+    return lambda *arguments: recipe.main([str(argument) for argument in arguments])
 
 
 def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, convert):
@@ -424,9 +421,9 @@ def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, conve
     (tmp_path / "counts.json").write_text(json.dumps(list(range(1, 366))))
     (tmp_path / "names.json").write_text(json.dumps([f"place {label}" for label in range(365)]))
     livit, beit, timm_folder = tmp_path / "livit", tmp_path / "beit", tmp_path / "timm"
-    convert("official", path, livit, "--class_counts", tmp_path / "counts.json", "--labels", tmp_path / "names.json")
-    convert("beit", livit, beit)
-    convert("timm", beit, timm_folder)
+    convert(path, livit, "--class_counts", tmp_path / "counts.json", "--labels", tmp_path / "names.json")
+    convert(livit, beit, "--to", "beit")
+    convert(beit, timm_folder, "--to", "timm")
     model = LiViTForImageClassification.from_pretrained(livit)
     assert model.config.long_tail.class_counts == list(range(1, 366))
     prepare = AutoImageProcessor.from_pretrained(beit)
@@ -440,38 +437,38 @@ def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, conve
 
 
 def test_the_command_names_the_classes_of_imagenet_lt(tmp_path, convert):
-    convert("official", official_file(tmp_path, classes=1000)[0], tmp_path / "livit")
+    convert(official_file(tmp_path, classes=1000)[0], tmp_path / "livit")
     names = LiViTForImageClassification.from_pretrained(tmp_path / "livit").config.id2label
     assert names[0] == "tench, Tinca tinca" and names[999] == "toilet tissue, toilet paper, bathroom tissue"
     assert len(set(names.values())) == 1000
 
 
-def test_the_command_refuses_another_data_set_and_runs_without_classifier(tmp_path, convert):
+def test_the_command_wants_the_dataset_where_the_head_does_not_tell_it(tmp_path, convert):
     path, _ = official_file(tmp_path)
-    with pytest.raises(ValueError, match="5 classes, which is not inat18"):
-        convert("official", path, tmp_path / "out", "--dataset", "inat18")
+    with pytest.raises(ValueError, match="5 classes, which names no dataset; pass --dataset"):
+        convert(path, tmp_path / "out")
+    convert(path, tmp_path / "five", "--dataset", "inat18")
+    assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "five").image_mean) == (0.466, 0.471, 0.380)
     mgp = save_official(random_weights(OfficialMAE()).state_dict(), tmp_path / "mgp.pth")
     with pytest.raises(ValueError, match="pass --dataset"):
-        convert("official", mgp, tmp_path / "out")
-    convert("official", mgp, tmp_path / "mgp", "--dataset", "inat18")
+        convert(mgp, tmp_path / "out")
+    convert(mgp, tmp_path / "mgp", "--dataset", "inat18")
     assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "mgp").image_mean) == (0.466, 0.471, 0.380)
-    with pytest.raises(ValueError, match="holds ViTMAEForPreTraining"):
-        convert("beit", tmp_path / "mgp", tmp_path / "out")
+    with pytest.raises(ValueError, match="holds LiViTForPreTraining"):
+        convert(tmp_path / "mgp", tmp_path / "out", "--to", "beit")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["official", "no.pth", "out"], "no.pth is not a complete PyTorch checkpoint"),
-        (["official", "no.pth", "out", "--class_counts", "no.json"], "no.json cannot be read as JSON"),
-        (["official", "no.pth", "out", "--labels", "names.json"], "names.json holds a dict, not a JSON list"),
-        (["beit", "./no run", "out"], "./no run is neither a checkpoint folder"),
+        (["no.pth", "out"], "no.pth is not a complete PyTorch checkpoint"),
+        (["no.pth", "out", "--class_counts", "no.json"], "no.json cannot be read as JSON"),
+        (["no.pth", "out", "--labels", "names.json"], "names.json holds a dict, not a JSON list"),
+        (["./no run", "out", "--to", "beit"], "./no run could not be loaded as a checkpoint folder"),
     ],
 )
 def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path, monkeypatch, options, message):
-    recipe = str(ROOT / "recipes" / "convert.py")
     monkeypatch.chdir(tmp_path)
     Path("names.json").write_text("{}")
-    monkeypatch.setattr("sys.argv", [recipe, *options])
     with pytest.raises(SystemExit, match=f"^error: {message}"):
-        runpy.run_path(recipe, run_name="__main__")
+        run_command(lambda: recipe.main(options))

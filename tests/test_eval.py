@@ -15,13 +15,15 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.conversion import to_beit
-from livt_hf.data import eval_loader, eval_processor, load_long_tailed
+from livt_hf.data import Batches, eval_loader, eval_processor, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import lent_by_run
 from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.metrics import long_tail_metrics
+from livt_hf.recipes.calibrate import main as calibrate
 from livt_hf.recipes.eval import main
+from livt_hf.recipes.predict import main as predict
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings, save_settings
 
 CLASSES = 4
@@ -29,14 +31,15 @@ PICTURES = {"frequency.png", "classes.png", "confused.png", "reliability-0.png",
 NAMES = [f"class{label}" for label in range(CLASSES)]
 
 
-def trained_classifier(pictures: Path) -> LiViTForImageClassification:
+def trained_classifier(pictures: Path, updates: int = 5) -> LiViTForImageClassification:
     """Enough updates to tell most of the colours."""
+    torch.manual_seed(0)
     config = LiViTConfig.preset("micro", image_size=8, class_counts=[30, 18, 10, 6], **names(NAMES))
     model = LiViTForImageClassification(config)
     data = load_long_tailed(str(pictures))["train"]
     batch = whole_batch(data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(5):
+    for _ in range(updates):
         model(batch["pixel_values"], labels=batch["labels"]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -44,7 +47,7 @@ def trained_classifier(pictures: Path) -> LiViTForImageClassification:
 
 
 def whole_batch(data) -> dict:
-    [batch] = eval_loader(data, processor(), batch_size=len(data))
+    [batch] = eval_loader(data, processor(), Batches(len(data)))
     return batch
 
 
@@ -52,7 +55,7 @@ def whole_batch(data) -> dict:
 def results_of(model: LiViTForImageClassification, pictures: Path) -> dict:
     """Metrics of the test set under both rules, all images at once."""
     batch = whole_batch(load_long_tailed(str(pictures))["test"])
-    logits, counts = model(batch["pixel_values"]).logits, model.config.class_counts
+    logits, counts = model(batch["pixel_values"]).logits, model.config.long_tail.class_counts
     posterior = model.head.posterior(logits, "uniform")
     return {
         "metrics": long_tail_metrics(logits, batch["labels"], counts),
@@ -125,6 +128,12 @@ def saved(folder: Path, model) -> Path:
     model.save_pretrained(folder)
     processor().save_pretrained(folder)
     return folder
+
+
+def saved_sure(folder: Path, workplace) -> Path:
+    """The classifier, trained on until it tells the colours almost without fail."""
+    torch.manual_seed(0)
+    return saved(folder, trained_classifier(workplace.pictures, updates=30))
 
 
 def written(path: Path, content) -> Path:
@@ -229,17 +238,26 @@ def test_an_existing_report_folder_is_refused_before_the_model_is_read(workplace
 
 def test_a_class_with_prior_zero_is_never_predicted(workplace, evaluate, tmp_path):
     prior = written(tmp_path / "prior.json", [0, 0, 0, 1])
-    result = evaluate("--model", workplace.finetuned, "--prior", prior, "--adapt_prior")
-    rules = result.summary["rules"]
-    assert list(rules) == [PAPER, UNIFORM, "posterior, prior of prior.json", "posterior, estimated prior"]
+    rules = evaluate("--model", workplace.finetuned, "--prior", prior).summary["rules"]
+    assert list(rules) == [PAPER, UNIFORM, "posterior, prior of prior.json"]
     served = rules["posterior, prior of prior.json"]
     # Always "class3", one of three few-shot classes: right on a quarter of the balanced test set, wherever it is.
     assert (served["accuracy"], served["medium"], served["few"]) == pytest.approx((0.25, 0, 1 / 3))
-    estimated = result.summary["estimated_prior"]
-    assert len(estimated) == CLASSES and sum(estimated) == pytest.approx(1)
-    names = [f"class{label}" for label in range(CLASSES)]
-    assert read_prior(str(result.report / "prior.json"), names) == pytest.approx(estimated)
-    assert rules["posterior, estimated prior"]["mean_confidence"] != rules[UNIFORM]["mean_confidence"]
+
+
+def test_an_estimated_prior_is_offered_where_the_images_tell_it_and_else_refused(workplace, evaluate, tmp_path):
+    """The training images have the training prior; the test images are balanced."""
+    sure = saved_sure(tmp_path / "sure", workplace)
+    options = ["--model", sure, "--dataset", workplace.pictures, "--adapt_prior"]
+    told = evaluate(*options, "--split", "train", report=tmp_path / "train")
+    estimated = told.summary["estimated_prior"]["prior"]
+    assert list(told.summary["rules"])[-1] == "posterior, estimated prior"
+    assert estimated == pytest.approx([31 / 68, 19 / 68, 11 / 68, 7 / 68], abs=0.05)
+    assert read_prior(str(told.report / "prior.json"), NAMES) == pytest.approx(estimated)
+    assert f"--prior {told.report / 'prior.json'}" in told.printed
+    none = evaluate(*options, report=tmp_path / "test")
+    assert none.summary["estimated_prior"]["prior"] is None and list(none.summary["rules"]) == [PAPER, UNIFORM]
+    assert "No prior is offered" in none.printed and not (none.report / "prior.json").exists()
 
 
 def test_a_prior_may_be_given_as_frequencies_by_class_name(workplace, evaluate, tmp_path):
@@ -273,10 +291,11 @@ def test_no_prior_is_estimated_from_smoothed_labels_or_scores(workplace, refused
     data = ["--dataset", workplace.pictures]
     model = LiViTForImageClassification.from_pretrained(workplace.finetuned, label_smoothing=0.1)
     sentence = refused("--model", saved(tmp_path / "smooth", model), *data, "--adapt_prior")
-    assert "was trained with label_smoothing 0.1" in sentence
+    assert "it was trained with label_smoothing 0.1, which leaves its posteriors unsure, and is not" in sentence
+    assert "calibrate it first (livt calibrate" in sentence
     model = LiViTForImageClassification.from_pretrained(workplace.finetuned, loss="ldam")
     sentence = refused("--model", saved(tmp_path / "ldam", model), *data, "--adapt_prior")
-    assert "gives no probabilities under a prior (its margins and scale make the outputs scores)" in sentence
+    assert "gives no probabilities under a prior (it was trained with loss 'ldam': its margins and scale" in sentence
     prior = written(tmp_path / "prior.json", [0.25] * 4)
     sentence = refused("--model", workplace.pretrained, *data, "--prior", prior)
     assert "gives no probabilities under a prior (it is no classifier)" in sentence
@@ -376,9 +395,73 @@ def test_two_processes_count_each_image_once_and_measure_what_one_measures(workp
     assert run.printed.count("44 images of") == run.printed.count("Report: ") == 1
 
 
-def test_what_looks_at_all_images_at_once_is_refused_on_two_processes(workplace):
-    options = ["--model", workplace.finetuned, "--adapt_prior", "--threads", 1]
-    run = RecipeRun("eval", workplace.place / "adapting", *options, processes=2)
+def test_two_processes_estimate_the_prior_that_one_estimates(workplace, evaluate, tmp_path):
+    sure = saved_sure(tmp_path / "sure", workplace)
+    options = ["--model", sure, "--dataset", workplace.pictures, "--split", "train", "--adapt_prior", "--threads", 1]
+    run = RecipeRun("eval", tmp_path / "together", *options, processes=2)
+    together = json.loads((run.finish().folder / "evaluation.json").read_text())
+    alone = evaluate(*options[:-2]).summary
+    assert together["estimated_prior"]["prior"] == pytest.approx(alone["estimated_prior"]["prior"], abs=1e-4)
+    assert together["rules"].keys() == alone["rules"].keys()
+
+
+def test_knn_and_the_linear_probe_are_refused_on_two_processes(workplace):
+    run = RecipeRun("eval", workplace.place / "probing", "--model", workplace.pretrained, "--threads", 1, processes=2)
     assert run.wait() == 1
-    assert "--adapt_prior looks at all images at once; run it on one process." in run.printed
+    assert "kNN and the linear probe look at all images at once; run it on one process." in run.printed
     assert "Traceback" not in run.printed and not run.folder.exists()
+
+
+# Calibration, and the one headline
+
+
+def test_a_calibrated_model_is_judged_and_served_by_its_posterior(workplace, evaluate, tmp_path, capfd):
+    model = LiViTForImageClassification.from_pretrained(workplace.finetuned)
+    folder = saved(tmp_path / "model", model)
+    image = str(workplace.pictures / "test" / "class0" / "0.png")
+    predict([str(folder), image])
+    assert f"{PAPER}: scores are the softmax of the logits" in capfd.readouterr().err
+    calibrate([str(folder), "--dataset", str(workplace.pictures), "--split", "test", "--threads", "1"])
+    saved_config = json.loads((folder / "config.json").read_text())["long_tail"]
+    assert saved_config["calibration"]["num_images"] == 44 and len(saved_config["calibration"]["offsets"]) == CLASSES
+    predict([str(folder), image])
+    assert f"{UNIFORM}: scores are class probabilities" in capfd.readouterr().err
+    result = evaluate("--model", folder, "--dataset", workplace.pictures)
+    rules = result.summary["rules"]
+    assert list(rules) == [UNIFORM, PAPER]
+    before = json.loads((workplace.finetuned / "results.json").read_text())
+    assert rules[PAPER] == before["metrics"]
+    assert rules[UNIFORM]["ece"] < before["posterior"]["ece"]  # on the images it was calibrated on
+
+
+def test_the_published_form_is_calibrated_in_place_and_stays_what_it_is(workplace, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
+    to_beit(LiViTForImageClassification.from_pretrained(workplace.finetuned)).save_pretrained(tmp_path)
+    processor().save_pretrained(tmp_path)
+    before = json.loads((tmp_path / "config.json").read_text())
+    calibrate([str(tmp_path), "--dataset", str(workplace.pictures), "--split", "test", "--threads", "1"])
+    after = json.loads((tmp_path / "config.json").read_text())
+    assert after.pop("long_tail")["calibration"] is not None
+    assert after == {name: value for name, value in before.items() if name != "long_tail"}
+    assert LiViTForImageClassification.from_pretrained(tmp_path).config.long_tail.calibration is not None
+
+
+def test_calibration_wants_images_that_were_held_out(workplace, monkeypatch):
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
+    with pytest.raises(LiVTError, match="has no split 'validation'; it has train, test"):
+        calibrate([str(workplace.finetuned)])
+    with pytest.raises(LiVTError, match="too sure of the images it was trained on"):
+        calibrate([str(workplace.finetuned), "--split", "train"])
+    with pytest.raises(LiVTError, match="is a pretraining"):
+        calibrate([str(workplace.pretrained)])
+
+
+def test_what_mixup_did_to_a_posterior_is_said_until_it_is_calibrated(workplace, evaluate, refused, tmp_path):
+    softened = LiViTForImageClassification.from_pretrained(workplace.finetuned, trained_with={"mixup": 0.8})
+    folder = saved(tmp_path / "model", softened)
+    words = "it was trained with mixup 0.8, which leaves its posteriors unsure, and is not calibrated"
+    options = ["--model", folder, "--dataset", workplace.pictures]
+    assert words in evaluate(*options).printed
+    assert words in refused(*options, "--adapt_prior")
+    calibrate([str(folder), "--dataset", str(workplace.pictures), "--split", "test", "--threads", "1"])
+    assert words not in evaluate(*options, "--adapt_prior", report=tmp_path / "again").printed

@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Image
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from hub_server import hub_server
 from PIL import Image as Pictures
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.data import eval_processor, normalization
-from livt_hf.finetuning import BestWeights, build_classifier, measure, serving_processor
+from livt_hf.backbones import build_classifier, serving_processor
+from livt_hf.data import Batches, eval_loader, eval_processor, normalization
+from livt_hf.finetuning import BestWeights, measure, plan_course
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
-from livt_hf.training.loop import Progress
+from livt_hf.training.loop import Moment, Progress
 
 
 @pytest.fixture
@@ -22,6 +23,10 @@ def train() -> Dataset:
     pictures = [Pictures.new("RGB", (32, 32), colour) for colour in ("red", "green", "green", "blue")]
     features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
     return Dataset.from_dict({"image": pictures, "label": [0, 1, 1, 1]}, features=features)
+
+
+def micro() -> LiViTForImageClassification:
+    return LiViTForImageClassification(LiViTConfig.preset("micro"))
 
 
 def options(*words) -> FinetuneSettings:
@@ -34,13 +39,15 @@ from datasets import ClassLabel, Dataset, Features, Image
 from huggingface_hub import HfApi
 from PIL import Image as Pictures
 from livt_hf.settings import FinetuneSettings
-from livt_hf.finetuning import serving_processor
+from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.backbones import serving_processor
 
 HfApi().create_repo("org/mgp")
 HfApi().upload_folder(repo_id="org/mgp", folder_path=sys.argv[1])
 features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
 train = Dataset.from_dict({"image": [Pictures.new("RGB", (32, 32))], "label": [0]}, features=features)
-processor = serving_processor(FinetuneSettings.parse(["--pretrained", "org/mgp"]), train, 32)
+model = LiViTForImageClassification(LiViTConfig.preset("micro"))
+processor = serving_processor(FinetuneSettings.parse(["--pretrained", "org/mgp"]), train, model)
 print(list(processor.image_std))
 """
 
@@ -48,20 +55,20 @@ print(list(processor.image_std))
 def test_pictures_are_normalised_as_in_the_pretraining_wherever_that_is_stored(train, tmp_path):
     folder = tmp_path / "mgp"
     eval_processor(32, [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]).save_pretrained(folder)
-    assert list(serving_processor(options("--pretrained", folder), train, 32).image_mean) == [0.1, 0.2, 0.3]
+    assert list(serving_processor(options("--pretrained", folder), train, micro()).image_mean) == [0.1, 0.2, 0.3]
     with hub_server() as server:
         printed = server.run(FROM_THE_HUB, tmp_path, str(folder))
     assert printed.splitlines()[-1] == "[0.4, 0.5, 0.6]"
 
 
 def test_a_checkpoint_without_statistics_is_normalised_as_the_data_and_it_is_said(train, tmp_path, caplog):
-    processor = serving_processor(options("--pretrained", tmp_path, "--dataset", "cifar100-lt"), train, 32)
+    processor = serving_processor(options("--pretrained", tmp_path, "--dataset", "cifar100-lt"), train, micro())
     assert tuple(processor.image_mean) == normalization("cifar100-lt")[0]
     assert "does not say how its images were normalised; taking the statistics of cifar100-lt" in caplog.text
 
 
 def test_small_pictures_stay_as_they_are_and_others_come_to_their_size(train):
-    processor = serving_processor(options("--pretrained", "none", "--dataset", "glyphs"), train, 32)
+    processor = serving_processor(options("--pretrained", "none", "--dataset", "glyphs"), train, micro())
     small = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (processor.image_mean, processor.image_std))
     pixels = processor(images=small, return_tensors="pt").pixel_values
@@ -128,7 +135,23 @@ def test_the_posterior_in_the_results_is_under_the_uniform_prior_whatever_the_he
     torch.nn.init.zeros_(model.classifier.bias)
     accelerator = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True, device=torch.device("cpu"))
     processor = eval_processor(32, [0.5] * 3, [0.5] * 3, native=True)
-    measured = measure(model, train, processor, accelerator)
+    loader = eval_loader(train, processor, Batches(4))
+    measured = measure(model, loader, accelerator, [1, 3])
     uniform = model.head.posterior(torch.zeros(1, 2), "uniform").argmax().item()
     assert uniform != model.head.posterior(torch.zeros(1, 2)).argmax().item()
     assert measured["posterior"]["accuracy"] == (0.25 if uniform == 0 else 0.75)
+
+
+def test_mixup_ends_before_training_does_where_it_is_told_to(train, tmp_path):
+    settings = options("--pretrained", "none", "--batch_size", "4", "--epochs", "3", "--mixup_off_epochs", "1")
+    settings.mixed_precision, settings.augmentation = "no", "pad_crop"
+    model = micro()
+    seen = []
+    model.forward = lambda pixels, labels: seen.append(labels.is_floating_point()) or SimpleNamespace(loss=None)
+    data = DatasetDict(train=train, test=train)
+    accelerator = SimpleNamespace(process_index=0, num_processes=1)
+    course = plan_course(settings, data, model, eval_processor(32, [0.5] * 3, [0.5] * 3), accelerator)
+    for epoch in range(3):
+        (batch,) = course.loader.epoch(epoch)
+        course.loss_of(model, batch, Moment(epoch, update=epoch))
+    assert seen == [True, True, False]  # mixed labels are soft

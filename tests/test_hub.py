@@ -146,7 +146,10 @@ def make_run(folder, results, model, **arguments):
     (folder / "arguments.yaml").write_text(yaml.safe_dump(arguments))
     (folder / "log.jsonl").write_text(json.dumps({"update": 1, "event": f"saved {folder}/checkpoints/step-1"}) + "\n")
     (folder / "report").mkdir()
-    (folder / "report" / "report.md").write_text("Images from /home/jane/my/data.\n")
+    (folder / "report" / "report.md").write_text("# data/ward 3/x on data/ward 3 (test): /home/jane/my/data.\n")
+    (folder / "report" / "evaluation.json").write_text(
+        json.dumps({"model": "data/ward 3/x", "dataset": "data/ward 3"})
+    )
     for name in ("reconstructions.png", "report/reliability-0.png", "report/classes.png"):
         Image.new("RGB", (8, 8)).save(folder / name)
     (folder / "report" / "report.html").write_text('<img src="data:image/png;base64,AAAA">')
@@ -193,7 +196,8 @@ def put(run, hub, repo_id="org/livt", **options):
 
 
 PUBLISHED = {"config.json", "model.safetensors", "preprocessor_config.json", "README.md", "results.json"}
-PUBLISHED |= {"arguments.yaml", "log.jsonl", "class_counts.png", "report/report.md", "report/reliability-0.png"}
+PUBLISHED |= {"arguments.yaml", "log.jsonl", "class_counts.png", "report/report.md"}
+PUBLISHED |= {"report/reliability-0.png", "report/evaluation.json"}
 PICTURES = {"reconstructions.png", "report/classes.png", "report/report.html"}
 
 
@@ -212,6 +216,7 @@ def test_the_published_files_name_no_path_no_user_and_no_token(run, pretraining_
     arguments = yaml.safe_load(hub.files("org/livt")["arguments.yaml"])
     assert arguments == {"epochs": 10, "output_dir": "<local>/finetune-x/1", "source": "<local>/cifar"}
     assert b"<local>/pretrain-glyphs-micro/1" in hub.files("org/livt")["README.md"]
+    assert hub.files("org/livt")["report/report.md"] == b"# <local>/x on <local>/ward 3 (test): <local>/data.\n"
 
 
 def test_pictures_of_the_datasets_images_are_uploaded_only_when_asked_for(run, pretraining_run, hub):

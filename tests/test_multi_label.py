@@ -22,7 +22,7 @@ def test_fine_tuning_on_several_labels_an_image_reports_mean_average_precision(t
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
     options = ["--dataset", tmp_path / "train.parquet", *TINY, "--pretrained", "none", "--test_prior", "none"]
     run = RecipeRun("finetune", tmp_path / "run", *options, "--mixup", 0, "--cutmix", 0).finish()
-    metrics, config = run.results["metrics"], LiViTForImageClassification.from_pretrained(run.folder).config
-    assert 0 < metrics["map"] <= 1 and run.results["posterior"] is None
+    metrics, config = run.results.metrics, LiViTForImageClassification.from_pretrained(run.folder).config
+    assert 0 < metrics["map"] <= 1 and run.results.posterior is None
     assert config.problem_type == "multi_label_classification" and config.long_tail.num_images == 77  # 96 less a fifth
     assert max(config.long_tail.class_counts) < sum(config.long_tail.class_counts)

@@ -202,7 +202,8 @@ def test_the_training_prior_is_asked_for_by_name(livit, pictures, capsys):
 
 def test_the_scores_of_a_model_without_class_counts_are_called_what_they_are(stock, pictures, capsys):
     main([str(stock), str(pictures / "0.jpg")])
-    assert "scores are the softmax of the logits and no probabilities" in capsys.readouterr().err
+    words = "scores are the softmax of the logits and no class probabilities (it does not know its training prior"
+    assert words in capsys.readouterr().err
 
 
 def test_a_device_that_is_not_there_is_refused(livit, pictures):

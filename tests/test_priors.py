@@ -8,7 +8,7 @@ import torch
 from livt_hf import LiViTConfig
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.long_tail.priors import as_prior, class_prior, estimate_prior, has_collapsed, log_odds, shift_prior
+from livt_hf.long_tail.priors import as_prior, class_prior, estimate_prior, log_odds, shift_prior
 
 CLASSES = 10
 COUNTS = [round(5000 * 100 ** (-i / (CLASSES - 1))) for i in range(CLASSES)]  # imbalance factor 100
@@ -22,10 +22,10 @@ SERVING = {
 }
 
 
-def gaussian_classes(prior: torch.Tensor, images: int = 20_000):
+def gaussian_classes(prior: torch.Tensor, images: int = 20_000, spread: float = 0.5):
     """Points of ten overlapping Gaussian classes drawn under `prior`: log densities (B, C) and labels (B,)."""
     generator = torch.Generator().manual_seed(0)
-    means = 0.5 * torch.randn(CLASSES, 8, generator=generator, dtype=torch.float64)
+    means = spread * torch.randn(CLASSES, 8, generator=generator, dtype=torch.float64)
     labels = torch.multinomial(prior, images, replacement=True, generator=generator)
     points = means[labels] + torch.randn(images, 8, generator=generator, dtype=torch.float64)
     return -0.5 * torch.cdist(points, means) ** 2, labels
@@ -132,8 +132,8 @@ def test_em_on_the_training_posterior_finds_the_prior_and_on_softmax_z_does_not(
     q = SERVING[truth]
     log_density, _ = gaussian_classes(q)
     z = perfect_logits(log_density, head())
-    estimate = estimate_prior((z + head().logit_bias).sigmoid(), PI)
-    wrong = estimate_prior(z.softmax(-1), PI)
+    estimate = estimate_prior((z + head().logit_bias).sigmoid(), PI).prior
+    wrong = estimate_prior(z.softmax(-1), PI).prior
     assert (estimate - q).abs().sum() < 0.1
     assert (wrong - q).abs().sum() > 0.4
 
@@ -141,17 +141,32 @@ def test_em_on_the_training_posterior_finds_the_prior_and_on_softmax_z_does_not(
 def test_em_returns_the_training_prior_where_nothing_shifted():
     log_density, _ = gaussian_classes(PI)
     posterior = (log_density + PI.log()).softmax(-1)
-    assert (estimate_prior(posterior, PI) - PI).abs().sum() < 0.05
+    assert (estimate_prior(posterior, PI).prior - PI).abs().sum() < 0.05
 
 
 @pytest.mark.parametrize("truth", SERVING)
-def test_an_estimate_from_calibrated_posteriors_has_not_collapsed_and_one_from_a_weak_biased_model_has(truth):
-    log_density, _ = gaussian_classes(SERVING[truth])
+def test_a_shifted_prior_is_reliable_from_clear_evidence_and_not_from_a_weak_biased_model(truth):
+    log_density, _ = gaussian_classes(SERVING[truth], spread=1.5)
     calibrated = (log_density + PI.log()).softmax(-1)
-    assert not has_collapsed(estimate_prior(calibrated, PI), calibrated, PI)
+    assert estimate_prior(calibrated, PI).reliable == (truth != "uniform")  # the uniform prior is no shift
     # Sees little of the image and likes some classes better than they deserve: each step of EM likes them more.
-    weak = (0.1 * log_density + torch.linspace(0, 0.5, CLASSES) + PI.log()).softmax(-1)
-    assert has_collapsed(estimate_prior(weak, PI), weak, PI)
+    weak = (0.01 * log_density + torch.linspace(0, 0.5, CLASSES) + PI.log()).softmax(-1)
+    assert not estimate_prior(weak, PI).reliable
+
+
+def test_a_class_that_looks_absent_keeps_the_share_of_one_image_added_per_class():
+    posterior = torch.tensor([[1.0, 0.0]]).repeat(8, 1)
+    torch.testing.assert_close(
+        estimate_prior(posterior, torch.tensor([0.5, 0.5])).prior, torch.tensor([9 / 10, 1 / 10], dtype=torch.float64)
+    )
+
+
+def test_blocks_of_images_do_not_change_the_estimate(monkeypatch):
+    log_density, _ = gaussian_classes(SERVING["reversed"])
+    posterior = (log_density + PI.log()).softmax(-1)
+    whole = estimate_prior(posterior, PI)
+    monkeypatch.setattr("livt_hf.long_tail.priors._BLOCK", 1_000 * CLASSES)
+    torch.testing.assert_close(estimate_prior(posterior, PI).prior, whole.prior)
 
 
 def test_em_refuses_nan_and_empty_posteriors():

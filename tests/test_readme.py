@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor
@@ -97,6 +98,15 @@ def test_a_model_is_used_as_the_readme_says(tmp_path, monkeypatch, tiny, capsys)
     torch.testing.assert_close(uniform, torch.full((1, 3), 1 / 3), atol=0.01, rtol=0)  # it has learned nothing
     torch.testing.assert_close(mine, torch.tensor([[0.7, 0.3, 0.0]]), atol=0.01, rtol=0)
     assert capsys.readouterr().out == f"{uniform[0].topk(3)}\n{mine[0].topk(3)}\n"
+
+
+def test_a_classifier_is_balanced_as_the_readme_says():
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
+    names = {"model": ResNetForImageClassification(config).eval(), "pixels": torch.randn(2, 3, 16, 16)}
+    model = names["model"]
+    exec(python_block("Start from a pretrained model"), names)
+    assert names["model"] is model and model.config.long_tail.class_counts == [900, 120, 15]
+    assert model(names["pixels"], labels=torch.tensor([0, 2])).loss.isfinite()
 
 
 @pytest.fixture

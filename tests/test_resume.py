@@ -140,7 +140,7 @@ def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(start, unint
     run.signal(number)  # launchers pass a signal on to processes that had it already
     assert run.wait() == 75
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
-    command = re.search(rf"To go on:\n  accelerate launch recipes/{stage} (.*)", run.printed)[1]
+    command = re.search(rf"To go on:\n  livt {stage} (.*)", run.printed)[1]
     assert shlex.split(command) == ["--resume", str(run.folder)]
     # The command alone: all other settings are those of the run.
     RecipeRun(stage, run.folder, "--resume").finish()

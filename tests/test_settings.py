@@ -11,9 +11,9 @@ import yaml
 from datasets import ClassLabel, Dataset, Features
 
 from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
+from livt_hf.backbones import build_classifier, lent_by_checkpoint
 from livt_hf.commands import resume_message
 from livt_hf.errors import LiVTError
-from livt_hf.finetuning import build_classifier, lent_by_checkpoint
 from livt_hf.results import Results
 from livt_hf.runs import (
     Run,
@@ -293,7 +293,7 @@ def test_a_checkpoint_that_is_no_run_knows_its_size(tmp_path):
     LiViTForPreTraining(pretraining_config("micro", image_size=8)).save_pretrained(tmp_path)
     asked = {"dataset": "glyphs", "pretrained": str(tmp_path)}
     assert lent_by_checkpoint(asked) == {"model_size": "micro", "patch_size": 4}
-    with pytest.raises(LiVTError, match="nowhere is neither a checkpoint folder nor a model the Hub has"):
+    with pytest.raises(LiVTError, match="nowhere could not be loaded as a checkpoint folder or from the Hub"):
         lent_by_checkpoint({"dataset": "glyphs", "pretrained": str(tmp_path / "nowhere")})
 
 
@@ -372,5 +372,6 @@ def test_every_option_is_read_by_someone():
     text = "\n".join(path.read_text() for path in sources)
     head = {field.name for field in dataclasses.fields(LongTailConfig)}  # handed over by name
     names = {name for cls in every_settings_class() for name in cls.names()} - head
-    unread = [name for name in sorted(names) if not re.search(rf"(settings|self|arguments)\.{name}\b", text)]
+    by_name = r"(settings|self|arguments)\.{0}\b|(getattr\(\w+, |get\()\"{0}\""
+    unread = [name for name in sorted(names) if not re.search(by_name.format(name), text)]
     assert unread == []

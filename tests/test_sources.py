@@ -22,6 +22,7 @@ from livt_hf.data import (
     register_dataset,
 )
 from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.sources import _held_out
 from livt_hf.data.tables import read_list
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
@@ -519,7 +520,7 @@ def test_missing_columns_are_reported_with_those_there_are(tmp_path):
     with pytest.raises(ValueError, match='no label_column "kind"'):
         load_long_tailed(file, label_column="kind")
     file = parquet_of(tmp_path, {"text": ["x"], "label": [0]}, {"text": Value("string"), "label": Value("int64")})
-    with pytest.raises(ValueError, match=r"no image column.*text \(string\)"):
+    with pytest.raises(ValueError, match="no column of image paths among text, label"):
         load_long_tailed(file)
 
 
@@ -560,9 +561,11 @@ def test_places_that_do_not_exist_or_hold_nothing_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no folders with images"):
         load_long_tailed(str(tmp_path / "empty"))
-    (tmp_path / "x.csv").write_text("a,b")
-    with pytest.raises(ValueError, match="x.csv is no parquet"):
-        load_long_tailed(str(tmp_path / "x.csv"))
+    (tmp_path / "x.zip").write_text("a,b")
+    with pytest.raises(ValueError, match="x.zip is not a table"):
+        load_long_tailed(str(tmp_path / "x.zip"))
+    with pytest.raises(ValueError, match="labels.csv does not exist"):
+        load_long_tailed("labels.csv")
 
 
 def test_a_stream_has_the_same_columns_and_refuses_a_rule(tmp_path):
@@ -584,3 +587,29 @@ def test_a_stream_leaves_its_images_encoded_until_they_are_asked_for(tmp_path):
     stream = load_long_tailed(str(tmp_path / "own"), streaming=True)["train"]
     assert stream.features["image"] == Image()
     assert [row["image"] for row in stream.cast_column("image", Image(decode=False))] == images
+
+
+def labelled(counts: list[int]) -> Dataset:
+    features = Features(image=Image(), label=ClassLabel(names=[f"class{c}" for c in range(len(counts))]))
+    labels = np.repeat(np.arange(len(counts)), counts)
+    images = [{"bytes": None, "path": f"{i}.png"} for i in range(len(labels))]
+    return Dataset.from_dict({"image": images, "label": labels}, features=features)
+
+
+@pytest.mark.parametrize(
+    ("counts", "dataset", "fraction", "held"),
+    [
+        ([400, 100, 6, 3], "own", None, [40, 10, 1, 0]),  # a class of three can spare none
+        ([300, 100], "own", None, None),  # too few to divide without being asked
+        ([300, 100], "own", 0.2, [60, 20]),
+        ([400, 100], "cifar10-lt", None, None),  # the images of a benchmark are fixed
+        ([400, 100], "cifar10-lt", 0.1, [40, 10]),
+        ([400, 100], "own", 0.0, None),
+    ],
+)
+def test_a_part_of_each_class_is_held_out_where_that_is_asked_for_or_sensible(counts, dataset, fraction, held):
+    settings = DataSettings(dataset=dataset, validation_fraction=fraction)
+    parts = _held_out(labelled(counts), settings)
+    assert (class_counts(parts["validation"]).tolist() if parts else None) == held
+    if parts:
+        assert (class_counts(parts["train"]) + held).tolist() == counts

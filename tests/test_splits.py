@@ -10,6 +10,8 @@ import pytest
 from livt_hf.data.splits import (
     balanced_counts,
     exponential_counts,
+    grouped_folds,
+    grouped_split,
     label_counts,
     largest_fitting,
     long_tail_indices,
@@ -129,3 +131,24 @@ def test_the_stratified_split_takes_a_fifth_of_each_class_and_leaves_one_for_tra
     halves = stratified_split(labels, 0.9, seed=0)[0]
     assert np.bincount(labels[halves]).tolist() == [5, 1, 1, 1]
     assert not np.array_equal(test, stratified_split(labels, 0.2, seed=1)[1])
+
+
+@pytest.mark.parametrize("num_groups", [30, 5000])  # more than are divided one by one
+def test_folds_of_groups_share_no_group_and_divide_each_class(num_groups):
+    rng = np.random.RandomState(0)
+    groups, labels = rng.randint(num_groups, size=20_000), rng.choice(3, size=20_000, p=[0.8, 0.15, 0.05])
+    folds = grouped_folds(labels, groups, 5, seed=1)
+    assert len(np.unique(groups * 5 + folds)) == len(np.unique(groups))
+    for label in range(3):
+        shares = np.bincount(folds[labels == label], minlength=5) / (labels == label).sum()
+        assert np.allclose(shares, 0.2, atol=0.03)
+    tests = [grouped_split(labels, groups, 0.2, seed)[1] for seed in (1, 1, 2)]
+    assert np.array_equal(tests[0], tests[1]) and not np.array_equal(tests[0], tests[2])
+
+
+def test_two_groups_of_a_class_are_never_both_tested_on():
+    for seed in range(20):
+        labels = np.array([0] * 12 + [1, 1, 2, 2, 3, 3])
+        groups = np.array([*range(12), 12, 13, 13, 14, 14, 12])
+        train, test = grouped_split(labels, groups, 0.5, seed)
+        assert set(labels[train]) == {0, 1, 2, 3} and not set(groups[train]) & set(groups[test])

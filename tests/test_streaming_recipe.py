@@ -20,7 +20,7 @@ def write_shards(tmp_path: Path, broken: tuple[str, ...] = ()) -> Path:
 def test_pretraining_reads_a_stream_of_parquet_shards(tmp_path):
     options = ["--dataset", write_shards(tmp_path), *TINY, "--streaming", "--num_images", 64]
     run = RecipeRun("pretrain", tmp_path / "run", *options).finish()
-    assert run.results["num_train_images"] == 64 and run.results["updates"] == 3 * 4
+    assert run.results.num_train_images == 64 and run.results.updates == 3 * 4
     assert (run.folder / "reconstructions.png").exists()
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.axes import Axes
 from recipe_runs import RECIPES, TINY, make_pictures
 
+from livt_hf.configuration_livit import PRESETS
 from livt_hf.errors import LiVTError
 from livt_hf.recipes import sweep as recipe
-from livt_hf.recipes.paper.sweeps import SWEEPS, Sweep, Variant, paper_row, summarise, table_rows
+from livt_hf.recipes.paper import figures
+from livt_hf.recipes.paper.sweeps import DEIT, MAE, SWEEPS, VIT, Sweep, Variant, summarise, table_rows
 from livt_hf.results import Results
 from livt_hf.runs import Run, lent_by_pretraining
 from livt_hf.settings import FinetuneSettings, PretrainSettings, save_settings
@@ -31,7 +34,8 @@ def result(
 def test_a_row_is_mean_and_sample_deviation_in_percent():
     runs = [result(0.50, 0.1, 0.6, 60), result(0.54, 0.3, 0.7, 180)]
     row, single = summarise(
-        {"two": runs, "one": runs[:1]}, lambda label: {"accuracy": 60.9} if label == "two" else None
+        {"two": runs, "one": runs[:1]},
+        lambda label: {"accuracy": 60.9, "model_size": "base"} if label == "two" else None,
     )
     assert (row["accuracy"], row["accuracy_deviation"]) == pytest.approx((52, 2 * 2**0.5))
     assert (row["few"], row["few_deviation"]) == pytest.approx((20, 200**0.5))
@@ -42,36 +46,141 @@ def test_a_row_is_mean_and_sample_deviation_in_percent():
     table = table_rows([row, single])
     assert table[0] == {
         "variant": "two", "accuracy": "52.0 ± 2.8", "many": "50.0 ± 0.0", "medium": "-", "few": "20.0 ± 14.1",
-        "ece": "2.0 ± 0.0", "posterior rule": "65.0", "seeds": 2, "paper (ViT-B)": 60.9,
+        "ece": "2.0 ± 0.0", "posterior rule": "65.0", "seeds": 2, "paper": "60.9 (ViT-B)",
     }  # fmt: skip
-    assert (table[1]["accuracy"], table[1]["paper (ViT-B)"]) == ("50.0", "-")
+    assert (table[1]["accuracy"], table[1]["paper"]) == ("50.0", "-")
 
 
 def test_without_a_number_of_the_paper_there_is_no_column_for_it():
     (line,) = table_rows(summarise({"a": [result(0.5)]}))
-    assert "paper (ViT-B)" not in line
+    assert "paper" not in line
     assert line["posterior rule"] == "-"
 
 
+def planned(*words: str) -> tuple[Sweep, recipe.Plan]:
+    settings = recipe.SweepSettings.parse(list(words))
+    return SWEEPS[settings.sweep], recipe.Plan(settings, SWEEPS[settings.sweep].variants)
+
+
+def variant_of(sweep: Sweep, label: str) -> Variant:
+    (found,) = [variant for variant in sweep.variants if variant.label == label]
+    return found
+
+
 @pytest.mark.parametrize(
-    ("sweep", "label", "dataset", "gamma", "accuracy"),
+    ("words", "label", "said"),
     [
-        ("losses", "bal_bce", "imagenet-lt", None, 60.9),
-        ("losses", "ce", "imagenet-lt", None, 54.5),
-        ("losses", "ce", "glyphs", None, None),
-        ("rebalancing", "ldam", "cifar100-lt", 100, 52.56),
-        ("rebalancing", "bal_bce", "cifar10-lt", 10, 91.3),
-        ("rebalancing", "bal_bce", "cifar10-lt", 50, None),
-        ("rebalancing", "cb_bce", "cifar10-lt", 10, None),
-        ("recipes", "DeiT III", "imagenet-lt", None, 48.4),
-        ("transfer", "LT, bal_bce", "inat18", None, 60.7),
-        ("tau", "1", "imagenet-lt", None, None),
+        ("losses --dataset imagenet-lt", "bal_bce", (60.9, "base")),
+        ("losses --dataset imagenet-lt", "ce", (54.5, "base")),
+        ("losses --dataset imagenet-lt --model_size tiny", "ce", (37.0, "tiny")),
+        ("losses --dataset imagenet-lt --model_size micro", "ce", (54.5, "base")),  # named as what it is
+        ("losses --dataset glyphs", "ce", None),
+        ("rebalancing --dataset cifar100-lt", "ldam", (52.56, "base")),
+        ("rebalancing --dataset cifar10-lt --imbalance_factor 10", "bal_bce", (91.3, "base")),
+        ("rebalancing --dataset cifar10-lt --imbalance_factor 50", "bal_bce", None),
+        ("rebalancing --dataset cifar10-lt", "cb_bce", None),
+        ("sizes --dataset imagenet-lt", "large, bce", (53.4, "large")),
+        ("recipes --dataset imagenet-lt", "DeiT III", (48.4, "base")),
+        ("recipes --dataset imagenet-bal", "ViT", (38.7, "base")),
+        ("recipes --dataset imagenet-bal", "LiVT", None),
+        ("recipes --dataset inat18", "MAE", (69.4, "base")),
+        ("recipes --dataset imagenet-lt --model_size small", "ViT", None),  # a recipe is compared with itself alone
+        ("recipes --dataset places-lt", "LiVT", None),
+        ("places --dataset places-lt", "LiVT", (40.8, "base")),
+        ("places --dataset places-lt", "DeiT III", (34.2, "base")),
+        ("places --dataset places-lt", "LiVT, 384", (42.6, "base")),
+        ("transfer --dataset inat18", "LT, bal_bce", (60.7, "base")),
+        ("transfer --dataset inat18", "BAL, ce", (55.9, "base")),
+        ("resolution --dataset inat18", "ViT, 384", (56.3, "base")),
+        ("resolution --dataset imagenet-lt", "LiVT, 384", (63.8, "base")),
+        ("deit_bias --dataset imagenet-lt", "bal_bce", (46.0, "small")),
+        ("tau --dataset imagenet-lt", "1", None),
     ],
 )
-def test_the_paper_s_number_is_put_beside_where_there_is_one(sweep, label, dataset, gamma, accuracy):
-    (variant,) = [variant for variant in SWEEPS[sweep].variants if variant.label == label]
-    row = paper_row(SWEEPS[sweep], variant, FinetuneSettings(dataset=dataset, imbalance_factor=gamma))
-    assert (row and row["accuracy"]) == accuracy
+def test_the_paper_s_number_stands_beside_the_paper_s_setting(words, label, said):
+    sweep, plan = planned(*words.split())
+    row = plan.paper(sweep, variant_of(sweep, label))
+    assert (row and (row["accuracy"], row["model_size"])) == said
+
+
+def test_without_a_word_about_the_size_the_numbers_are_those_of_the_checkpoint_s(sweep, tmp_path, checkpoint):
+    printed = sweep("losses", "--dataset", "imagenet-lt", "--pretrained", checkpoint("small"), "--dry_run")
+    assert printed.count("finetune-imagenet-lt-small.yaml --model_size small") == 4
+    assert str(tmp_path / "sweeps" / "imagenet-lt-small" / "bft") in printed
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Makes a folder that says which size of a ViT it holds, and nothing more."""
+
+    def make(size: str) -> Path:
+        (tmp_path / size).mkdir()
+        sizes = PRESETS[size] | {"model_type": "vit_mae"}
+        (tmp_path / size / "config.json").write_text(json.dumps(sizes))
+        return tmp_path / size
+
+    return make
+
+
+@pytest.mark.parametrize("dataset", ["imagenet-lt", "imagenet-bal", "inat18"])
+def test_a_recipe_of_the_paper_is_trained_by_its_own_config(dataset):
+    sweep, plan = planned("recipes", "--dataset", dataset)
+    runs = {label: plan.runs[folders[0]].settings for label, folders in plan.runs_of.items()}
+    assert (runs["ViT"].epochs, runs["ViT"].batch_size, runs["ViT"].pretrained) == (800, 4096, "none")
+    assert (runs["DeiT III"].epochs, runs["DeiT III"].optimizer, runs["DeiT III"].pretrained) == (800, "lamb", "none")
+    assert {run.dataset for run in runs.values()} == {dataset}
+    own = FinetuneSettings.parse(["--dataset", dataset], CONFIGS)
+    assert (runs["LiVT"].epochs, runs["LiVT"].layer_decay, runs["LiVT"].loss) == (100, own.layer_decay, "bal_bce")
+    assert (runs["MAE"].epochs, runs["MAE"].loss) == (100, "ce")
+    assert runs["MAE"].warmup_epochs == (10 if dataset == "inat18" else 5)  # MAE's own where there is a config
+
+
+@pytest.mark.parametrize("variant", [VIT, DEIT, MAE], ids=lambda variant: variant.label)
+def test_the_options_that_stand_for_a_recipe_on_other_data_are_those_of_its_config(variant):
+    for config in set(variant.configs.values()):
+        settings = FinetuneSettings.parse(["--config", str(CONFIGS / f"{config}.yaml")])
+        assert {name: getattr(settings, name) for name in variant.finetune} == variant.finetune
+
+
+def test_the_data_of_another_stage_has_a_folder_of_its_own(sweep):
+    sources = "--source INAT --imbalance_factor 50 --pretrain".split()
+    printed = sweep("transfer", "--dataset", "inat18", *sources, "--source IMAGENET --lists L", "--dry_run")
+    first = [line for line in printed.splitlines() if line.startswith("livt pretrain")]
+    for line, data in zip(first, ("imagenet-bal", "imagenet-lt"), strict=True):
+        settings = PretrainSettings.parse(shlex.split(line)[2:], CONFIGS)
+        assert (settings.dataset, settings.source, settings.lists) == (data, "IMAGENET", "L")
+        assert (settings.imbalance_factor, settings.epochs) == (None, 800)
+        assert settings.images_per_class == {"imagenet-bal": 116, "imagenet-lt": None}[data]
+    second = [FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS) for line in printed.splitlines()[2:]]
+    assert {(run.dataset, run.source, run.lists, run.imbalance_factor) for run in second} == {
+        ("inat18", "INAT", None, 50)
+    }
+
+
+def test_a_model_that_others_start_from_is_trained_first_and_on_its_own_data(sweep):
+    sources = ["--source", "PLACES", "--pretrain", "--source IMAGENET"]
+    printed = sweep("places", "--dataset", "places-lt", *sources, "--only", "DeiT III", "--dry_run").splitlines()
+    first, second = (FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS) for line in printed)
+    assert (first.dataset, first.source, first.pretrained, first.epochs) == ("imagenet-1k", "IMAGENET", "none", 800)
+    assert (second.dataset, second.source, second.epochs, second.pooling) == ("places-lt", "PLACES", 30, "cls")
+    assert second.pretrained == first.output_dir
+
+
+def test_crt_trains_the_classifier_again_on_balanced_draws_of_the_finished_ce_run(runs, sweep, tmp_path):
+    sweep("rebalancing", "--only", "ce", "cRT", "--finetune", "--mixup 0.2")
+    folder = tmp_path / "sweeps" / "glyphs" / "bft"
+    ce, crt = (Run(path).arguments for path in (folder / "loss=ce_seed=0", *folder.glob("after=ce*seed=0")))
+    assert (ce["loss"], ce["tune"], ce["sampler"], ce["mixup"]) == ("ce", None, "natural", 0.2)
+    assert (crt["loss"], crt["tune"], crt["sampler"], crt["mixup"]) == ("ce", "head", "balanced", 0)
+    assert crt["pretrained"] == str(folder / "loss=ce_seed=0")
+    assert crt["epochs"] == FinetuneSettings.parse(["--tune", "head"], CONFIGS).epochs != ce["epochs"]
+    assert len(runs.of(".finetune")) == 2  # the row of CE is what cRT starts from
+
+
+def test_what_is_trained_from_scratch_stays_so_beside_a_checkpoint(sweep, checkpoint):
+    printed = sweep("stages", "--pretrained", checkpoint("micro"), "--dry_run").splitlines()
+    starts = [FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS).pretrained for line in printed]
+    assert sorted(Path(start).name for start in starts) == ["micro", "micro", "none"]
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -159,7 +268,7 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
     assert len(runs.commands) == done
     sweep("rebalancing")  # ce, bal_ce and bal_bce are there; the pretraining too
     assert len(runs.of(".pretrain")) == 1
-    assert len(runs.commands) - done == 6
+    assert len(runs.commands) - done == len(SWEEPS["rebalancing"].variants) - 3
     done = len(runs.commands)
     sweep("stages")  # its first row says nothing where "losses" says bal_bce, the default: the same run
     assert [dict(zip(c, c[1:], strict=False))["--pretrained"] for c in runs.commands[done:]] == ["none"]
@@ -262,9 +371,15 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(runs, sweep):
     assert runs.commands == []
 
 
-def test_a_sweep_may_start_from_a_checkpoint_that_exists(runs, sweep):
-    printed = sweep("tau", "--pretrained", "org/model", "--dry_run").splitlines()
-    assert all("--pretrained org/model" in line and line.startswith("livt finetune") for line in printed)
+def test_a_sweep_may_start_from_a_checkpoint_that_exists(runs, sweep, checkpoint):
+    folder = checkpoint("base")
+    printed = sweep("tau", "--dataset", "cifar100-lt", "--pretrained", folder, "--dry_run").splitlines()
+    for line in printed:
+        command, stage, *words = shlex.split(line)
+        settings = FinetuneSettings.parse(words, CONFIGS)
+        assert (command, stage, settings.pretrained) == ("livt", "finetune", str(folder))
+        # Its size has a config of its own; the dataset's is for a micro ViT at 32 pixels.
+        assert (settings.model_size, settings.image_size, settings.batch_size) == ("base", 224, 1024)
 
 
 def test_a_plugin_is_handed_to_every_run(runs, sweep, tmp_path):
@@ -297,3 +412,22 @@ def test_a_real_sweep_trains_and_compares_its_variants(sweep, tmp_path, monkeypa
     modified = [path.stat().st_mtime_ns for path in sorted(folder.glob("*/*/results.json"))]
     sweep("losses", "--dataset", pictures, "--pretrain", stage, "--finetune", stage)
     assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/*/results.json"))] == modified
+
+
+def test_the_picture_of_sizes_has_a_line_for_each_loss_and_start(tmp_path, monkeypatch):
+    drawn, plot = [], Axes.plot
+
+    def noted(ax, x, y, **look):
+        drawn.append((look["label"], x, y))
+        return plot(ax, x, y, **look)
+
+    monkeypatch.setattr(Axes, "plot", noted)
+    for number, (loss, start, size, accuracy) in enumerate(
+        [("bal_bce", "mgp", 86, 0.6), ("bal_bce", "mgp", 22, 0.5), ("ce", "mgp", 86, 0.4), ("ce", "none", 86, 0.3)]
+    ):
+        (tmp_path / str(number)).mkdir()
+        said = result(accuracy, loss=loss, pretrained=start, parameters=size * 10**6)
+        Run(tmp_path / str(number)).write_results(said)
+    figures.main(["sizes", str(tmp_path / "sizes.png"), *(str(tmp_path / str(number)) for number in range(4))])
+    assert (tmp_path / "sizes.png").exists()
+    assert drawn == [("bal_bce", (22, 86), (50, 60)), ("ce", (86,), (40,)), ("ce, from scratch", (86,), (30,))]

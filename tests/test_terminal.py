@@ -59,4 +59,4 @@ def test_the_next_command_of_a_small_folder_names_a_batch_it_can_fill(workplace)
     run = RecipeRun("pretrain", workplace / "my run", "--dataset", workplace / "pictures", *TINY, "--max_steps", 1)
     assert run.wait() == 0
     folder = workplace / "my run"
-    assert run.printed.endswith(f"recipes/finetune.py --pretrained '{folder}' --batch_size 16\n")
+    assert run.printed.endswith(f"livt finetune --pretrained '{folder}' --batch_size 16\n")

@@ -4,7 +4,7 @@ import importlib
 
 _NAMES = {
     "benchmarks": ("normalization", "register_dataset"),
-    "decoding": ("find_broken", "read_rgb"),
+    "decoding": ("find_broken", "find_copies", "read_rgb"),
     "labels": ("class_counts", "label_statistics"),
     "loading": ("Batches", "eval_loader", "train_loader"),
     "sources": ("has_carved_test", "load_data", "load_long_tailed"),

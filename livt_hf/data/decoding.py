@@ -4,11 +4,13 @@ torchvision 0.29's PNG decoder is faster than Pillow's, but ends the process wit
 files.
 """
 
+import hashlib
 import io
 import logging
 import os
 import struct
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 import fsspec
@@ -151,7 +153,10 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
     """Decode every image; row number -> what is wrong with it. Shows progress, for it takes as long as an epoch."""
     rows = encoded_images(dataset)
     broken = {}
-    with tqdm(total=len(rows), desc="Looking for broken images", unit="images", disable=None) as progress:
+    with (
+        tqdm(total=len(rows), desc="Looking for broken images", unit="images", disable=None) as progress,
+        warnings.catch_warnings(action="ignore"),  # Pillow's, of which the findings say more
+    ):
         for start in range(0, len(rows), 256):
             for index, encoded in enumerate(rows[start : start + 256]["image"], start):
                 try:
@@ -160,6 +165,28 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
                     broken[index] = error.finding
                 progress.update()
     return broken
+
+
+def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
+    """Pairs of images in different splits that have the same bytes: ("a.png of train", "b.png of test")."""
+    seen: dict[bytes, tuple[str, str]] = {}
+    pairs = []
+    for split, dataset in splits.items():
+        for index, (path, digest) in enumerate(image_digests(dataset)):
+            named = f"{path or f'image {index}'} of {split}"
+            first_split, first = seen.setdefault(digest, (split, named))
+            if first_split != split:
+                pairs.append((first, named))
+    return pairs
+
+
+def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
+    """The path of each image, where it has one, and a digest of its bytes as they are stored."""
+    rows = encoded_images(dataset)
+    for start in range(0, len(rows), 256):
+        for image in rows[start : start + 256]["image"]:
+            data = _read_file(image["path"]) if image["bytes"] is None else image["bytes"]
+            yield image["path"], hashlib.sha256(data).digest()
 
 
 def without_broken(dataset: Dataset) -> Dataset:

@@ -6,16 +6,17 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 from datasets import Dataset
-from datasets.data_files import SPLIT_KEYWORDS
 from PIL import Image
 
-from livt_hf.data.tables import dataset_of_paths
+from livt_hf.data.labels import Labels
+from livt_hf.data.tables import SPLIT_OF_WORD, dataset_of_paths
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
 
-SPLIT_OF_WORD = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 # train, val2017, test_images; but "bullet train" and "test tube" are classes.
 SPLIT_FOLDER = re.compile(rf"({'|'.join(SPLIT_OF_WORD)})([\W_]*(images|set|data))?[\W_]*\d*", re.IGNORECASE)
 
@@ -35,7 +36,10 @@ def open_image_folder(folder: Path) -> dict[str, Dataset]:
     images, folders = _walk(root)
     tops = [place for place in folders if "/" not in place]
     if not tops:
-        raise LiVTError(f"{root} holds no folders with images, no tables and no lists: check the folder.")
+        raise LiVTError(
+            f"{root} holds no folders with images, no parquet or arrow files and no image lists; a table of labels is "
+            "passed by its own name, such as labels.csv."
+        )
     hold_folders = {place.partition("/")[0] for place in folders if "/" in place}
     hold_images = {image.rpartition("/")[0] for image in images}
     if len(tops) == 1 and tops[0] in hold_folders and not hold_images & {"", tops[0]}:
@@ -71,7 +75,10 @@ def _by_class(root: str, images: list[str], folders: list[str], splits: dict[str
         labels.append(id_of[parts[level]])
     if outside:
         logger.warning("left out %d images that lie in no class folder, such as %s", len(outside), outside[0])
-    return {split: dataset_of_paths(*rows, names, split) for split, rows in found.items()}
+    return {
+        split: dataset_of_paths(pa.array(paths, pa.string()), Labels(np.array(labels, dtype=np.int64)), names, split)
+        for split, (paths, labels) in found.items()
+    }
 
 
 def _walk(root: str) -> tuple[list[str], list[str]]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +27,11 @@ from livt_hf.settings import DataSettings
 
 logger = logging.getLogger(__name__)
 
-IMAGE_NAMES = ("image", "img", "picture", "file_name", "path")
-LABEL_NAMES = ("label", "labels", "target", "class", "category")
+IMAGE_NAMES = ("image", "img", "picture", "file_name", "path", "filename", "file", "filepath", "file_path")
+IMAGE_NAMES += ("image_path", "image_id")
+LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis")
+MERGED = "rare classes"  # the class that --rare_classes merge makes
+LeftOut = dict[str, Counter]  # why images are left out -> which ones (their files or classes) and how many
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,23 @@ class Labels:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         return Labels(self.values[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])], offsets)
 
+    def relabelled(self, new_id: np.ndarray) -> tuple["Labels", np.ndarray]:
+        """The labels under new class ids, of which -1 is none, and which images have one (or never had any)."""
+        values = new_id[self.values] if len(self.values) else self.values
+        if self.offsets is None:
+            return Labels(values), values >= 0
+        offsets = np.concatenate([[0], np.cumsum(values >= 0)])[self.offsets]
+        return Labels(values[values >= 0], offsets), (np.diff(offsets) > 0) | (np.diff(self.offsets) == 0)
+
+    def rarest(self, num_classes: int) -> np.ndarray:
+        """One class per image, to stratify by: of several labels the one that fewest images have."""
+        if self.offsets is None:
+            return self.values
+        rank = np.argsort(np.argsort(self.counts(num_classes), kind="stable"))
+        best = np.full(len(self), num_classes)
+        np.minimum.at(best, self.images, rank[self.values])
+        return best
+
     def targets(self, rows: Sequence[int], num_classes: int) -> np.ndarray:
         """What a loss is given: class ids (B,), or rows of 0 and 1 (B, C) where images have any number of labels."""
         chosen = self.take(np.asarray(rows))
@@ -72,6 +93,14 @@ class Labels:
         hot = np.zeros((len(chosen), num_classes), dtype=np.float32)
         hot[chosen.images, chosen.values] = 1
         return hot
+
+    def to_arrow(self) -> pa.Array:
+        values = pa.array(self.values, type=pa.int64())
+        return values if self.offsets is None else pa.ListArray.from_arrays(self.offsets.astype(np.int32), values)
+
+    def feature(self, names: list[str]) -> ClassLabel | List:
+        """The type of a column of these labels."""
+        return ClassLabel(names=names) if self.offsets is None else List(ClassLabel(names=names))
 
     def counts(self, num_classes: int) -> np.ndarray:
         """Images per class (int64). An image with several labels counts once for each of them."""
@@ -117,6 +146,11 @@ def labels_of(dataset: Dataset, column: str = "label") -> Labels:
     return labels if rows is None else labels.take(rows)
 
 
+def group_codes(dataset: Dataset) -> np.ndarray:
+    """The groups of all images as numbers, which sort faster than text."""
+    return pa.array(labels_of(dataset, "group").values, type=pa.string()).dictionary_encode().indices.to_numpy()
+
+
 def rows_of(dataset: Dataset) -> np.ndarray | None:
     """Which rows of the base table a dataset consists of; None means all. `datasets` has no public name for it."""
     return None if dataset._indices is None else dataset._indices.column(0).to_numpy()
@@ -132,56 +166,107 @@ def label_statistics(dataset: Dataset) -> tuple[np.ndarray, int]:
     return class_counts(dataset), len(dataset)
 
 
-def standard_columns(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
-    """The splits with the columns `image` and `label` alone, and one list of class names.
+def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
+    """The splits with the columns `image`, `label` and perhaps `group` alone, and one list of class names.
 
     Image bytes are not copied. A split without labels (all -1, as the Hub publishes hidden test sets) is left out.
-    Where another split names its classes in another order, its labels follow their names.
-    `drop_empty` removes names without a training image; other splits lose the images of those classes.
+    Where another split names its classes in another order, its labels follow their names. Images of classes that the
+    settings take away are counted in `left_out`.
     """
     image_column, label_column = _find_columns(splits["train"].features, settings)
     labels, names = _encoded_labels(splits, label_column)
-    keep = np.arange(len(names))
-    if settings.drop_empty:
-        keep = np.flatnonzero(labels["train"].counts(len(names)))
-        if len(keep) < len(names):
-            dropped = [names[c] for c in np.setdiff1d(np.arange(len(names)), keep)]
-            logger.warning("left out %d classes without a training image: %s", len(dropped), ", ".join(dropped[:10]))
+    new_id, new_names, why = _chosen_classes(labels["train"].counts(len(names)), names, settings)
     result = {}
     for split, dataset in splits.items():
         if labels[split].hidden:
             logger.warning('the split "%s" has no labels and is left out', split)
             continue
         label_counts(labels[split].values, len(names))  # raises where a label has no name
+        columns = {image_column: "image"} | ({settings.group_column: "group"} if settings.group_column else {})
         own = _class_label(dataset.features[label_column])
-        named = own is not None and own.names == names and len(keep) == len(names)
-        columns = {image_column: "image"} | ({label_column: "label"} if named else {})
-        images = dataset.select_columns(list(columns)).rename_columns({a: b for a, b in columns.items() if a != b})
-        if images.features["image"] != Image():
-            images = images.cast_column("image", Image())
-        result[split] = images if named else _with_labels(images, labels[split], names, keep)
+        if own is not None and own.names == names == new_names:
+            columns |= {label_column: "label"}
+        chosen = dataset.select_columns(list(columns)).rename_columns({a: b for a, b in columns.items() if a != b})
+        if chosen.features["image"] != Image():
+            chosen = chosen.cast_column("image", Image())
+        relabelled, kept = labels[split].relabelled(new_id)
+        if "label" not in chosen.features:
+            chosen = _with_labels(chosen, relabelled, new_names)
+        if not kept.all():
+            _count_left_out(labels[split].take(np.flatnonzero(~kept)), names, why, left_out)
+            chosen = chosen.select(np.flatnonzero(kept))
+        chosen = chosen.select_columns(["image", "label", *(["group"] if settings.group_column else [])])
+        result[split] = _with_text_groups(chosen) if settings.group_column else chosen
     return result
 
 
-def _with_labels(images: Dataset, labels: Labels, names: list[str], keep: np.ndarray) -> Dataset:
-    """Put a new label column beside the images, without those of classes that are not kept."""
-    new_id = np.full(len(names), -1)
-    new_id[keep] = np.arange(len(keep))
-    feature, rows = ClassLabel(names=[names[i] for i in keep]), None
-    if labels.offsets is not None:
-        if len(keep) < len(names):
-            raise LiVTError("drop_empty needs one label per image: remove the empty names from the dataset instead.")
-        column = pa.ListArray.from_arrays(labels.offsets.astype(np.int32), labels.values)
-        feature = List(feature)
-    else:
-        column = pa.array(new_id[labels.values] if len(labels) else labels.values, type=pa.int64())
-        rows = None if len(keep) == len(names) else np.flatnonzero(new_id[labels.values] >= 0)
-    features = Features(label=feature)
-    beside = Dataset(pa.table({"label": column}).cast(features.arrow_schema), info=DatasetInfo(features=features))
+def _with_labels(images: Dataset, labels: Labels, names: list[str]) -> Dataset:
+    """Put a new label column beside the images."""
+    features = Features(label=labels.feature(names))
+    table = pa.table({"label": labels.to_arrow()}).cast(features.arrow_schema)
     if images._indices is not None:
         images = images.flatten_indices()
-    joined = concatenate_datasets([images, beside], axis=1, split=images.split)
-    return joined if rows is None else joined.select(rows)
+    beside = Dataset(table, info=DatasetInfo(features=features))
+    return concatenate_datasets([images, beside], axis=1, split=images.split)
+
+
+def _with_text_groups(dataset: Dataset) -> Dataset:
+    """The group of every image as text."""
+    if dataset.features["group"] != Value("string"):
+        dataset = dataset.cast_column("group", Value("string"))
+    blank = pc.equal(pc.utf8_trim_whitespace(pa.array(labels_of(dataset, "group").values, type=pa.string())), "")
+    empty = np.flatnonzero(blank.fill_null(True))
+    if len(empty):
+        first = dataset.cast_column("image", Image(decode=False))[int(empty[0])]["image"]["path"]
+        raise LiVTError(
+            f"{len(empty)} images have an empty cell for their group, the first is image {empty[0]} ({first}): give "
+            "each such image a group of its own, or the one that it belongs to."
+        )
+    return dataset
+
+
+def _count_left_out(labels: Labels, names: list[str], why: dict[int, str], left_out: LeftOut) -> None:
+    """Count images by the reason why the class, or the first of several classes, was taken away."""
+    first = labels.values if labels.offsets is None else labels.values[labels.offsets[:-1]]
+    for label, count in zip(*np.unique(first, return_counts=True), strict=True):
+        left_out.setdefault(why[label], Counter())[names[label]] += int(count)
+
+
+def say_left_out(left_out: LeftOut) -> None:
+    """A table of what is left out and why, as a warning."""
+    lines = []
+    for reason, which in left_out.items():
+        named = [name if count == 1 else f"{name} ({count})" for name, count in which.most_common(5)]
+        more = ", ..." if len(which) > 5 else ""
+        lines.append(f"\n  {which.total():>7,}  {reason}: {', '.join(named)}{more}")
+    if lines:
+        total = sum(which.total() for which in left_out.values())
+        logger.warning("left out %s images:%s", f"{total:,}", "".join(lines))
+
+
+def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings) -> tuple[np.ndarray, list, dict]:
+    """The new id of each class (-1 is none), the names of the new classes, and why a class is not among them."""
+    asked = [label.strip() for label in (settings.exclude_labels or "").split(",") if label.strip()]
+    if absent := [label for label in asked if label not in names]:
+        logger.warning("there is no label %s to exclude", " or ".join(map(repr, absent)))
+    why = {c: "the label is excluded" for c, name in enumerate(names) if name in asked}
+    rare = [c for c in np.flatnonzero(counts < (settings.min_images or 0)).tolist() if c not in why]
+    merged = rare if settings.rare_classes == "merge" else []
+    if merged:
+        few = f"{len(merged)} classes with fewer than {settings.min_images} training images"
+        logger.warning('made one class, "%s", of %s: %s', MERGED, few, ", ".join(names[c] for c in merged))
+    else:
+        why |= dict.fromkeys(rare, f"the class has fewer than {settings.min_images} training images")
+    if settings.drop_empty:
+        empty = [c for c in np.flatnonzero(counts == 0).tolist() if c not in why and c not in merged]
+        if empty:
+            listed = ", ".join(names[c] for c in empty)
+            logger.warning("left out %d classes without a training image: %s", len(empty), listed)
+        why |= dict.fromkeys(empty, "the class has no training image")
+    kept = [c for c in range(len(names)) if c not in why and c not in merged]
+    new_id = np.full(len(names), -1)
+    new_id[kept], new_id[merged] = np.arange(len(kept)), len(kept)
+    return new_id, [names[c] for c in kept] + [MERGED] * bool(merged), why
 
 
 def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, Labels], list[str]]:
@@ -239,31 +324,35 @@ def _checked(labels: Labels, split: str) -> Labels:
 
 def _find_columns(features: Features, settings: DataSettings) -> tuple[str, str]:
     """The columns of the images and of the labels: as named by the settings, or found."""
-    image_column = settings.image_column or _find_image_column(features)
-    label_column = settings.label_column or _find_label_column(features)
-    for name, column in (("image_column", image_column), ("label_column", label_column)):
-        if column not in features:
-            raise LiVTError(f'there is no {name} "{column}"; the columns are {_described(features)}.')
-    return image_column, label_column
+    for option in ("image_column", "label_column", "group_column"):
+        column = getattr(settings, option)
+        if column is not None and column not in features:
+            raise LiVTError(f'there is no {option} "{column}"; the columns are {_described(features)}.')
+    return settings.image_column or _find_image_column(features), settings.label_column or _find_label_column(features)
 
 
 def _find_image_column(features: Features) -> str:
     """The column of images: the only one of that type, or one with a telling name."""
     images = [name for name, feature in features.items() if isinstance(feature, Image)]
-    if len(images) != 1:
-        images = [name for name in IMAGE_NAMES if name in (images or features)]
-    if not images:
+    found = images[0] if len(images) == 1 else telling_name(images or features, IMAGE_NAMES)
+    if found is None:
         raise LiVTError(f"found no image column; name it with --image_column, the columns are {_described(features)}.")
-    return images[0]
+    return found
 
 
 def _find_label_column(features: Features) -> str:
     """The column of labels: one with a telling name, or the only one with class names."""
-    named = [name for name in LABEL_NAMES if name in features]
     classes = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    if not named and len(classes) != 1:
+    found = telling_name(features, LABEL_NAMES) or (classes[0] if len(classes) == 1 else None)
+    if found is None:
         raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
-    return (named or classes)[0]
+    return found
+
+
+def telling_name(columns: Iterable[str], telling: Sequence[str]) -> str | None:
+    """The column with the first of some names, whatever its case."""
+    by_name = {column.casefold(): column for column in columns}
+    return next((by_name[name] for name in telling if name in by_name), None)
 
 
 def _described(features: Features) -> str:

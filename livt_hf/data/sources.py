@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 import logging
 import os
 import re
@@ -15,18 +16,32 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import without_broken
-from livt_hf.data.folders import SPLIT_OF_WORD, open_image_folder
+from livt_hf.data.folders import open_image_folder
 from livt_hf.data.labels import (
+    LeftOut,
     class_counts,
     class_feature,
+    group_codes,
     is_multi_label,
     labels_of,
+    number_of_classes,
     rows_of,
+    say_left_out,
     standard_columns,
     standard_stream,
 )
-from livt_hf.data.splits import counts_by_rule, long_tail_indices, stratified_split
-from livt_hf.data.tables import ImageList, datasets_from_lists, find_lists, is_image_list, read_list
+from livt_hf.data.splits import counts_by_rule, grouped_split, long_tail_indices, stratified_split
+from livt_hf.data.tables import (
+    SPLIT_OF_WORD,
+    TABLES,
+    ImageList,
+    datasets_from_lists,
+    find_lists,
+    is_image_list,
+    is_table,
+    open_table,
+    read_list,
+)
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
 
@@ -34,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
+# A set of own images below this size is not divided further without being asked.
+ENOUGH_TO_HOLD_OUT = 500
 CARVED = "set aside from the training data"
 # Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
 SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_OF_WORD)})(?![^\W\d_])")
@@ -51,10 +68,10 @@ def load_long_tailed(
     """A dataset with the splits `train`, `test` (what the paper reports on) and perhaps `validation`.
 
     `name`: a benchmark (`glyphs`, `cifar10-lt`, `cifar100-lt`, `imagenet-lt`, `imagenet-bal`, `imagenet-1k`,
-        `places-lt`, `inat18`), an image folder, a folder or file of parquet or arrow, an image list, or a Hub dataset
-        (`owner/name` or `owner/name:config`).
+        `places-lt`, `inat18`), an image folder, a table of labels (csv, tsv, jsonl, parquet), a folder or file of
+        parquet or arrow, an image list, or a Hub dataset (`owner/name` or `owner/name:config`).
     `source`: a local copy of a benchmark (the Hub's parquet files, an image folder, or lists and images), or the
-        folder of the images of an image list.
+        folder of the images that a table or an image list names.
     `seed`: picks the images of the tail and of the test set.
     `streaming`: for pretraining on data that does not fit; see `livt_hf.data.loading` for what it gives up.
     `options`: any other field of `DataSettings`. `rule` may also be the counts of all classes.
@@ -76,20 +93,35 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
     settings = with_defaults(settings, benchmark)
     if streaming and settings.rule is not None:
         raise LiVTError(f'a stream cannot be thinned out by the rule "{settings.rule}": load it without streaming.')
-    splits = _open_benchmark(settings, benchmark, streaming)
+    left_out: LeftOut = {}
+    file = Path(settings.dataset).expanduser()
+    if settings.dataset not in BENCHMARKS and is_table(file) and not streaming:
+        splits = _named_splits(open_table(file, settings, left_out), settings.dataset)
+        group = None if settings.group_column is None else "group"
+        settings = dataclasses.replace(settings, image_column="image", label_column="label", group_column=group)
+    else:
+        splits = _open_benchmark(settings, benchmark, streaming)
     if settings.label_column is None and benchmark.label_column in (splits["train"].column_names or []):
         settings = dataclasses.replace(settings, label_column=benchmark.label_column)
     if streaming:
         splits = {split: standard_stream(dataset, settings) for split, dataset in splits.items()}
         return IterableDatasetDict(_reported_as_test(splits, benchmark))
-    splits = _reported_as_test(standard_columns(splits, settings), benchmark)
+    splits = _reported_as_test(standard_columns(splits, settings, left_out), benchmark)
+    say_left_out(left_out)
+    if settings.group_column is not None and len(splits) > 1:
+        _warn_of_shared_groups(splits)
     if "test" not in splits:
         splits |= _carved_test(splits, settings)
     if settings.rule is not None and not benchmark.own_tail:
         splits["train"] = _thinned(splits["train"], settings)
     if settings.on_broken == "skip":
         splits = {split: without_broken(dataset) for split, dataset in splits.items()}
+        if settings.drop_empty:  # classes that had broken images only
+            again = DataSettings(drop_empty=True, group_column=settings.group_column and "group")
+            splits = standard_columns(splits, again, {})
     _refuse_empty_classes(splits["train"])
+    if "validation" not in splits:
+        splits |= _held_out(splits["train"], settings)
     return DatasetDict({split: splits[split] for split in SPLITS if split in splits})
 
 
@@ -115,12 +147,7 @@ def _reported_as_test(splits: dict, benchmark: Benchmark) -> dict:
 def _carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
     """The training split in two parts: one to train on, one to test on."""
     train = splits["train"]
-    if is_multi_label(train):
-        order = np.random.RandomState(settings.split_seed).permutation(len(train))
-        num_test = int(len(train) * settings.test_fraction)
-        rows, test_rows = np.sort(order[num_test:]), np.sort(order[:num_test])
-    else:
-        rows, test_rows = stratified_split(labels_of(train).values, settings.test_fraction, settings.split_seed)
+    rows, test_rows = _divided(train, settings.test_fraction, settings)
     parts = {"train": train.select(rows), "test": train.select(test_rows)}
     parts["test"].info.description = CARVED
     rename = ", or call the validation split so" if "validation" in splits else ""
@@ -132,8 +159,45 @@ def _carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str
     absent = np.flatnonzero((class_counts(parts["test"]) == 0) & (class_counts(train) > 0))
     if len(absent):
         names = [class_feature(train).names[c] for c in absent]
-        logger.warning("%d classes are too small to give a test image: %s", len(names), ", ".join(names))
+        few = "have too few groups" if settings.group_column else "are too small"
+        logger.warning("%d classes %s to give a test image: %s", len(names), few, ", ".join(names))
     return parts
+
+
+def _held_out(train: Dataset, settings: DataSettings) -> dict[str, Dataset]:
+    """The training split with a part of it as validation split, where that is asked for or sensible."""
+    fraction = settings.validation_fraction
+    if fraction is None:
+        fraction = 0.0 if settings.dataset in BENCHMARKS or len(train) < ENOUGH_TO_HOLD_OUT else 0.1
+    if fraction == 0:
+        return {}
+    rows, held_rows = _divided(train, fraction, settings)
+    logger.info(
+        "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
+        *(len(held_rows), len(train)),
+    )
+    return {"train": train.select(rows), "validation": train.select(held_rows)}
+
+
+def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to keep and rows to set aside: no group on both sides, and each class divided alike as far as possible."""
+    labels, seed = labels_of(train), settings.split_seed
+    if settings.group_column is not None:
+        return grouped_split(labels.rarest(number_of_classes(train)), group_codes(train), fraction, seed)
+    if is_multi_label(train):
+        order = np.random.RandomState(seed).permutation(len(train))
+        number = int(len(train) * fraction)
+        return np.sort(order[number:]), np.sort(order[:number])
+    return stratified_split(labels.values, fraction, seed)
+
+
+def _warn_of_shared_groups(splits: dict[str, Dataset]) -> None:
+    """Splits that the dataset came with stay as they are, also where they divide a group."""
+    groups = {split: set(labels_of(part, "group").values.tolist()) for split, part in splits.items()}
+    for first, second in itertools.combinations(groups, 2):
+        shared = sorted(groups[first] & groups[second])
+        if shared:
+            logger.warning("%d groups are both in %s and in %s, such as %s", len(shared), first, second, shared[0])
 
 
 def has_carved_test(data: DatasetDict | IterableDatasetDict) -> bool:
@@ -174,7 +238,7 @@ def _open_benchmark(settings: DataSettings, benchmark: Benchmark, streaming: boo
         return _open(settings.source or benchmark.hub, settings, streaming)
     root = settings.source
     if root is not None and not is_image_list(Path(settings.dataset)):
-        raise LiVTError(f"source is for benchmarks and image lists, but {settings.dataset} is neither: drop it.")
+        raise LiVTError(f"source is for benchmarks, tables and image lists, not for {settings.dataset}: drop it.")
     return _open(settings.dataset, settings, streaming)
 
 
@@ -259,8 +323,8 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         splits = _load(path.suffix[1:], {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
-    elif where.startswith((".", "/", "~")) or where.count("/") > 1:
-        raise LiVTError(f"{where} does not exist: pass an image folder, a parquet or arrow file, a list or a Hub id.")
+    elif where.startswith((".", "/", "~")) or where.count("/") > 1 or path.suffix.lower() in TABLES:
+        raise LiVTError(f"{where} does not exist: pass an image folder, a table, a list or a Hub id.")
     else:
         splits = _open_hub(where, settings, streaming)
     return _named_splits(_streams(splits) if streaming else splits, where)
@@ -313,7 +377,8 @@ def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
 
 def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:
     if kind not in ("parquet", "arrow"):
-        raise LiVTError(f"{files['train'][0]} is no parquet or arrow file and no image list (.txt, .txt.gz, .txt.xz).")
+        known = "a table (.csv, .tsv, .jsonl, .parquet), an arrow file or an image list (.txt, .txt.gz, .txt.xz)"
+        raise LiVTError(f"{files['train'][0]} is not {known}, or it cannot be streamed.")
     # One by one: loaded together, all splits get the class names of the first file.
     return {
         split: load_dataset(kind, data_files={split: own}, split=split, streaming=streaming)

@@ -1,15 +1,19 @@
 """Which images a long-tailed dataset is made of: counts per class, and the picks that follow from them.
 
-Numpy only, and no Python loop over rows.
+Numpy only (groups need scikit-learn), and no Python loop over rows.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
 
 from livt_hf.errors import LiVTError
+
+MOST_BUNDLES = 2000  # of groups that are divided one by one: scikit-learn needs half a millisecond for each
 
 
 def exponential_counts(num_classes: int, max_count: int, imbalance_factor: float) -> np.ndarray:
@@ -120,21 +124,20 @@ def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, 
     dataset order) and keeps the first ones. The picks of a smaller imbalance factor therefore contain those of a
     larger one. A class with fewer images than asked is an error, or gives all it has with `cap=True`.
     """
-    labels = np.asarray(labels)
-    counts = np.asarray(counts, dtype=np.int64)
-    available = label_counts(labels, len(counts))
-    short = np.flatnonzero(counts > available)
+    labels, wanted = np.asarray(labels), np.asarray(counts, dtype=np.int64)
+    available = label_counts(labels, len(wanted))
+    short = np.flatnonzero(wanted > available)
     if len(short) and not cap:
         c = short[0]
         raise LiVTError(
-            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
+            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {wanted[c]}): "
             "lower the counts or pass cap=True to take all such a class has."
         )
     rows = np.argsort(labels.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16-bit labels sort by radix
     ends = np.cumsum(available)
     generator = np.random.RandomState(seed)
     picks = []
-    for start, end, count in zip(ends - available, ends, counts, strict=True):
+    for start, end, count in zip(ends - available, ends, wanted, strict=True):
         of_class = rows[start:end]
         generator.shuffle(of_class)
         picks.append(of_class[:count])
@@ -156,8 +159,7 @@ def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
 
 def stratified_split(labels: np.ndarray, test_fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Rows for training and rows for test: the fraction of each class, but one image of a class stays in training."""
-    if not 0 < test_fraction < 1:
-        raise LiVTError(f"test_fraction is {test_fraction}, but it must lie between 0 and 1, such as 0.2.")
+    _check_fraction(test_fraction)
     labels = np.asarray(labels)
     order = np.lexsort((np.random.RandomState(seed).rand(len(labels)), labels))
     available = np.bincount(labels)
@@ -167,3 +169,55 @@ def stratified_split(labels: np.ndarray, test_fraction: float, seed: int = 0) ->
     is_test = np.zeros(len(labels), dtype=bool)
     is_test[order] = position_in_class < np.repeat(num_test, available)
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
+
+
+def _check_fraction(test_fraction: float) -> None:
+    if not 0 < test_fraction < 1:
+        raise LiVTError(f"test_fraction is {test_fraction}, but it must lie between 0 and 1, such as 0.2.")
+
+
+def grouped_split(
+    labels: np.ndarray, groups: np.ndarray, test_fraction: float, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows for training and rows for test: no group is in both, and each class is divided as evenly as that allows.
+
+    The fraction is met as nearly as tenths or simpler fractions allow. Every class keeps a group in training.
+    """
+    _check_fraction(test_fraction)
+    labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
+    # Which class has images of which group.
+    label_of, group_of = np.divmod(np.unique(labels * len(groups) + groups), len(groups))
+    lone = np.zeros(len(groups), dtype=bool)
+    lone[group_of[np.bincount(label_of)[label_of] == 1]] = True
+    free = np.flatnonzero(~lone[groups])
+    share = Fraction(test_fraction).limit_denominator(10)
+    folds = min(max(share.denominator, 2), len(np.unique(groups[free])), np.bincount(labels[free], minlength=1).max())
+    is_test = np.zeros(len(labels), dtype=bool)
+    if folds >= 2:
+        fold = grouped_folds(labels[free], groups[free], folds, seed)
+        # Few groups have one best division: then the seed chooses among its folds.
+        is_test[free] = (fold + seed) % folds < max(share.numerator, 1)
+    for label in np.setdiff1d(labels, labels[~is_test]):  # both groups of a class may have come to the same fold
+        is_test[groups == groups[is_test & (labels == label)][0]] = False
+    if not is_test.any():
+        raise LiVTError(
+            f"the {groups.max() + 1} groups leave none for a test set, because every class must keep one in training: "
+            "add a split column, or choose another group column."
+        )
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
+
+
+def grouped_folds(labels: np.ndarray, groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
+    """The fold of each row (0 .. folds - 1): no group is in two folds, each class spread as evenly as that allows."""
+    from sklearn.model_selection import StratifiedGroupKFold  # imports scipy
+
+    codes = np.unique(groups, return_inverse=True)[1]
+    # Of very many groups, several are divided together.
+    bundles = np.random.RandomState(seed).permutation(codes.max() + 1)[codes] % MOST_BUNDLES
+    splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+    fold = np.full(len(codes), folds - 1)  # what is in no other fold is in the last
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The least populated class")
+        for number, (_, rows) in zip(range(folds - 1), splitter.split(codes, labels, bundles), strict=False):
+            fold[rows] = number
+    return fold

@@ -1,21 +1,40 @@
-"""Image lists: text files with `path label` on every line, plain, gzipped or xz, beside a folder with the images."""
+"""Files that name images and their labels: tables with a header (csv, tsv, jsonl, parquet), and image lists.
 
+An image list is a text file with `path label` on every line and labels 0, 1, 2 and so on, plain, gzipped or xz.
+"""
+
+import csv
 import gzip
+import logging
 import lzma
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from datasets import ClassLabel, Dataset, DatasetInfo, Features, Image, NamedSplit
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+from datasets import Dataset, DatasetInfo, Features, Image, NamedSplit, Value
+from datasets.data_files import SPLIT_KEYWORDS
 
+from livt_hf.data.labels import IMAGE_NAMES, LABEL_NAMES, Labels, LeftOut, telling_name
 from livt_hf.errors import LiVTError
+from livt_hf.settings import DataSettings
 
+logger = logging.getLogger(__name__)
+
+SPLIT_OF_WORD = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 LIST_NAME = re.compile(r"(?P<prefix>.*?)_?(?P<split>train|val|test)\.txt(\.gz|\.xz)?$")
-SPLITS = {"train": "train", "val": "validation", "test": "test"}
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+SPLIT_NAMES = ("split", "partition")
+GROUP_NAMES = ("group", "patient", "patient_id", "subject", "subject_id", "site", "animal", "sequence", "lesion_id")
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ def find_lists(folder: Path, prefix: str = "") -> dict[str, Path]:
     for path in sorted(folder.iterdir()):
         match = LIST_NAME.match(path.name)
         if match and match["prefix"] == prefix:
-            found[SPLITS[match["split"]]] = path
+            found[SPLIT_OF_WORD[match["split"]]] = path
     return found
 
 
@@ -89,37 +108,276 @@ def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing
     names = class_names(lists)
     result = {}
     for split, images in lists.items():
-        missing = missing_files(images, root)
-        if len(missing) and not skip_missing:
+        files = locate(images.paths, root)
+        missing = [path for path, file in zip(images.paths, files, strict=True) if file is None]
+        if missing and not skip_missing:
             raise LiVTError(
-                f"{len(missing)} of the {len(images.paths)} files of {images.file} are not below {root}, the first is "
-                f"{images.paths[missing[0]]}: pass the right folder with --source, or leave them out with "
-                "--on_broken skip."
+                f"{len(missing)} of the {len(files)} files of {images.file} are not below {root}, the first is "
+                f"{missing[0]}: pass the right folder with --source, or leave them out with --on_broken skip."
             )
-        kept = np.setdiff1d(np.arange(len(images.paths)), missing)
-        paths = [os.path.join(root, images.paths[i]) for i in kept.tolist()]
-        result[split] = dataset_of_paths(paths, images.labels[kept], names, split)
+        kept = np.flatnonzero([file is not None for file in files])
+        paths = pa.array([file for file in files if file is not None], type=pa.string())
+        result[split] = dataset_of_paths(paths, Labels(images.labels[kept]), names, split)
     return result
 
 
-def dataset_of_paths(paths: list[str], labels: Sequence[int], names: list[str], split: str) -> Dataset:
+def dataset_of_paths(
+    paths: pa.Array, labels: Labels, names: list[str], split: str, groups: pa.Array | None = None
+) -> Dataset:
     """A dataset of images that stay in their files."""
-    images = [pa.nulls(len(paths), pa.binary()), pa.array(paths, type=pa.string())]
-    storage = pa.StructArray.from_arrays(images, names=["bytes", "path"])
-    features = Features(image=Image(), label=ClassLabel(names=names))
-    table = pa.table({"image": storage, "label": pa.array(labels, type=pa.int64())}).cast(features.arrow_schema)
+    storage = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], names=["bytes", "path"])
+    columns, features = (
+        {"image": storage, "label": labels.to_arrow()},
+        Features(image=Image(), label=labels.feature(names)),
+    )
+    if groups is not None:
+        columns["group"], features["group"] = groups, Value("string")
+    table = pa.table(columns).cast(features.arrow_schema)
     return Dataset(table, info=DatasetInfo(features=features), split=NamedSplit(split))
 
 
-def missing_files(images: ImageList, root: Path) -> np.ndarray:
-    """Numbers of the list's entries without a file. Reads each folder once instead of asking for each file."""
-    present: dict[str, set[str]] = {}
-    missing = []
-    for number, path in enumerate(images.paths):
-        folder, _, name = path.rpartition("/")
-        if folder not in present:
+def locate(paths: Iterable[str], root: Path) -> list[str | None]:
+    """The file behind each path below `root`, also where the table leaves out its suffix; None where there is none.
+
+    Each folder is read once, instead of asking for each file.
+    """
+    listed: dict[str, set[str]] = {}
+    stems: dict[str, dict[str, str]] = {}
+    prefix, found = f"{root}/", []
+    for path in paths:
+        folder, slash, name = path.rpartition("/")
+        if folder not in listed:
             place = root / folder
-            present[folder] = set(os.listdir(place)) if place.is_dir() else set()
-        if name not in present[folder]:
-            missing.append(number)
-    return np.array(missing, dtype=np.int64)
+            listed[folder] = set(os.listdir(place)) if place.is_dir() else set()
+        if name not in listed[folder]:
+            if folder not in stems:
+                stems[folder] = {os.path.splitext(file)[0]: file for file in sorted(listed[folder])}
+            name = stems[folder].get(name)
+        found.append(None if name is None else f"{prefix}{folder}{slash}{name}")
+    return found
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is a table of paths and labels; parquet may hold the images themselves."""
+    if path.suffix.lower() != ".parquet" or not path.is_file():
+        return path.suffix.lower() in TABLES and path.is_file()
+    return not any(pa.types.is_struct(kind) or pa.types.is_binary(kind) for kind in pq.read_schema(path).types)
+
+
+def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
+    """The images that a table names, by split. Rows without a label or an image are counted in `left_out`."""
+    table = _read_table(file)
+    columns = _find_columns(table, settings)
+    labels, names, unlabelled = _read_labels(table, columns.labels, settings.label_separator)
+    root = Path(os.path.abspath(Path(settings.source or file.parent).expanduser()))
+    paths = _relative_paths(as_text(table[columns.image]), root)
+    rows = np.arange(len(table))
+
+    def leave_out(absent: np.ndarray, why: str) -> np.ndarray:
+        if absent.any():
+            left_out.setdefault(why, Counter()).update(paths.take(rows[absent]).fill_null("(no path)").to_pylist())
+        return rows[~absent]
+
+    rows = leave_out(unlabelled, "the label is empty")
+    rows = leave_out(paths.is_null().to_numpy(False)[rows], "the path is empty")
+    rows = leave_out(_repeated(paths, labels, names, rows), "the image is named twice with the same label")
+    files = np.array(locate(paths.take(rows).to_pylist(), root), dtype=object)
+    missing = np.equal(files, None)
+    if missing.all():
+        first = f", the first is {paths[rows[0]]}" if len(rows) else ""
+        raise LiVTError(
+            f"none of the {len(rows)} images of {file} is below {root}{first}: pass their folder with --source."
+        )
+    rows, files = leave_out(missing, "the file is missing"), files[~missing]
+    groups = None if columns.group is None else as_text(table[columns.group])
+    splits = _read_splits(table, columns.split)[rows]
+    result = {}
+    for split in np.unique(splits).tolist():
+        own = splits == split
+        group = None if groups is None else groups.take(rows[own])
+        images = pa.array(files[own], type=pa.string())
+        result[split] = dataset_of_paths(images, labels.take(rows[own]), names, split, group)
+    return result
+
+
+def _read_table(file: Path) -> pa.Table:
+    """All columns; those of a text file as text, so that label 007 stays what it is."""
+    try:
+        if file.suffix.lower() == ".parquet":
+            table = pq.read_table(file)
+        elif file.suffix.lower() == ".jsonl":
+            table = pyarrow.json.read_json(file)
+        else:
+            table = _read_csv(file)
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+        raise LiVTError(f"{file} cannot be read as a table in UTF-8: {str(error).splitlines()[0]}") from error
+    table = table.rename_columns([name.strip() for name in table.column_names])
+    twice = [name for name, count in Counter(table.column_names).items() if count > 1]
+    if twice:
+        raise LiVTError(f'{file} has two columns called "{twice[0]}": rename one.')
+    return table
+
+
+def _read_csv(file: Path) -> pa.Table:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        header = lines.readline()
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
+    names = next(csv.reader([header], delimiter=delimiter), [])
+    return pyarrow.csv.read_csv(
+        file,
+        parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+    )
+
+
+def as_text(column: pa.ChunkedArray) -> pa.StringArray:
+    """A column as text; empty cells are null."""
+    if pa.types.is_nested(column.type):
+        raise LiVTError(f"a column holds {column.type} where text or numbers are needed.")
+    if pa.types.is_floating(column.type):  # as pandas writes whole numbers beside empty cells
+        column = pc.if_else(pc.is_nan(column), None, column)
+        if pc.all(pc.equal(column, pc.floor(column))).as_py():
+            column = column.cast(pa.int64())
+    text = column.cast(pa.string()).combine_chunks()
+    return pc.if_else(pc.equal(pc.utf8_trim_whitespace(text), ""), None, text)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    image: str
+    labels: list[str]  # one, or a column of 0 and 1 for each class
+    split: str | None
+    group: str | None
+
+
+def _find_columns(table: pa.Table, settings: DataSettings) -> _Columns:
+    """The columns that the settings name, or those with telling names."""
+    names = table.column_names
+    label = settings.label_column
+    labels = [label] if label is None or label in names else [part.strip() for part in label.split(",")]
+    split = None if settings.split_column == "none" else settings.split_column
+    for asked in (settings.image_column, *labels, split, settings.group_column):
+        if asked is not None and asked not in names:
+            raise LiVTError(f'the table has no column "{asked}"; its columns are {", ".join(names)}.')
+    image = settings.image_column or telling_name(names, IMAGE_NAMES)
+    if image is None:
+        raise LiVTError(f"found no column of image paths among {', '.join(names)}: name it with --image_column.")
+    if settings.split_column is None:
+        split = telling_name(names, SPLIT_NAMES)
+    others = [name for name in names if name not in (image, split, settings.group_column)]
+    if label is None:
+        found = telling_name(others, LABEL_NAMES)
+        labels = [found] if found else [name for name in others if _zeros_and_ones(table[name]) is not None]
+        if not found and (labels != others or len(labels) < 2):
+            raise LiVTError(
+                f"found no column of labels among {', '.join(names)}: name it with --label_column, or name one column "
+                "of 0 and 1 for each class, separated by commas."
+            )
+    hint = telling_name(others, GROUP_NAMES)
+    if hint and hint not in labels and split is None and settings.group_column is None:
+        logger.warning('images may belong together by "%s": --group_column keeps them on one side of a split', hint)
+    return _Columns(image, labels, split, settings.group_column)
+
+
+def _zeros_and_ones(column: pa.ChunkedArray) -> np.ndarray | None:
+    """A column as booleans; None where it holds anything but 0 and 1."""
+    if pa.types.is_nested(column.type):
+        return None
+    texts = as_text(column).dictionary_encode()
+    values = [ZERO_OR_ONE.get(text.lower()) for text in texts.dictionary.to_pylist()]
+    return None if texts.null_count or None in values else np.array(values)[texts.indices.to_numpy()]
+
+
+def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> tuple[Labels, list[str], np.ndarray]:
+    """The labels, the names of the classes, and which rows have an empty cell for a label."""
+    if len(columns) > 1:
+        return _labels_of_flags(table, columns)
+    column, offsets = table[columns[0]], None
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        lists = column.combine_chunks()
+        empty, lengths = lists.is_null(), lists.value_lengths().fill_null(0).to_numpy(False)
+        texts, offsets = as_text(pa.chunked_array([lists.flatten()])), np.concatenate([[0], np.cumsum(lengths)])
+    else:
+        texts = as_text(column)
+        empty = texts.is_null()
+        if separator is not None:
+            lists = pc.split_pattern(texts.fill_null(""), separator)
+            texts, offsets = pc.utf8_trim_whitespace(lists.flatten()), lists.offsets.to_numpy()
+            texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    named = texts.is_valid().to_numpy(False)
+    names = _class_order(texts.unique().drop_null().to_pylist())
+    ids = pc.index_in(texts, value_set=pa.array(names, pa.string())).fill_null(0).to_numpy(False).astype(np.int64)
+    if offsets is None:
+        return Labels(ids), names, empty.to_numpy(False)
+    offsets = np.concatenate([[0], np.cumsum(named)])[offsets]
+    empty = empty.to_numpy(False) | (separator is not None) & (np.diff(offsets) == 0)
+    return Labels(ids[named], offsets), names, empty
+
+
+def _labels_of_flags(table: pa.Table, columns: list[str]) -> tuple[Labels, list[str], np.ndarray]:
+    """Labels of one column of 0 and 1 for each class: one label per image, where each row has a single 1."""
+    flags = [_zeros_and_ones(table[column]) for column in columns]
+    for column, values in zip(columns, flags, strict=True):
+        if values is None:
+            raise LiVTError(f'the column "{column}" has cells that are neither 0 nor 1: fill or correct them.')
+    images, labels = np.nonzero(np.stack(flags, axis=1))
+    lengths = np.bincount(images, minlength=len(table))
+    offsets = None if (lengths == 1).all() else np.concatenate([[0], np.cumsum(lengths)])
+    return Labels(labels, offsets), columns, np.zeros(len(table), dtype=bool)
+
+
+def _class_order(names: list[str]) -> list[str]:
+    """Class names in order, numbers by value. Names that look alike stay apart, but are pointed out."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(names):
+        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
+    for variants in alike.values():
+        if len(variants) > 1:
+            logger.warning("the labels %s differ only by case or spaces and are separate classes", variants)
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+
+
+def _relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
+    """Paths below the root, with slashes; one that leads out of it is refused."""
+    paths = pc.replace_substring(pc.utf8_trim_whitespace(paths), "\\", "/")
+    paths = pc.replace_substring_regex(paths, f"^({re.escape(root.as_posix())}/|(\\./)+)", "")
+    outside = pc.match_substring_regex(paths, r"^(/|[A-Za-z]:)|(^|/)\.\.(/|$)").fill_null(False)
+    if pc.any(outside).as_py():
+        first = paths.filter(outside)[0]
+        raise LiVTError(
+            f'"{first}" leads out of the image folder {root}: paths must stay inside; --source sets the folder.'
+        )
+    return paths
+
+
+def _repeated(paths: pa.StringArray, labels: Labels, names: list[str], rows: np.ndarray) -> np.ndarray:
+    """Which rows name an image that an earlier row names with the same labels; others are refused."""
+    codes = paths.take(rows).dictionary_encode().indices.to_numpy()
+    first = np.unique(codes, return_index=True)[1]
+    repeated = np.ones(len(rows), dtype=bool)
+    repeated[first] = False
+    for row, before in zip(rows[repeated], rows[first[codes[repeated]]], strict=True):
+        two = [set(labels.take(np.array([r])).values.tolist()) for r in (before, row)]
+        if two[0] != two[1]:
+            a, b = (", ".join(names[label] for label in sorted(part)) for part in two)
+            raise LiVTError(
+                f'{paths[row]} is named twice, with the label "{a}" and with "{b}": keep one row per image; several '
+                "labels go into one cell, with --label_separator."
+            )
+    return repeated
+
+
+def _read_splits(table: pa.Table, column: str | None) -> np.ndarray:
+    """The split of each row; all are `train` where no column says it."""
+    if column is None:
+        return np.full(len(table), "train")
+    texts = as_text(table[column]).dictionary_encode()
+    words = texts.dictionary.to_pylist()
+    strange = [word for word in words if word.strip().lower() not in SPLIT_OF_WORD]
+    if strange or texts.null_count:
+        wrong = f'"{strange[0]}"' if strange else "an empty cell"
+        raise LiVTError(
+            f'the split column "{column}" has {wrong}: write train, val or test, or pass --split_column none to leave '
+            "it unused."
+        )
+    return np.array([SPLIT_OF_WORD[word.strip().lower()] for word in words])[texts.indices.to_numpy()]

@@ -14,7 +14,7 @@ from torch import Tensor
 from livt_hf.demo.classes import ROWS
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.priors import estimate_prior, has_collapsed
+from livt_hf.long_tail.priors import estimate_prior
 
 PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
 CHANGE_COLUMNS = ("file", "class", "probability", "class in this world", "probability there", "changed")
@@ -23,8 +23,8 @@ CHANGE_COLUMNS = ("file", "class", "probability", "class in this world", "probab
 RESAMPLES, RESAMPLED = 40, 40_000_000
 FEWEST_RESAMPLES = 5
 UNUSABLE = (
-    "Do not trust this estimate: it has collapsed onto few classes, as it does where a model's probabilities are not "
-    "calibrated. It is shown and not offered. Train longer, calibrate the model, or count some images by hand."
+    "Do not trust this estimate: these images do not say clearly that their classes are not equally frequent. It is "
+    "shown and not offered. Calibrate the model (livt calibrate), train longer, or count some images by hand."
 )
 
 
@@ -40,13 +40,13 @@ class Estimate:
 
 def estimate(posterior: Tensor, source: Tensor, seed: int = 0) -> Estimate:
     """The class prior of images from their training posteriors (B, C), with its uncertainty by the bootstrap."""
-    prior = estimate_prior(posterior, source)
+    found = estimate_prior(posterior, source)
     rng = np.random.default_rng(seed)
     times = int(np.clip(RESAMPLED // posterior.numel(), FEWEST_RESAMPLES, RESAMPLES))
     drawn = [torch.from_numpy(rng.integers(len(posterior), size=len(posterior))) for _ in range(times)]
-    again = torch.stack([estimate_prior(posterior[rows], source) for rows in drawn])  # (times, C)
+    again = torch.stack([estimate_prior(posterior[rows], source).prior for rows in drawn])  # (times, C)
     low, high = again.quantile(torch.tensor([0.05, 0.95], dtype=again.dtype), dim=0)
-    return Estimate(prior, low, high, UNUSABLE if has_collapsed(prior, posterior, source) else None)
+    return Estimate(found.prior, low, high, None if found.reliable else UNUSABLE)
 
 
 class World:

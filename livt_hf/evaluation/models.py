@@ -37,7 +37,7 @@ def load_checkpoint(path: str) -> PreTrainedModel:
         if kind == "livit" or "livit" in config:
             return LiViTForImageClassification.from_pretrained(path).eval()
         model = AutoModelForImageClassification.from_pretrained(path, use_safetensors=True).eval()
-        return balance(model) if "long_tail" in config else model
+        return balance(model) if config.get("long_tail") else model
 
 
 def is_pretraining(path: str) -> bool:
@@ -91,6 +91,20 @@ def why_no_posterior(model: PreTrainedModel) -> str | None:
         return "it is no classifier"
     head = head_of(model)
     return "it does not know its training prior" if head is None else head.no_posterior
+
+
+def is_calibrated(model: PreTrainedModel) -> bool:
+    return why_no_posterior(model) is None and head_of(model).settings.calibration is not None
+
+
+def why_uncalibrated(model: PreTrainedModel) -> str | None:
+    """What made the posteriors of a model unsure that no calibration has corrected, or None where nothing is known."""
+    if why_no_posterior(model) is not None or is_calibrated(model):
+        return None
+    settings = head_of(model).settings
+    softened = (settings.trained_with or {}) | {"label_smoothing": settings.label_smoothing}
+    named = ", ".join(f"{name} {value:g}" for name, value in softened.items() if value)
+    return f"it was trained with {named}, which leaves its posteriors unsure, and is not calibrated" if named else None
 
 
 def check_posterior(model: PreTrainedModel) -> None:

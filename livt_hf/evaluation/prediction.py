@@ -20,8 +20,9 @@ from livt_hf.evaluation.models import (
     load_classifier,
     load_processor,
     why_no_posterior,
+    why_uncalibrated,
 )
-from livt_hf.evaluation.rules import posterior_rule
+from livt_hf.evaluation.rules import OWN, headline, posterior_rule, standard_rules
 from livt_hf.long_tail.priors import Prior
 
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
@@ -40,22 +41,32 @@ class Predictor:
         self.labels = class_names(self.model)
         self.serve_under(prior)
 
-    def serve_under(self, prior: Prior) -> None:
-        """Give probabilities for a world with these class frequencies; None leaves the model's own choice."""
-        scores_only = prior is None and why_no_posterior(self.model) is not None
-        self.rule = self._activation if scores_only else posterior_rule(self.model, prior)
-
-    def _activation(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid() if is_multi_label(self.model) else logits.softmax(-1)
+    def serve_under(self, prior: Prior, words: str = "the given prior") -> None:
+        """Give probabilities for a world with these class frequencies; None leaves the model's own rule."""
+        if prior is not None:
+            self.rule_name, self.rule = f"posterior, {words}", posterior_rule(self.model, prior)
+        elif not is_multi_label(self.model):
+            self.rule_name = headline(self.model)
+            self.rule = standard_rules(self.model)[self.rule_name]
+        elif why_no_posterior(self.model) is None:
+            self.rule_name, self.rule = OWN, posterior_rule(self.model, None)
+        else:
+            self.rule_name, self.rule = "each class by its own logit", None
 
     @property
-    def caveat(self) -> str | None:
-        """What the scores of a model are that cannot give probabilities; None where they are probabilities."""
-        why = why_no_posterior(self.model)
-        if why is None:
-            return None
+    def explanation(self) -> str:
+        """The rule behind the scores, and what the scores are."""
+        if self.rule is not None:
+            doubt = why_uncalibrated(self.model)
+            return f"{self.rule_name}: scores are class probabilities" + (f"; beware: {doubt}" if doubt else "")
         kind = "sigmoid" if is_multi_label(self.model) else "softmax"
-        return f"scores are the {kind} of the logits and no probabilities under a known prior, because {why}"
+        why = why_no_posterior(self.model) or "the model is not calibrated; `livt calibrate` does that"
+        return f"{self.rule_name}: scores are the {kind} of the logits and no class probabilities ({why})"
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.rule is not None:
+            return self.rule(logits)
+        return logits.sigmoid() if is_multi_label(self.model) else logits.softmax(-1)
 
     def read(self, path: Path) -> Tensor | str:
         """A file to the pixels the model sees (3, H, W), as bytes where `finish` can do the rest; or what is wrong."""
@@ -86,7 +97,7 @@ class Predictor:
         for shape in {tuple(image.shape) for image in pixels}:
             chosen = [i for i, image in enumerate(pixels) if tuple(image.shape) == shape]
             batch = torch.stack([pixels[i] for i in chosen])
-            result[chosen] = self.rule(self.model(self.finish(batch)).logits.float()).cpu()
+            result[chosen] = self._scores(self.model(self.finish(batch)).logits.float()).cpu()
         return result
 
     def predict(

@@ -4,22 +4,24 @@ The paper's rule ranks by z itself. The posterior rule gives P(j|x) ~ p_j q_j / 
 training prior pi and q the prior of the images to come (livt_hf/long_tail/priors.py).
 """
 
-import logging
-from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from livt_hf.evaluation.models import check_posterior, class_names, head_of, is_multi_label, why_no_posterior
-from livt_hf.evaluation.running import Rule, logits_of
-from livt_hf.long_tail.priors import Prior, as_prior, class_prior, estimate_prior, has_collapsed, read_prior
-
-logger = logging.getLogger(__name__)
+from livt_hf.evaluation.models import (
+    check_posterior,
+    class_names,
+    head_of,
+    is_calibrated,
+    is_multi_label,
+    why_no_posterior,
+)
+from livt_hf.evaluation.running import Rule
+from livt_hf.long_tail.priors import Prior, as_prior, class_prior, read_prior
 
 PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
+OWN, ESTIMATED = "posterior, the model's test prior", "posterior, estimated prior"
 
 
 def posterior_rule(model: PreTrainedModel, prior: Prior) -> Rule:
@@ -28,11 +30,24 @@ def posterior_rule(model: PreTrainedModel, prior: Prior) -> Rule:
     return lambda logits: head_of(model).posterior(logits, prior)
 
 
+def headline(model: PreTrainedModel) -> str:
+    """The rule by which a model is judged and served where nobody asks for another; every command names it first.
+
+    The posterior under the model's own test prior once it is calibrated; until then the paper's rule, which needs no
+    calibrated posterior.
+    """
+    if not is_calibrated(model):
+        return PAPER
+    return UNIFORM if head_of(model).settings.test_prior in (None, "uniform") else OWN
+
+
 def standard_rules(model: PreTrainedModel) -> dict[str, Rule]:
-    """The paper's rule and, where a model gives probabilities, the posterior under the uniform prior."""
-    rules = {PAPER: None}
+    """The headline first, then the paper's rule and, of a model with probabilities, that of the uniform prior."""
+    rules = {headline(model): None, PAPER: None}
     if why_no_posterior(model) is None:
         rules[UNIFORM] = posterior_rule(model, "uniform")
+    if OWN in rules:
+        rules[OWN] = posterior_rule(model, None)
     return rules
 
 
@@ -50,17 +65,3 @@ def serving_prior(asked: str, model: PreTrainedModel) -> Tensor:
 def prior_words(asked: str) -> str:
     """What a rule under such a prior is called."""
     return f"{asked} prior" if asked in ("training", "uniform") else f"prior of {Path(asked).name}"
-
-
-def estimated_prior(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator) -> Tensor:
-    """The class prior of the loader's images by EM on the model's training posteriors, labels unseen. (C,)"""
-    batches = logits_of(model, loader, accelerator)
-    posterior = torch.cat([model.head.training_posterior(logits).exp().cpu() for logits, _ in batches])
-    source = model.head.prior.cpu()
-    estimate = estimate_prior(posterior, source)
-    if has_collapsed(estimate, posterior, source):
-        logger.warning(
-            "the estimated prior has collapsed onto few classes, as it does where a model is surer than it is right: "
-            "do not serve under it; train longer, or measure the prior on some labelled images and pass --prior."
-        )
-    return estimate

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, loss_spec, published_split
+from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec, published_split, why_no_posterior
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.metrics import GROUPS
@@ -121,7 +121,7 @@ def model_card(
     data.library_name = publication.form
     if results.stage == "pretrain":
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
-    common |= dict(form=publication.form, **_outputs(results, arguments))
+    common |= dict(form=publication.form, livit=is_vit(results), **_outputs(results, arguments))
     return render("classifier", data, **common, **_results_sections(results, arguments))
 
 
@@ -149,7 +149,8 @@ def card_data(results: Results, model_name: str, source: Mapping | None = None, 
 
 
 def _summary(results: Results) -> str:
-    size = f"ViT-{results.model_size.capitalize()} ({results.parameters / 1e6:.1f} M parameters)"
+    name = f"ViT-{results.model_size.capitalize()}" if is_vit(results) else results.model_size
+    size = f"{name} ({results.parameters / 1e6:.1f} M parameters)"
     title = dataset_names(results)[0]
     if results.stage == "pretrain":
         return (
@@ -176,8 +177,7 @@ def _outputs(results: Results, arguments: Mapping) -> dict:
     world = "every class is equally frequent"
     if prior not in (None, "uniform", "none"):
         world = f"the classes are as frequent as `{prior}` says"
-    # Of a loss that has a posterior for some of its settings only, the run has measured whether it is there.
-    return dict(balanced=spec.balanced, world=world, no_posterior=None if results.posterior else spec.no_posterior)
+    return dict(balanced=spec.balanced, world=world, no_posterior=why_no_posterior(results, arguments))
 
 
 def _results_sections(results: Results, arguments: Mapping) -> dict:

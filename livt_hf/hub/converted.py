@@ -106,6 +106,7 @@ def _classifier_card(results: Results, common: dict) -> ModelCard:
             f"{REPORTED_ON[dataset]}, at their best epoch on that set. The numbers were not measured again with the "
             "converted weights."
         ),
+        livit=True,
         measure="top-1 accuracy",
         balanced=True,
         world="every class is equally frequent",

@@ -82,7 +82,11 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
 
 
 def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origin) -> str:
-    """Push a dataset as parquet with its card and return its address; `datasets.load_dataset(repo_id)` reads it."""
+    """Push a dataset as parquet with its card and return its address; `datasets.load_dataset(repo_id)` reads it.
+
+    Images and labels alone: a column of groups may name patients.
+    """
+    splits = DatasetDict({name: split.select_columns(["image", "label"]) for name, split in splits.items()})
     card = dataset_card(splits, publication, origin)
     api, repo_id = HfApi(library_name="livt_hf"), publication.repo_id
     visible = f"nothing of the dataset is visible in {repo_id}"

@@ -1,9 +1,11 @@
 """What the results of a run say about its dataset and its loss, in the words of cards."""
 
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import LOSSES, LossSpec
 from livt_hf.results import Results
 
@@ -21,6 +23,11 @@ TITLES = {
 IMAGENET = BENCHMARKS["imagenet-1k"].hub
 
 
+def is_vit(results: Results) -> bool:
+    """Whether a run trained a ViT of ours, pretrained or fine-tuned, and not another backbone."""
+    return results.model_type in (None, "livit", "vit_mae")
+
+
 def loss_spec(results: Results) -> LossSpec:
     """What the loss of a run is. A loss of the user's own is known once its plugin is loaded."""
     if results.loss not in LOSSES:
@@ -29,6 +36,12 @@ def loss_spec(results: Results) -> LossSpec:
             "name the file or module that registers it with --plugin."
         )
     return LOSSES[results.loss]
+
+
+def why_no_posterior(results: Results, arguments: Mapping) -> str | None:
+    """Why the outputs of a run are no probabilities, which its loss decides by its settings, or None."""
+    spec, told = loss_spec(results), set(arguments) & set(LongTailConfig.names()) - {"loss", "test_prior"}
+    return spec.why_no_posterior(LongTailConfig(loss=results.loss, **{name: arguments[name] for name in told}))
 
 
 def dataset_names(results: Results) -> tuple[str, str | None]:

@@ -1,21 +1,22 @@
 """From a finished run to a repository on the Hub: what is uploaded, in which form, in one commit."""
 
 import fnmatch
+import json
 import logging
 import shutil
 import tempfile
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from transformers import AutoImageProcessor
 
 from livt_hf.conversion import save_timm, to_beit
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
-from livt_hf.hub.scrubbing import refuse_secrets, scrub_file
+from livt_hf.hub.scrubbing import named_places, refuse_secrets, scrub_file
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.reports.biases import class_distribution
 from livt_hf.reports.evaluation import NUMBERS
@@ -27,6 +28,7 @@ MAX_SHARD_SIZE = "5GB"
 PICTURES = (".png", ".svg", ".jpg")
 TEXTS = (".md", ".html", ".json", ".jsonl", ".yaml")
 COUNTS_PICTURE = "class_counts.png"
+MEASURED = Path("report", "evaluation.json")
 # What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind, and pictures
 # that are no longer asked for must go.
 REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/", "reconstructions.png")
@@ -56,11 +58,13 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     if any(folder.iterdir()):
         raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the publication.")
     counts = _write_model(run, folder, results, publication.form)
-    pictures = _copy_records(run, folder, hub_ids(results), publication.with_pictures)
+    records = _chosen_records(run, publication.with_pictures)
+    _copy_records(run, folder, records, hub_ids(results))
     if counts:
         class_distribution(counts, folder / COUNTS_PICTURE)
     # The card is made from the scrubbed copies, so that no path reaches it.
     copies = Run(folder)
+    pictures = [name for name in records if name.suffix in PICTURES]
     card = model_card(copies.results, copies.arguments, publication, pictures, COUNTS_PICTURE if counts else None)
     card.save(folder / "README.md")
     for name, text in eval_result_files(copies.results).items():
@@ -136,33 +140,42 @@ def _write_model(run: Path, folder: Path, results: Results, form: str) -> list[i
                 shutil.copyfile(path, folder / path.name)
         return None
     loss_spec(results)  # a loss that is not registered is refused before the model asks for it
-    model, processor = LiViTForImageClassification.from_pretrained(run), AutoImageProcessor.from_pretrained(run)
+    model, processor = load_checkpoint(str(run)), load_processor(str(run))
+    livit = isinstance(model, LiViTForImageClassification)
     if form == "timm":
+        if not livit:
+            raise LiVTError(f"{run} holds a {type(model).__name__}; only a LiViT has a timm form of its own.")
         save_timm(model, folder, processor)
     else:
-        to_beit(model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+        # Every other classifier is of a stock class already.
+        (to_beit(model) if livit else model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(folder)
     return model.config.long_tail.class_counts
 
 
-def _copy_records(run: Path, folder: Path, known: set[str], with_pictures: bool) -> list[Path]:
-    """Copy the run's records and its report, texts without their paths; returns the pictures among them.
+def _chosen_records(run: Path, with_pictures: bool) -> list[Path]:
+    """The records and the report of a run, by name.
 
-    Without `with_pictures` only files are taken of which it is known that they show numbers.
+    Without `with_pictures` only files are chosen of which it is known that they show numbers.
     """
-    names = [Path(name) for name in (RESULTS, ARGUMENTS, LOG)]
-    names += [path.relative_to(run) for path in sorted((run / "report").glob("*")) if _shows_numbers(path)]
+    report = sorted((run / "report").glob("*"))
+    chosen = [run / name for name in (RESULTS, ARGUMENTS, LOG)] + [path for path in report if _shows_numbers(path)]
     if with_pictures:
-        found = [path for path in sorted(run.glob("*")) + sorted((run / "report").glob("*")) if _is_picture(path)]
-        names += [name for name in (path.relative_to(run) for path in found) if name not in names]
-    names = [name for name in names if (run / name).is_file()]
+        chosen += [path for path in sorted(run.glob("*")) + report if _is_picture(path) and path not in chosen]
+    return [path.relative_to(run) for path in chosen if path.is_file()]
+
+
+def _copy_records(run: Path, folder: Path, names: list[Path], known: set[str]) -> None:
+    """Copy files of a run, texts without the places on this machine that they name."""
+    places = named_places(Run(run).arguments, known)
+    if MEASURED in names:  # an evaluation may have been told other places than the training
+        places |= named_places(json.loads((run / MEASURED).read_text(encoding="utf-8")), known)
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         if name.suffix in TEXTS:
-            scrub_file(run / name, folder / name, known)
+            scrub_file(run / name, folder / name, known, places)
         else:
             shutil.copyfile(run / name, folder / name)
-    return [name for name in names if name.suffix in PICTURES]
 
 
 def _shows_numbers(path: Path) -> bool:

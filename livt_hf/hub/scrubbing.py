@@ -3,7 +3,7 @@
 import json
 import mmap
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -23,14 +23,16 @@ PLACES = {name for settings in (PretrainSettings, FinetuneSettings, EvalSettings
 _HOME = re.compile(rb"(?<![\w+/.])(?:/home/|/Users/)\w|[A-Za-z]:\\{1,2}Users\\")
 
 
-def scrub_text(text: str) -> str:
-    """The text with each absolute path in it cut to `<local>/name`."""
-    return _WINDOWS.sub(_shorten, _POSIX.sub(_shorten, text))
+def scrub_text(text: str, places: Collection[str] = ()) -> str:
+    """The text with each absolute path in it, and each of the given places, cut to `<local>/name`."""
+    for place in sorted(places, key=len, reverse=True):
+        text = text.replace(place, _shortened(place))
+    return _WINDOWS.sub(lambda match: _shortened(match[0]), _POSIX.sub(lambda match: _shortened(match[0]), text))
 
 
-def _shorten(match: re.Match) -> str:
+def _shortened(place: str) -> str:
     """The last part, or what follows `runs/`: a run's own name is no secret and "1" alone says nothing."""
-    parts = [part for part in re.split(r"[/\\]+", match[0]) if part]
+    parts = [part for part in re.split(r"[/\\]+", place) if part]
     kept = parts[parts.index("runs") + 1 :] if "runs" in parts[:-1] else parts[-1:]
     if kept[0].startswith("~") or parts[-2:-1] in (["home"], ["Users"]):  # the folder is called like its owner
         kept = []
@@ -44,20 +46,29 @@ def scrub_value(value, hub_ids: Collection[str] = ()):
     if isinstance(value, (list, tuple)):
         return [scrub_value(item, hub_ids) for item in value]
     if isinstance(value, str):
-        whole = _WHOLE.fullmatch(value)
-        return _shorten(whole) if whole and len(value) > 1 else scrub_text(value)
+        return _shortened(value) if _WHOLE.fullmatch(value) and len(value) > 1 else scrub_text(value)
     return value
 
 
 def _scrub_field(name: str, value, hub_ids: Collection[str]):
+    return _shortened(value) if _is_place(name, value, hub_ids) else scrub_value(value, hub_ids)
+
+
+def _is_place(name: str, value, hub_ids: Collection[str]) -> bool:
     """Fields that name places are shortened also when they are relative, unless the place is on the Hub."""
-    if name in PLACES and isinstance(value, str) and "/" in value and value not in hub_ids:
-        return _shorten(re.fullmatch(r".*", value, flags=re.DOTALL))
-    return scrub_value(value, hub_ids)
+    return name in PLACES and isinstance(value, str) and "/" in value and value not in hub_ids
 
 
-def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = ()) -> None:
-    """Copy a text file, JSON, JSON lines or YAML without its paths; `hub_ids` only look like paths."""
+def named_places(record: Mapping, hub_ids: Collection[str] = ()) -> set[str]:
+    """The places on this machine that the options in a record name."""
+    return {value for name, value in record.items() if _is_place(name, value, hub_ids)}
+
+
+def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = (), places: Collection[str] = ()) -> None:
+    """Copy a text file, JSON, JSON lines or YAML without its paths.
+
+    `hub_ids` only look like paths; `places` are paths also where they stand in a sentence and look like words.
+    """
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".json":
         text = json.dumps(scrub_value(json.loads(text), hub_ids), indent=2, ensure_ascii=False) + "\n"
@@ -67,7 +78,7 @@ def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = ()) -> Non
     elif source.suffix in (".yaml", ".yml"):
         text = yaml.safe_dump(scrub_value(yaml.safe_load(text), hub_ids), sort_keys=False, allow_unicode=True)
     else:
-        text = scrub_text(text)
+        text = scrub_text(text, places)
     target.write_text(text, encoding="utf-8")
 
 

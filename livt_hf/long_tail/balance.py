@@ -22,7 +22,7 @@ class BalancedClassifier:
     # Trainer divides the loss by the accumulation steps only if forward does not claim to do it.
     accepts_loss_kwargs = False
 
-    def loss_function(self, labels: Tensor, logits: Tensor | None = None, **kwargs) -> Tensor:
+    def loss_function(self, labels: Tensor, logits: Tensor | None = None, config=None, **kwargs) -> Tensor:  # noqa: ARG002
         """What the forward of every stock class calls; ConvNeXt calls its logits `pooled_logits`."""
         return self.head(kwargs["pooled_logits"] if logits is None else logits, labels, self.head.features)
 
@@ -75,7 +75,8 @@ def _settings(model: PreTrainedModel, class_counts, settings: dict, cosine: bool
     elif saved is None:
         raise LiVTError(f"the config of this {type(model).__name__} has no long_tail settings; pass class_counts.")
     else:
-        settings = {**saved, **settings}
+        kept = {name: value for name, value in saved.items() if name != "calibration" or not settings}
+        settings = kept | settings
     long_tail = LongTailConfig.from_dict(settings)
     long_tail.check_labels(model.config.num_labels, model.config.problem_type == "multi_label_classification")
     if long_tail.normalised_classifier != cosine:

@@ -1,10 +1,13 @@
 """The head of a long-tailed classifier: from logits to the configured loss, and from logits to probabilities."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.calibration import Calibration, calibrated, calibrated_odds
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import (
     ClassStatistics,
@@ -108,7 +111,7 @@ class LongTailHead(nn.Module):
 
     def constants(self) -> dict[str, Tensor]:
         """Everything the class counts determine: never saved, always derived."""
-        settings, counts = self.settings, self.settings.class_counts
+        settings, counts = self.settings, self.settings.shown_counts
         if counts is None:
             return {"logit_bias": torch.zeros(self.config.num_labels)}
         if not self.spec.balanced:
@@ -121,10 +124,17 @@ class LongTailHead(nn.Module):
         return {
             "logit_bias": settings.tau * bias,
             "prior": class_prior(counts, settings.num_images).float(),
-            "class_weight": effective_number_weights(counts, settings.cb_beta),
+            "class_weight": self._class_weights(counts),
             "inverse_count": inverse_count_weights(counts),
-            "margin": ldam_margins(counts, settings.ldam_max_margin),
+            "margin": ldam_margins(settings.class_counts, settings.ldam_max_margin),  # a matter of different images
         }
+
+    def _class_weights(self, counts: Sequence[float]) -> Tensor:
+        """Those that were given, scaled to sum C like the others, or those by effective numbers."""
+        if self.settings.class_weights is None:
+            return effective_number_weights(counts, self.settings.cb_beta)
+        weights = torch.tensor(self.settings.class_weights, dtype=torch.float64)
+        return (weights * len(weights) / weights.sum()).float()
 
     def _apply(self, fn, recurse=True):
         """Follow the model to its device but not to half precision: priors of one in ten million must survive."""
@@ -142,7 +152,7 @@ class LongTailHead(nn.Module):
             return torch.logit(as_prior(settings.test_prior, classes, multi_label=self.multi_label)).float()
         if self.spec.balanced or settings.class_counts is None:  # the bias of the loss is logit(pi_s) itself
             return zero
-        return log_odds(settings.class_counts, settings.num_images).float()
+        return log_odds(settings.shown_counts, settings.num_images).float()
 
     def forward(self, logits: Tensor, labels: Tensor, features: Tensor | None = None) -> Tensor:
         settings, classes = self.settings, None
@@ -188,19 +198,25 @@ class LongTailHead(nn.Module):
             )
         return labels
 
-    def training_posterior(self, logits: Tensor) -> Tensor:
-        """log P_s(j|x) under the training prior (log-odds for multi-label); refuses losses that do not estimate it."""
+    def fitted_posterior(self, logits: Tensor) -> Tensor:
+        """log p_j, the posterior under the training prior as training fitted it (log-odds for multi-label)."""
         if self.no_posterior:
             raise LiVTError(f"this head gives no probabilities ({self.no_posterior}); rank by the logits.")
         if self.multi_label:
             return logits.float() + self.logit_bias
-        log_posterior = log_training_posterior(logits, self.logit_bias, self.spec.activation)
-        smooth = self.settings.label_smoothing
+        return log_training_posterior(logits, self.logit_bias, self.spec.activation)
+
+    def training_posterior(self, logits: Tensor) -> Tensor:
+        """log P_s(j|x) under the training prior (log-odds for multi-label); refuses losses that do not estimate it."""
+        fitted, smooth = self.fitted_posterior(logits), self.settings.label_smoothing
+        if self.settings.calibration is not None:
+            correct = calibrated_odds if self.multi_label else calibrated
+            return correct(fitted, Calibration(**self.settings.calibration), self.prior)
         if smooth:
             # Training fitted (1 - s) p + s / C; the share s / C would swamp a rare class once divided by its prior.
-            posterior = (log_posterior.exp() - smooth / self.config.num_labels) / (1 - smooth)
-            log_posterior = posterior.clamp_min(torch.finfo(posterior.dtype).tiny).log()
-        return log_posterior
+            posterior = (fitted.exp() - smooth / self.config.num_labels) / (1 - smooth)
+            return posterior.clamp_min(torch.finfo(posterior.dtype).tiny).log()
+        return fitted
 
     def posterior(self, logits: Tensor, prior: Prior = None) -> Tensor:
         """P(j|x) under a serving prior; None is the config's `test_prior`, or uniform where it has none.
@@ -209,7 +225,7 @@ class LongTailHead(nn.Module):
         """
         settings = self.settings
         log_posterior = self.training_posterior(logits)
-        source = class_prior(settings.class_counts, settings.num_images)
+        source = class_prior(settings.shown_counts, settings.num_images)
         if prior is None:
             prior = settings.test_prior
         if prior is None:

@@ -6,7 +6,8 @@ divide by the prior one comes from, multiply by the one one goes to. The paper's
 for a softmax head the two agree under the uniform prior, for a sigmoid head they agree only with two classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,12 @@ import yaml
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
+
+_BLOCK = 2**20  # posteriors looked at in one piece
+# Of EM: how often it is repeated with disturbed evidence, by which standard deviation of the log evidence for a class
+# (what calibration leaves open, see `calibration.OFFSET_SPREAD`), and when it ends.
+_DISTURBED, _DISTURBANCE = 6, 0.3
+_STEPS, _TOLERANCE = 1000, 1e-5
 
 Prior = Literal["uniform"] | Sequence[float] | Tensor | None
 
@@ -62,6 +69,20 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
 
     Where an image may have several labels, the numbers are the shares of images with each label and stay as they are.
     """
+    content = _numbers_by_class(path, labels, "prior")
+    if min(content) < 0 or sum(content) <= 0:
+        raise LiVTError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
+    if multi_label:
+        return as_prior(content, len(labels), multi_label=True, what=f"the prior in {path}").tolist()
+    return [value / sum(content) for value in content]
+
+
+def read_class_weights(path: str, labels: Sequence[str]) -> list[float]:
+    """A JSON or YAML file with a positive weight for each class, as a list in class order or by class name."""
+    return _numbers_by_class(path, labels, "class weights")
+
+
+def _numbers_by_class(path: str, labels: Sequence[str], what: str) -> list[float]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -71,7 +92,7 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
         wrong = sorted(set(labels) ^ set(names))
         if wrong:
             raise LiVTError(
-                f"the prior in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
+                f"the {what} in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
             )
         content = [names[label] for label in labels]
     if (
@@ -80,11 +101,7 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
         or not all(isinstance(v, int | float) for v in content)
     ):
         raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
-    if min(content) < 0 or sum(content) <= 0:
-        raise LiVTError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
-    if multi_label:
-        return as_prior(content, len(labels), multi_label=True, what=f"the prior in {path}").tolist()
-    return [value / sum(content) for value in content]
+    return content
 
 
 def log_training_posterior(logits: Tensor, bias: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:
@@ -105,42 +122,56 @@ def shift_odds(log_odds: Tensor, source: Tensor, target: Tensor) -> Tensor:
     return (log_odds + shift).sigmoid()
 
 
+@dataclass(frozen=True)
+class PriorEstimate:
+    """A class prior estimated from unlabelled images, and how much of it the images bear out.
+
+    `shift` is its distance from the uniform prior, and `variation` the mean distance of estimates from evidence that
+    was disturbed by as much as calibration leaves open; distances are sums of absolute differences over the classes.
+    """
+
+    prior: Tensor  # (C,)
+    shift: float
+    variation: float
+
+    @property
+    def reliable(self) -> bool:
+        """Whether the images say clearly that their prior is not the uniform one."""
+        return self.shift > 3 * self.variation
+
+
 def estimate_prior(
-    posterior: Tensor, source: Tensor, *, max_iterations: int = 1000, tolerance: float = 1e-6, floor: float = 1e-8
-) -> Tensor:
-    """The class prior of unlabelled images by EM (Saerens et al., 2002) from their training posteriors. (B, C) -> (C,)
+    posterior: Tensor, source: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> PriorEstimate:
+    """The class prior of unlabelled images by EM (Saerens et al., 2002) from their training posteriors (B, C).
 
-    `posterior` rows are P_s(j|x), normalised here (sigmoids need not sum to 1). The likelihood is concave in the
-    prior, so the start does not matter; `floor` keeps a class that looks absent from sticking at zero too early.
+    The maximum a posteriori under a Dirichlet prior of one image per class, so that a class that looks absent keeps a
+    chance. Rows of `posterior` are P_s(j|x) up to a factor. They are read in blocks, so that they may lie in a mapped
+    file, and `total` adds up sums over processes that hold a part of the images each.
+    EM cannot tell a shifted prior from evidence that favours some classes. So it runs several times side by side, the
+    evidence for each class disturbed at random in all columns but the first: see `PriorEstimate.reliable`.
     """
-    if posterior.ndim != 2 or len(posterior) == 0:
+    classes = len(source)
+    if posterior.ndim != 2 or posterior.shape[1] != classes or total(torch.tensor(len(posterior))) == 0:
         raise LiVTError(f"estimating a prior needs posteriors (images, classes), got shape {tuple(posterior.shape)}.")
-    if not torch.isfinite(posterior).all():
+    blocks = posterior.split(max(1, _BLOCK // classes))
+    if not all(torch.isfinite(block).all() for block in blocks):
         raise LiVTError("the posteriors contain NaN or infinity; evaluate the model first and drop those images.")
-    posterior = posterior.double()
-    source = source.to(posterior)
-    ratio = posterior / posterior.sum(-1, keepdim=True) / source  # (B, C): likelihoods up to a factor
-    estimate = source
-    for _ in range(max_iterations):
-        joint = ratio * estimate
-        updated = (joint / joint.sum(-1, keepdim=True)).mean(0).clamp_min(floor)  # (C,)
-        updated = updated / updated.sum()
-        if (updated - estimate).abs().sum() < tolerance:
-            return updated
-        estimate = updated
-    return estimate
-
-
-def has_collapsed(estimate: Tensor, posterior: Tensor, source: Tensor) -> bool:
-    """Whether an estimate left less than half of the classes that EM's first step, from the uniform prior, still saw.
-
-    Classes are counted by the exponential of the entropy. Posteriors that are surer than they are right drive EM
-    further at every step; calibrated ones settle near the first.
-    """
-    likelihood = posterior.double() / source.to(posterior.double())
-    first = (likelihood / likelihood.sum(-1, keepdim=True)).mean(0)  # (C,)
-    return _effective_classes(estimate) < _effective_classes(first) / 2
-
-
-def _effective_classes(prior: Tensor) -> float:
-    return torch.special.entr(prior.double()).sum().exp().item()
+    disturbance = _DISTURBANCE * torch.randn(classes, 1 + _DISTURBED, generator=torch.Generator().manual_seed(0))
+    disturbance[:, 0] = 0
+    likelihood = disturbance.double().exp() / source.double().cpu()[:, None]  # (C, K), times the posterior of an image
+    estimates = torch.full_like(likelihood, 1 / classes)
+    for _ in range(_STEPS):
+        weights, sums = likelihood * estimates, torch.zeros_like(estimates)
+        for block in blocks:
+            block = block.double()
+            sums += block.T @ (1 / (block @ weights))  # (C, B) x (B, K)
+        updated = weights * total(sums) + 1
+        updated /= updated.sum(0)
+        moved = (updated - estimates).abs().sum(0).max()
+        estimates = updated
+        if moved < _TOLERANCE:
+            break
+    estimate, disturbed = estimates[:, 0], estimates[:, 1:]
+    shift = (estimate - 1 / classes).abs().sum().item()
+    return PriorEstimate(estimate, shift, (disturbed - estimate[:, None]).abs().sum(0).mean().item())

@@ -222,7 +222,7 @@ class LongTailMetrics:
             resampled = np.where(images > 1, rng.binomial(drawn, values) / drawn, values)
             sums.append(resampled @ matrix)
         tails = [(1 - level) / 2, (1 + level) / 2]
-        bounds = np.quantile(np.array(sums), tails, axis=0) if wanted else None
+        bounds = np.quantile(np.array(sums), tails, axis=0) if wanted else np.empty((2, 0))
         return {
             name: tuple(bounds[:, wanted.index(name)].tolist()) if name in wanted else None
             for name in ("accuracy", *GROUPS, "mean_class_accuracy")

@@ -30,20 +30,20 @@ SAMPLES = 6
 NUMBERS = ("evaluation.json", "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
 
 
-def choose_folder(arguments: EvalSettings) -> Path:
+def choose_folder(settings: EvalSettings) -> Path:
     """Where the report goes: the folder asked for, if there is none yet, or report, report-2, ... beside the model."""
-    if arguments.report is not None:
-        if Path(arguments.report).exists():
-            raise LiVTError(f"the report folder {arguments.report} exists; pass another --report.")
-        return Path(arguments.report)
-    folder = Path(arguments.model, "report") if Path(arguments.model).is_dir() else Path("report")
+    if settings.report is not None:
+        if Path(settings.report).exists():
+            raise LiVTError(f"the report folder {settings.report} exists; pass another --report.")
+        return Path(settings.report)
+    folder = Path(settings.model, "report") if Path(settings.model).is_dir() else Path("report")
     numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
     return next(path for path in itertools.chain([folder], numbered) if not path.exists())
 
 
 def write_report(
     folder: Path,
-    arguments: EvalSettings,
+    settings: EvalSettings,
     summary: dict,
     measured: dict[str, LongTailMetrics],
     pairs: ConfusionPairs,
@@ -64,9 +64,9 @@ def write_report(
         title = f"Reliability: {rule}"
         if any(row["images"] for row in metric.bins):  # none where all logits are NaN
             pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
-    log = Path(arguments.model) / LOG
+    log = Path(settings.model) / LOG
     if log.exists():
-        pictures["Training"] = training_curves({Path(arguments.model).name: log}, folder / "training.png")
+        pictures["Training"] = training_curves({Path(settings.model).name: log}, folder / "training.png")
     tables = {
         "Metrics (percent)": _rule_rows(summary["rules"], measured),
         "Classes (accuracy and confidence in percent)": [
@@ -74,7 +74,7 @@ def write_report(
         ],
     }
     (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
-    title = f"{arguments.model} on {arguments.dataset} ({arguments.split})"
+    title = f"{settings.model} on {settings.dataset} ({settings.split})"
     text = [f"# {title}", *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
     (folder / "report.md").write_text("\n\n".join(text) + "\n")
     html_report(folder, title, tables, pictures)

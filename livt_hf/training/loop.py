@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
-from transformers import BaseImageProcessor
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.randomness import keyed_seed
@@ -310,11 +310,11 @@ class Loop:
         return self.accelerator.is_main_process and sys.stderr.isatty()
 
 
-def finish_run(loop: Loop, processor: BaseImageProcessor, results: Results) -> None:
+def finish_run(loop: Loop, model: PreTrainedModel, processor: BaseImageProcessor, results: Results) -> None:
     """Write the final model and its processor, then the results that mark the run as finished."""
     accelerator = loop.accelerator
     if accelerator.is_main_process:
-        loop.final_model.save_pretrained(loop.run.folder)
+        model.save_pretrained(loop.run.folder)
         processor.save_pretrained(loop.run.folder)
         loop.run.write_results(results)
     accelerator.wait_for_everyone()

@@ -1,6 +1,8 @@
 """Learning rates: scaled by the batch, decayed by depth, warmed up and lowered along a cosine."""
 
 import math
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,7 +13,15 @@ def scaled_lr(base_lr: float, batch_size: int) -> float:
     return base_lr * batch_size / 256
 
 
-def layer_decay_groups(model: nn.Module, weight_decay: float, layer_decay: float = 1.0) -> list[dict]:
+class LayeredModel(Protocol):
+    """A model that knows the layers of its parameters, and which of them weight decay leaves alone."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def parameter_depths(self) -> dict[str, int]: ...
+    def no_weight_decay(self) -> set[str]: ...
+
+
+def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: float = 1.0) -> list[dict]:
     """Parameter groups with `lr_scale` = decay^(depth + 1 - layer), without weight decay where the model says so.
 
     The model is asked (`parameter_depths`, `no_weight_decay`): every trainable parameter is in exactly one group.

@@ -3,9 +3,12 @@
 python recipes/paper/figures.py biases FOLDER                 # Theorem 1 against 3, over pi and over gamma
 python recipes/paper/figures.py curves FILE.png RUN...        # loss, rate and accuracy of one or several runs
 python recipes/paper/figures.py reconstructions FILE.png RUN...   # pretraining runs on the same images and masks
+python recipes/paper/figures.py sizes FILE.png RUN...         # accuracy over the number of parameters
 """
 
 import argparse
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from livt_hf.data import load_data
 from livt_hf.errors import LiVTError
 from livt_hf.pretraining import held_out_images, reconstruction_rows
 from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
+from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import LOG, RESULTS, Run
 from livt_hf.settings import PretrainSettings
 
@@ -44,9 +48,26 @@ def reconstructions(file: Path, runs: list[Run]) -> list[Path]:
     return [reconstruction_sheet(rows, file, ["image", "masked", *(str(run.folder) for run in runs)])]
 
 
+def sizes(file: Path, runs: list[Run]) -> list[Path]:
+    """One line per loss and start, as the paper has them for LiVT, MAE and what is trained from scratch."""
+    lines = defaultdict(list)
+    for results in (run.results for run in runs):
+        start = ", from scratch" if results.pretrained == "none" else ""
+        lines[results.loss + start].append((results.parameters / 1e6, 100 * results.metrics["accuracy"]))
+    figure = new_figure(6, 4.2)
+    ax = plain(figure.add_subplot(), "million parameters", "accuracy (%)")
+    for (label, points), colour in zip(lines.items(), itertools.cycle(PALETTE), strict=False):
+        ax.plot(*zip(*sorted(points), strict=True), marker="o", color=colour, label=label)
+    ax.legend(frameon=False)
+    return [save(figure, file)]
+
+
+OF_RUNS = {"curves": curves, "reconstructions": reconstructions, "sizes": sizes}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=["biases", "curves", "reconstructions"])
+    parser.add_argument("figure", choices=["biases", *OF_RUNS])
     parser.add_argument("output", type=Path)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
     arguments = parser.parse_args(argv)
@@ -60,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in runs:
             if not (run.folder / needed).exists():
                 raise LiVTError(f"{run.folder} has no {needed}: name the folder of a run, runs/GROUP/NUMBER.")
-        written = {"curves": curves, "reconstructions": reconstructions}[arguments.figure](arguments.output, runs)
+        written = OF_RUNS[arguments.figure](arguments.output, runs)
     print("\n".join(str(path) for path in written))
 
 

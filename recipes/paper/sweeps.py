@@ -18,8 +18,12 @@ class Variant:
     label: str
     finetune: dict = field(default_factory=dict)
     pretrain: dict | None = field(default_factory=dict)
-    # Where the paper has this row: what to look for in the sweep's table.
+    # What names this row in the sweep's tables of the paper, beside the settings of the run; empty: it is not there.
     paper: dict = field(default_factory=dict)
+    # By dataset: the config of the second stage that takes the place of the dataset's own.
+    configs: dict[str, str] = field(default_factory=dict)
+    # The variant whose fine-tuned model this one goes on from, in place of a pretraining.
+    start: "Variant | None" = None
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,16 @@ class Sweep:
     title: str
     variants: list[Variant]
     axis: str = "variant"
-    table: str | None = None
+    tables: tuple[str, ...] = ()
 
 
-def _losses(names: list[str], **extra) -> list[Variant]:
-    hard = {"mixup": 0, "cutmix": 0}
+_HARD = {"mixup": 0, "cutmix": 0}  # for what is defined for hard labels only
+_FROZEN = _HARD | {"erase": 0}  # features of a frozen backbone cannot be mixed
+
+
+def _losses(names: list[str]) -> list[Variant]:
     return [
-        Variant(name, {"loss": name} | (hard if name in ("lade", "ib") else {}) | extra, paper={"loss": name})
+        Variant(name, {"loss": name} | (_HARD if name in ("lade", "ib") else {}), paper={"loss": name})
         for name in names
     ]
 
@@ -42,26 +49,72 @@ def _values(option: str, values: list[float], stage: str = "finetune", **fixed) 
     return [Variant(f"{value:g}", **{stage: {option: value} | fixed}) for value in values]
 
 
+def _sizes(sizes: list[str], losses: list[str]) -> list[Variant]:
+    """Every size with every loss. The config of ViT-B is the dataset's own."""
+    return [
+        Variant(
+            f"{size}, {loss}",
+            {"model_size": size, "loss": loss},
+            {"model_size": size},
+            {"method": "LiVT"},
+            {} if size == "base" else {"imagenet-lt": f"finetune-imagenet-lt-{size}"},
+        )
+        for size in sizes
+        for loss in losses
+    ]
+
+
+def _recipe(method: str, finetune: dict, pretrain: dict | None, configs: dict[str, str]) -> Variant:
+    return Variant(method, finetune, pretrain, {"method": method}, configs)
+
+
+def _at_384(method: str, finetune: dict, **first) -> Variant:
+    """A recipe at 384 pixels: its second stage or, where it has one stage, a fine-tuning of the model it ends with."""
+    configs = {data: f"finetune-{data}-384" for data in ("imagenet-lt", "inat18", "places-lt")}
+    paper = {"method": method}
+    return Variant(f"{method}, 384", {"image_size": 384} | finetune, paper=paper, configs=configs, **first)
+
+
 _TAUS = [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
 _LAMBDAS = [1.0, 2.0, 3.0, 4.0, 5.0]
+# What makes a recipe on data for which the paper has no row, and so no config: as in the configs named below.
+_VIT = {"loss": "ce", "layer_decay": 1.0, "pooling": "cls"}
 _DEIT = {"loss": "bce", "augmentation": "three_augment", "optimizer": "lamb", "layer_decay": 1.0, "pooling": "cls"}
-_DEIT |= {
-    "erase": 0,
-    "clip_grad": 1.0,
-    "adam_beta2": 0.999,
-    "weight_decay": 0.02,
-}  # as finetune-imagenet-lt-deit3.yaml
-_SCRATCH = {"layer_decay": 1.0}
+_DEIT |= {"erase": 0, "clip_grad": 1.0, "adam_beta2": 0.999, "weight_decay": 0.02}
+_SCRATCH = ("imagenet-lt", "imagenet-bal", "imagenet-1k", "inat18")
+VIT = _recipe("ViT", _VIT, None, dict.fromkeys(_SCRATCH, "finetune-imagenet-lt-vit"))
+DEIT = _recipe("DeiT III", _DEIT, None, dict.fromkeys(_SCRATCH, "finetune-imagenet-lt-deit3"))
+MAE = _recipe("MAE", {"loss": "ce"}, {}, {"imagenet-lt": "finetune-imagenet-lt-mae"})
+LIVT = _recipe("LiVT", {"loss": "bal_bce"}, {}, {})
+_1K = {"dataset": "imagenet-1k"}
+DEIT_1K = Variant("DeiT III on ImageNet-1K", _DEIT | _1K, None, configs=DEIT.configs)
+# As many images as ImageNet-LT has: that long-tailed and balanced data transfer alike is a claim about equal numbers.
+_TRANSFERRED = {
+    "BAL": {"dataset": "imagenet-bal", "images_per_class": 116},
+    "LT": {"dataset": "imagenet-lt"},
+}
 
 SWEEPS: dict[str, Sweep] = {
     "losses": Sweep(
-        "The proposed bias on CE and BCE", _losses(["ce", "bal_ce", "bce", "bal_bce"]), "loss", "bias-ablation"
+        "The proposed bias on CE and BCE", _losses(["ce", "bal_ce", "bce", "bal_bce"]), "loss", ("bias-ablation",)
     ),
     "rebalancing": Sweep(
         "Rebalancing strategies",
-        _losses(["ce", "cb_ce", "cb_bce", "ldam", "lade", "ib", "nt_bce", "bal_ce", "bal_bce"]),
+        [
+            *_losses(["ce", "cb_ce", "cb_bce", "ldam", "lade", "ib", "nt_bce", "bal_ce", "bal_bce"]),
+            # Not in the paper, but expected beside it: Kang et al.'s sampling and cRT, and LDAM as Cao et al. have it.
+            Variant("ce, balanced sampling", {"loss": "ce", "sampler": "balanced"}),
+            Variant("cRT", {"tune": "head", "loss": "ce", "sampler": "balanced"} | _FROZEN, start=_losses(["ce"])[0]),
+            Variant("ldam, DRW", {"loss": "ldam", "normalised_classifier": True, "drw_start": 0.8}),
+        ],
         "loss",
-        "loss-on-vit",
+        ("loss-on-vit",),
+    ),
+    "sizes": Sweep(
+        "Model sizes",
+        _sizes(["tiny", "small", "base", "large"], ["ce", "bal_ce", "bce", "bal_bce"]),
+        "size, loss",
+        ("bias-ablation",),
     ),
     "bias": Sweep(
         "Which theorem's bias a BCE gets",
@@ -81,54 +134,101 @@ SWEEPS: dict[str, Sweep] = {
     ),
     "recipes": Sweep(
         "Training recipes",
+        [VIT, DEIT, MAE, LIVT],
+        "recipe",
+        ("performance-imagenet-lt", "performance-iNat", "pretrain-recips"),
+    ),
+    "resolution": Sweep(
+        "Training recipes at a higher resolution",
         [
-            Variant("ViT", _SCRATCH | {"loss": "ce"}, None, {"method": "ViT"}),
-            Variant("DeiT III", _DEIT, None, {"method": "DeiT III"}),
-            Variant("MAE", {"loss": "ce"}, paper={"method": "MAE"}),
-            Variant("LiVT", {"loss": "bal_bce"}, paper={"method": "LiVT"}),
+            VIT,
+            DEIT,
+            MAE,
+            LIVT,
+            _at_384("ViT", {"loss": "ce", "pooling": "cls"}, start=VIT),
+            _at_384("DeiT III", {"loss": "bce", "pooling": "cls"}, start=DEIT),
+            _at_384("MAE", {"loss": "ce"}),
+            _at_384("LiVT", {}),
+        ],
+        "recipe, pixels",
+        ("resolution", "performance-imagenet-lt", "performance-iNat"),
+    ),
+    "places": Sweep(
+        "Training recipes after a pretraining on ImageNet-1K",
+        [
+            Variant("DeiT III", {"loss": "bce", "pooling": "cls"}, paper={"method": "DeiT III"}, start=DEIT_1K),
+            _recipe("MAE", {"loss": "ce"}, _1K, {}),
+            _recipe("LiVT", {"loss": "bal_bce"}, _1K, {}),
+            _at_384("LiVT", {}, pretrain=_1K),
         ],
         "recipe",
-        "performance-imagenet-lt",
+        ("performance-place",),
+    ),
+    "deit_bias": Sweep(
+        "The proposed bias on DeiT III",
+        [
+            Variant(
+                loss,
+                _DEIT | {"loss": loss},
+                None,
+                {"method": "DeiT III"},
+                {"imagenet-lt": "finetune-imagenet-lt-deit3-balbce"},
+            )
+            for loss in ("bce", "bal_bce")
+        ],
+        "loss",
+        ("deit-bal",),
     ),
     "stages": Sweep(
         "What each stage adds",
         [
             Variant("MGP, then Bal-BCE"),
             Variant("MGP, then BCE", {"loss": "bce"}),
-            Variant("from scratch, Bal-BCE", _SCRATCH, None),
+            Variant("from scratch, Bal-BCE", {"layer_decay": 1.0}, None),
         ],
         "training",
     ),
     "transfer": Sweep(
         "Pretraining data: long-tailed against balanced",
         [
-            Variant(
-                f"{data}, {loss}",
-                {"loss": loss},
-                {"dataset": f"imagenet-{data.lower()}"},
-                {"pretrain_dataset": f"imagenet-{data.lower()}", "loss": loss},
-            )
+            Variant(f"{data}, {loss}", {"loss": loss}, pretrain, {"pretrain_dataset": pretrain["dataset"]})
             for loss in ("ce", "bal_bce")
-            for data in ("BAL", "LT")
+            for data, pretrain in _TRANSFERRED.items()
         ],
         "pretraining data, loss",
-        "performance-transfer",
+        ("performance-transfer",),
     ),
     "mask_ratio": Sweep("Mask ratio", _values("mask_ratio", [0.25, 0.5, 0.75, 0.9], "pretrain"), "mask ratio"),
     "decode_ratio": Sweep("Decoded share", _values("decode_ratio", [1.0, 0.5, 0.25], "pretrain"), "decode ratio"),
 }
 
 
-def paper_row(sweep: Sweep, variant: Variant, base: FinetuneSettings) -> dict | None:
-    """The paper's numbers (percent) for a variant, ViT-B at 224 where there are several."""
-    if sweep.table is None or not variant.paper:
-        return None
-    wanted = variant.paper | {"dataset": base.dataset, "model_size": "base", "image_size": 224}
-    for row in paper_table(sweep.table):
-        same_tail = row.get("imbalance_factor") in (None, base.imbalance_factor)
-        if same_tail and all(row.get(key) == value for key, value in wanted.items()):
-            return {name: row[name] for name in REPORTED if name in row}
-    return None
+def paper_rows(sweep: Sweep, variant: Variant, run: FinetuneSettings, pretrained_on: str | None) -> list[dict]:
+    """The paper's rows for a run of these settings, pretrained on that dataset, or on what nobody knows (None).
+
+    A recipe stands beside the paper's number only where it is the paper's: its size, resolution and pretraining data
+    agree. Losses are also compared at other sizes: with the paper's ViT-B, which the table then names.
+    """
+    if not variant.paper:
+        return []
+    size, pixels = run.model_size, run.image_size or 224
+    same = variant.paper | {"dataset": run.dataset}
+    rows = [
+        row
+        for table in sweep.tables
+        for row in paper_table(table)
+        if all(row.get(key) == value for key, value in same.items())
+        and row.get("loss") in (None, run.loss)
+        and row.get("imbalance_factor") in (None, run.imbalance_factor)
+    ]
+    exact = [
+        row
+        for row in rows
+        if (row["model_size"], row["image_size"]) == (size, pixels)
+        and pretrained_on in (None, row.get("pretrain_dataset", run.dataset))
+    ]
+    other_size = [row for row in rows if (row["model_size"], row["image_size"]) == ("base", 224)]
+    return exact or (other_size if "loss" in variant.paper else [])
 
 
 def summarise(
@@ -157,6 +257,11 @@ def summarise(
     return rows
 
 
+def in_the_paper(row: dict) -> str:
+    """The accuracy of a row of the paper with the model it belongs to."""
+    return f"{row['accuracy']} (ViT-{row['model_size'][0].upper()})"
+
+
 def table_rows(rows: list[dict]) -> list[dict]:
     """The summary as people read it: `mean ± deviation`, the paper's overall accuracy beside."""
 
@@ -175,6 +280,6 @@ def table_rows(rows: list[dict]) -> list[dict]:
             minutes = row.get("pretrain_minutes")
             line["MGP, minutes"] = "-" if minutes is None else f"{minutes:.1f}"
         if any(other["paper"] for other in rows):
-            line["paper (ViT-B)"] = row["paper"]["accuracy"] if row["paper"] else "-"
+            line["paper"] = "-" if row["paper"] is None else in_the_paper(row["paper"])
         table.append(line)
     return table

@@ -1,0 +1,219 @@
+"""Where fine-tuning starts: a LiViT, or any image classifier of transformers and timm, each under a balanced head."""
+
+import copy
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    BaseImageProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TimmWrapperConfig,
+    ViTImageProcessor,
+)
+
+from livt_hf.configuration_livit import LiViTConfig, size_name
+from livt_hf.data import eval_processor, label_statistics, normalization
+from livt_hf.data.labels import class_feature, is_multi_label
+from livt_hf.data.sampling import seen_counts
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.anatomy import classifier_of
+from livt_hf.long_tail.balance import balance
+from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.priors import read_class_weights, read_prior
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.pretrained import without_load_report
+from livt_hf.runs import lent_by_pretraining
+from livt_hf.settings import FinetuneSettings
+from livt_hf.stages import image_size, is_native
+
+logger = logging.getLogger(__name__)
+
+
+def read_config(path: str) -> dict:
+    """The config of a checkpoint folder or of a model on the Hub."""
+    try:
+        return PreTrainedConfig.get_config_dict(path)[0]
+    except OSError as error:
+        words = " ".join(str(error).split())
+        raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
+
+
+def becomes_livit(config: dict) -> bool:
+    """Whether a checkpoint is read into a LiViT: every plain ViT is, for its patch tokens are pooled and dropped."""
+    return config.get("model_type") in ("livit", "vit", "vit_mae") or "livit" in config
+
+
+def lent_by_checkpoint(asked: dict) -> dict:
+    """What fine-tuning takes over from where it starts: its size and, of a pretraining run, its data too."""
+    lent, named = lent_by_pretraining(asked), asked.get("pretrained", "none")
+    if not lent and named != "none":
+        config = read_config(named)
+        if becomes_livit(config):
+            return {"model_size": size_name(config), "patch_size": config["patch_size"]}
+        name = config.get("architecture") or config.get("model_type")
+        return {"model_size": name, "patch_size": None, "tune": "full"}
+    return lent
+
+
+def build_classifier(settings: FinetuneSettings, train: Dataset) -> PreTrainedModel:
+    """The model at its start: from scratch or from a checkpoint, under a fresh head that knows the class counts."""
+    head, labels = head_settings(settings, train), label_settings(train)
+    if settings.pretrained != "none" and not becomes_livit(read_config(settings.pretrained)):
+        return _backbone(settings, head, labels)
+    encoder = {"pooling": settings.pooling, "drop_path_rate": settings.drop_path}
+    if settings.pretrained == "none" or settings.image_size is not None:  # else that of the checkpoint
+        encoder["image_size"] = image_size(settings)
+    if settings.pretrained == "none":
+        if settings.patch_size is not None:
+            encoder["patch_size"] = settings.patch_size
+        return LiViTForImageClassification(LiViTConfig.preset(settings.model_size, **encoder, **head, **labels))
+    model = LiViTForImageClassification.from_pretrained(settings.pretrained, **encoder, **head, **labels)
+    found = size_name(model.config.to_dict())
+    if found != settings.model_size:
+        raise LiVTError(f"{settings.pretrained} is of size {found}; leave --model_size out.")
+    if settings.patch_size not in (None, model.config.patch_size):
+        raise LiVTError(f"{settings.pretrained} has patches of {model.config.patch_size}; leave --patch_size out.")
+    return model
+
+
+def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
+    """The fields of a `LongTailConfig`: those that are options, and what the training images say."""
+    counts, num_images = label_statistics(train)
+    names, several = class_feature(train).names, is_multi_label(train)
+    empty = [names[label] for label in np.flatnonzero(counts == 0)[:10]]
+    if empty:
+        raise LiVTError(f"classes {empty} have no training image, so their prior is undefined; leave them out.")
+    head = {name: getattr(settings, name) for name in LongTailConfig.names() if name in settings.names()}
+    head |= {"class_counts": counts.tolist(), "num_train_images": num_images if several else None}
+    softened = {"mixup": settings.mixup, "cutmix": settings.cutmix}
+    head["trained_with"] = {name: alpha for name, alpha in softened.items() if alpha}
+    if settings.sampler != "natural":
+        head["seen_counts"] = seen_counts(counts, settings.sampler, settings.epochs).tolist()
+    if settings.class_weights is not None:
+        head["class_weights"] = read_class_weights(settings.class_weights, names)
+    if settings.test_prior == "none":
+        head["test_prior"] = None
+    elif settings.test_prior != "uniform":
+        head["test_prior"] = read_prior(settings.test_prior, names, multi_label=several)
+    return head
+
+
+def label_settings(train: Dataset) -> dict:
+    """What the config of any classifier says of its labels; whatever a checkpoint's labels were is replaced."""
+    names = class_feature(train).names
+    return {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: label for label, name in enumerate(names)},
+        "problem_type": "multi_label_classification" if is_multi_label(train) else None,
+    }
+
+
+def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTrainedModel:
+    """An image classifier of any family with a fresh classifier and a balanced head."""
+    path = settings.pretrained
+    config = AutoConfig.from_pretrained(path)
+    for name, value in labels.items():
+        setattr(config, name, value)
+    if isinstance(config, TimmWrapperConfig):
+        config.model_args = (config.model_args or {}) | {"drop_path_rate": settings.drop_path}
+        if settings.image_size is not None:
+            config.pretrained_cfg["input_size"] = (3, settings.image_size, settings.image_size)
+    elif hasattr(config, "drop_path_rate"):
+        config.drop_path_rate = settings.drop_path
+    options = dict(config=config, ignore_mismatched_sizes=True, use_safetensors=True, output_loading_info=True)
+    try:
+        with without_load_report():
+            model, info = AutoModelForImageClassification.from_pretrained(path, **options)
+    except ValueError as error:
+        raise LiVTError(
+            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier: {error}"
+        ) from error
+    classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
+    fresh = {name for name, parameter in model.named_parameters() if id(parameter) in classifier}
+    other = {key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])}
+    strange = sorted(key for key in other if not any(name.endswith(key) or key.endswith(name) for name in fresh))
+    if strange:
+        raise LiVTError(
+            f"{path} lacks weights of the model it names, such as {', '.join(strange[:3])}; it cannot be a start."
+        )
+    return balance(model, fresh_classifier=True, **head)
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """How a model wants its images: pixels on a side, and the statistics they are normalised with."""
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def input_facts(processor: BaseImageProcessor) -> InputFacts:
+    timm = getattr(processor, "data_config", None)
+    if timm is not None:
+        return InputFacts(timm["input_size"][-1], tuple(timm["mean"]), tuple(timm["std"]))
+    size = processor.crop_size if processor.do_center_crop else processor.size
+    side = size.get("height") or size.get("shortest_edge")
+    return InputFacts(side, tuple(processor.image_mean), tuple(processor.image_std))
+
+
+def serving_processor(settings: FinetuneSettings, train: Dataset, model: PreTrainedModel) -> BaseImageProcessor:
+    """The processor that is saved with the model: the backbone's own, or for a LiViT one with its statistics."""
+    if not isinstance(model, LiViTForImageClassification):
+        return _backbone_processor(settings, model)
+    mean, std = normalization(settings.dataset)
+    if settings.pretrained != "none":
+        try:
+            saved, _ = ViTImageProcessor.get_image_processor_dict(settings.pretrained)
+            mean, std = saved["image_mean"], saved["image_std"]
+        except (OSError, KeyError):
+            logger.warning(
+                "%s does not say how its images were normalised; taking the statistics of %s.",
+                settings.pretrained,
+                settings.dataset,
+            )
+    size = model.config.image_size
+    return eval_processor(size, mean, std, native=is_native(train, size))
+
+
+def _backbone_processor(settings: FinetuneSettings, model: PreTrainedModel) -> BaseImageProcessor:
+    try:
+        processor = AutoImageProcessor.from_pretrained(settings.pretrained)
+    except (OSError, ValueError) as error:
+        raise LiVTError(
+            f"{settings.pretrained} has no image processor (preprocessor_config.json), so it is unknown how its "
+            "images are prepared; save the one it was trained with beside it."
+        ) from error
+    if settings.image_size is not None:
+        processor = resized(processor, settings.image_size)
+    side = input_facts(processor).size
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, side, side))
+    except (ValueError, RuntimeError) as error:
+        words = str(error).splitlines()[0]
+        raise LiVTError(
+            f"{settings.pretrained} does not take images of {side} pixels ({words}); leave --image_size out."
+        ) from error
+    return processor
+
+
+def resized(processor: BaseImageProcessor, side: int) -> BaseImageProcessor:
+    """The same processor for another image size; a margin around the centre crop stays in proportion."""
+    processor = copy.deepcopy(processor)
+    if hasattr(processor, "data_config"):
+        config = processor.data_config | {"input_size": (3, side, side)}
+        return type(processor)(pretrained_cfg=config, architecture=processor.architecture)
+    factor = side / input_facts(processor).size
+    for name in ("size", "crop_size"):
+        sizes = getattr(processor, name, None)
+        if sizes is not None:
+            setattr(processor, name, {key: round(value * factor) for key, value in dict(sizes).items() if value})
+    return processor

@@ -1,0 +1,203 @@
+"""Which parameters fine-tuning changes: all, low-rank additions to all (LoRA), or the classifier alone.
+
+A frozen backbone sees each image once: its features are kept on disk under a key that names everything they depend on
+(weights, images, processing), so that an epoch of the classifier takes milliseconds, and the next run none at all.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import BaseImageProcessor, PreTrainedModel
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from livt_hf.backbones import input_facts
+from livt_hf.data import Batches, DeviceTransform, FinetuneAugmentation, eval_loader
+from livt_hf.data.decoding import image_digests
+from livt_hf.data.labels import labels_of, number_of_classes
+from livt_hf.data.loading import UpdateSampler, augmented_in_order
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.anatomy import classifier_of, pooled_features
+from livt_hf.long_tail.balance import BalancedClassifier
+from livt_hf.runs import runs_folder
+from livt_hf.settings import FinetuneSettings
+from livt_hf.stages import shared_batches
+
+
+def add_lora(model: PreTrainedModel, rank: int) -> None:
+    """Freeze a model and give each linear layer of its backbone a trainable product of two thin matrices."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise LiVTError("--tune lora needs peft; install it with: pip install 'livt-hf[lora]'.") from error
+    classifier = classifier_of(model)
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    linear = [name for name, layer in layers if layer is not classifier]
+    if not linear:
+        raise LiVTError(
+            f"{type(model).__name__} has no linear layer besides its classifier, so LoRA has nothing to add to; use "
+            "--tune head or --tune full."
+        )
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), model)
+    for parameter in classifier.parameters():
+        parameter.requires_grad_(True)
+
+
+def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
+    """Add the products to the layers they belong to; the model is of its own kind again."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, LoraLayer):
+            layer.merge()
+            model.set_submodule(name, layer.get_base_layer())
+    return model
+
+
+class HeadOnly(BalancedClassifier, nn.Module):
+    """The classifier and the balanced head of a model, on standardised features of its frozen backbone."""
+
+    def __init__(self, model: PreTrainedModel, features: np.ndarray):
+        super().__init__()
+        self.config, self.head = model.config, model.head
+        self.classifier = classifier_of(model)
+        mean, std = features.mean(axis=(0, 1), dtype=np.float64), features.std(axis=(0, 1), dtype=np.float64)
+        self.register_buffer("mean", torch.from_numpy(mean).float())
+        self.register_buffer("std", torch.from_numpy(np.maximum(std, 1e-6)).float())
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
+        """`pixel_values` are features (B, D): evaluation need not know the difference."""
+        features = (pixel_values - self.mean) / self.std
+        logits = self.classifier(features)
+        loss = None if labels is None else self.head(logits, labels, features)
+        return ImageClassifierOutput(loss=loss, logits=logits)
+
+    def parameter_depths(self) -> dict[str, int]:
+        return {name: 0 for name, _ in self.named_parameters()}
+
+    def no_weight_decay(self) -> set[str]:
+        return {name for name, parameter in self.named_parameters() if parameter.ndim <= 1}
+
+    @torch.no_grad()
+    def unstandardise(self) -> None:
+        """Fold the standardisation into the classifier, so that it fits the backbone's own features."""
+        weight = self.classifier.weight
+        weight.div_(self.std)
+        self.classifier.bias.sub_(weight @ self.mean)
+        self.mean.zero_()
+        self.std.fill_(1)
+
+
+class FeatureLoader:
+    """The interface of `TrainLoader` over kept features (views, images, D): epoch e takes view e modulo views."""
+
+    def __init__(self, features: np.ndarray, dataset: Dataset, batches: Batches):
+        self.features, self.labels, self.batches = features, labels_of(dataset), batches
+        self.num_classes = number_of_classes(dataset)
+        self.num_images = len(dataset)
+        self._sampler = UpdateSampler(self.labels, batches)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return self.batches.updates(self.num_images)
+
+    def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
+        self._sampler.epoch, self._sampler.start_update = epoch, start_update
+        view = self.features[epoch % len(self.features)]
+        for keys in self._sampler:
+            yield self._batch(view, [draw % self.num_images for _, draw in keys])
+
+    def in_order(self) -> Iterator[dict]:
+        """Every image of this process once, for evaluation."""
+        for indices in self.batches.in_order(self.num_images):
+            yield self._batch(self.features[0], indices)
+
+    def _batch(self, view: np.ndarray, indices: list[int]) -> dict:
+        targets = torch.from_numpy(self.labels.targets(indices, self.num_classes))
+        return {"pixel_values": torch.from_numpy(view[indices]), "labels": targets, "index": torch.tensor(indices)}
+
+
+class FrozenBackbone:
+    """Features of a model that does not change, computed once per image and view and kept on disk."""
+
+    def __init__(self, model: PreTrainedModel, processor: BaseImageProcessor, accelerator: Accelerator):
+        self.model, self.processor, self.accelerator = model.to(accelerator.device).eval(), processor, accelerator
+        self.weights = _digest_of_weights(model)
+
+    def features(self, dataset: Dataset, settings: FinetuneSettings, augmentation: FinetuneAugmentation | None = None):
+        """Features (views, images, D), float32, mapped from disk. View 0 is the plain image, the others augmented."""
+        views = 1 if augmentation is None else settings.views
+        key = {
+            "weights": self.weights,
+            "data": _digest_of_data(dataset),
+            "processor": self.processor.to_dict() if views == 1 else [self.processor.to_dict(), repr(augmentation)],
+            "views": views,
+            "seed": settings.seed if views > 1 else None,
+        }
+        name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        folder = runs_folder() / "features" / name
+        if not (folder / "key.json").exists():
+            self._compute(dataset, settings, augmentation, folder)
+            if self.accelerator.is_main_process:
+                (folder / "key.json").write_text(json.dumps(key, indent=2, default=str) + "\n")
+            self.accelerator.wait_for_everyone()
+        ranks = sorted(folder.glob("part-*.npy"))
+        parts = [np.load(part, mmap_mode="r") for part in ranks]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _compute(self, dataset: Dataset, settings: FinetuneSettings, augmentation, folder: Path) -> None:
+        accelerator = self.accelerator
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)  # of a computation that was interrupted
+            folder.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        batches = shared_batches(64, accelerator, settings.num_workers)
+        views = [self._view(dataset, batches, None)]
+        if augmentation is not None:
+            views += [self._view(dataset, batches, augmentation, number) for number in range(1, settings.views)]
+        writing = folder / f".part-{accelerator.process_index:03d}.npy"
+        np.save(writing, np.stack(views))
+        os.replace(writing, folder / writing.name.removeprefix("."))
+        accelerator.wait_for_everyone()
+
+    @torch.no_grad()
+    def _view(self, dataset: Dataset, batches: Batches, augmentation, number: int = 0) -> np.ndarray:
+        if augmentation is None:
+            loader, transform = eval_loader(dataset, self.processor, batches), None
+        else:
+            facts = input_facts(self.processor)
+            loader = augmented_in_order(dataset, augmentation, batches, number)
+            transform = DeviceTransform(facts.mean, facts.std)
+        features = []
+        shown = None if self.accelerator.is_main_process else True
+        for batch in tqdm(loader, desc=f"features, view {number}", unit="batch", leave=False, disable=shown):
+            batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
+            if transform is not None:
+                batch = transform(batch, epoch=number, update=0)
+            features.append(pooled_features(self.model, batch["pixel_values"]).float().cpu().numpy())
+        return np.concatenate(features)
+
+
+def _digest_of_weights(model: nn.Module) -> str:
+    """Of everything the features depend on: the classifier, which is fresh, is left out."""
+    classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
+    digest = hashlib.sha256(str(type(model)).encode())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) not in classifier and not name.startswith("head."):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _digest_of_data(dataset: Dataset) -> str:
+    """Of the encoded images, in order: whatever they are called and wherever they lie."""
+    return hashlib.sha256(b"".join(digest for _, digest in image_digests(dataset))).hexdigest()

@@ -1,0 +1,93 @@
+"""Calibrate a classifier on labelled images that it was not trained on.
+
+    livt calibrate RUN                                     # on the validation split of the data it was trained on
+    livt calibrate RUN --dataset FOLDER --split validation
+
+Fits a temperature and one offset per class by maximum likelihood (livt_hf/long_tail/calibration.py) and writes them
+into the config of the model, where `probabilities`, `livt eval` and `livt predict` use them. Weights stay as they are.
+"""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from livt_hf.commands import run_command
+from livt_hf.data import eval_loader, load_data
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.estimation import calibrate
+from livt_hf.evaluation.models import (
+    check_classes_match,
+    check_posterior,
+    lent_by_run,
+    load_classifier,
+    load_processor,
+)
+from livt_hf.runs import replace_text
+from livt_hf.settings import DataSettings, option
+from livt_hf.stages import shared_batches
+from livt_hf.training.machine import use_all_cores
+
+
+@dataclass(kw_only=True)
+class CalibrateSettings(DataSettings):
+    """Calibrate a classifier on labelled images that it was not trained on."""
+
+    stage: ClassVar[str] = "calibrate"
+
+    model: str = option(dataclasses.MISSING, "run or checkpoint folder; its config.json is changed", positional=True)
+    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
+    split: str = option("validation", "labelled images that the model was not trained on")
+    batch_size: int = option(256, "images per forward pass", at_least=1)
+    threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = CalibrateSettings.parse(argv, inherit=lent_by_run)
+    accelerator = Accelerator()
+    use_all_cores(accelerator.device, settings.threads)
+    config = Path(settings.model) / "config.json"
+    if not config.is_file():
+        raise LiVTError(f"{settings.model} is no folder with a config.json to write to; download the model first.")
+    model, processor = load_classifier(settings.model).to(accelerator.device), load_processor(settings.model)
+    check_posterior(model)
+    data = load_data(settings)
+    check_split(settings, list(data))
+    check_classes_match(model, data[settings.split])
+
+    batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
+    calibration = calibrate(model, eval_loader(data[settings.split], processor, batches), accelerator)
+    write_calibration(config, model)
+    low, high = min(calibration.offsets), max(calibration.offsets)
+    print(
+        f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.dataset} ({settings.split}): "
+        f"scale {calibration.scale:.2f}, odds {calibration.odds:.2f}, offsets from {low:+.2f} to {high:+.2f}.\n"
+        f"Next, measure it again:\n  {shlex.join(['livt', 'eval', '--model', settings.model])}"
+    )
+
+
+def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
+    if settings.split == "train":
+        raise LiVTError("a model is too sure of the images it was trained on; calibrate it on another split.")
+    if settings.split not in splits:
+        raise LiVTError(
+            f"{settings.dataset} has no split {settings.split!r}; it has {', '.join(splits)}. Name one with --split "
+            "that the model was not trained on, and that its results are not measured on."
+        )
+
+
+def write_calibration(path: Path, model: PreTrainedModel) -> None:
+    """Only the settings of the head: whatever form the checkpoint has, it keeps it."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["long_tail"] = dict(model.config.long_tail)
+    replace_text(path, json.dumps(config, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

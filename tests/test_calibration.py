@@ -1,0 +1,248 @@
+"""Calibration and the estimated prior where the densities are known: Gaussian classes and a network of seconds."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.data import exponential_counts
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.calibration import Calibration, calibrated, calibrated_odds, fit_calibration
+from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.priors import estimate_prior, shift_prior
+
+CLASSES, HELD_OUT, SERVED = 20, 2_000, 20_000
+COUNTS = exponential_counts(CLASSES, 3_000, 100).tolist()
+SOURCE = torch.tensor(COUNTS, dtype=torch.float64) / sum(COUNTS)
+UNIFORM = torch.full_like(SOURCE, 1 / CLASSES)
+PRIORS = {"uniform": UNIFORM, "training": SOURCE, "reversed": SOURCE.flip(0)}
+# Under the uniform prior the Bayes rule is right on 82 %.
+MEANS = 1.13 * torch.randn(CLASSES, 10, generator=torch.Generator().manual_seed(0))
+
+
+def drawn(prior: Tensor, number: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Points of the classes, which are as frequent as a prior says, and their labels."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.multinomial(prior, number, replacement=True, generator=generator)
+    return MEANS[labels] + torch.randn(number, 10, generator=generator), labels
+
+
+def true_posterior(points: Tensor, prior: Tensor) -> Tensor:
+    """log P(j|x) under a prior. (N, C)"""
+    return (-0.5 * torch.cdist(points.double(), MEANS.double()) ** 2 + prior.log()).log_softmax(-1)
+
+
+def trained(mixup: float) -> tuple[LongTailHead, nn.Module]:
+    """A head under Bal-BCE and a small network that learned from long-tailed points mixed by mixup."""
+    torch.manual_seed(0)
+    head = LongTailHead(LiViTConfig(class_counts=COUNTS, trained_with={"mixup": mixup}))
+    points, labels = drawn(SOURCE, sum(COUNTS), seed=0)
+    targets = F.one_hot(labels, CLASSES).float()
+    model = nn.Sequential(nn.Linear(10, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, CLASSES))
+    with torch.no_grad():
+        model[-1].weight.zero_()
+        model[-1].bias.copy_(head.classifier_start())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 600)
+    for _ in range(600):
+        rows = torch.randint(len(points), (256,))
+        share = torch.distributions.Beta(mixup, mixup).sample() if mixup else 1.0
+        x, y = (share * part[rows] + (1 - share) * part[rows].flip(0) for part in (points, targets))
+        head(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return head, model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[tuple[float, str], SimpleNamespace]:
+    """For each strength of mixup and each prior: accuracies of the rules and errors of the estimated prior."""
+    torch.set_num_threads(1)  # before the fixture of every test does it
+    results = {}
+    for mixup in (0, 0.2, 0.8):
+        head, model = trained(mixup)
+        points, labels = drawn(SOURCE, HELD_OUT, seed=1)
+        calibration = fit_calibration(head.fitted_posterior(model(points)), labels, SOURCE)
+        for name, prior in PRIORS.items():
+            points, labels = drawn(prior, SERVED, seed=2)
+            logits = model(points)
+            fitted = head.fitted_posterior(logits)
+            corrected = calibrated(fitted, calibration, SOURCE)
+            estimate = estimate_prior(corrected.exp(), SOURCE)
+            results[mixup, name] = SimpleNamespace(
+                paper=accuracy(logits, labels),
+                fitted=accuracy(shift_prior(fitted, SOURCE, prior), labels),
+                calibrated=accuracy(shift_prior(corrected, SOURCE, prior), labels),
+                uniform=accuracy(shift_prior(corrected, SOURCE, UNIFORM), labels),
+                estimated=accuracy(shift_prior(corrected, SOURCE, estimate.prior), labels),
+                error=(estimate.prior - prior).abs().sum().item(),
+                fitted_error=(estimate_prior(fitted.exp(), SOURCE).prior - prior).abs().sum().item(),
+                offered=estimate.reliable,
+            )
+    return results
+
+
+def accuracy(scores: Tensor, labels: Tensor) -> float:
+    return (scores.argmax(-1) == labels).double().mean().item()
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("mixup", [0, 0.2, 0.8])
+def test_the_calibrated_posterior_rule_under_the_true_prior_is_at_least_argmax_z(served, mixup, prior):
+    result = served[mixup, prior]
+    assert result.calibrated > result.paper - 0.005  # noise of 20,000 points
+    if prior != "uniform":  # argmax z cannot know that other classes are frequent now
+        assert result.calibrated > result.paper + 0.01
+
+
+def test_without_calibration_mixup_makes_the_posterior_rule_worse_than_argmax_z(served):
+    result = served[0.8, "uniform"]
+    assert result.fitted < result.paper < result.calibrated
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("mixup", [0.2, 0.8])
+def test_the_estimated_prior_is_at_most_twice_as_wrong_with_mixup_as_without(served, mixup, prior):
+    assert served[mixup, prior].error < 2 * served[0, prior].error
+    if (mixup, prior) == (0.8, "uniform"):  # what calibration is for
+        assert served[mixup, prior].error < served[mixup, prior].fitted_error - 0.05
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("mixup", [0, 0.2, 0.8])
+def test_an_estimated_prior_is_offered_where_it_helps_and_not_where_there_is_no_shift(served, mixup, prior):
+    result = served[mixup, prior]
+    assert result.offered == (prior != "uniform")
+    if result.offered:
+        assert result.estimated > result.uniform + 0.01
+
+
+# What is fitted
+
+
+def distorted(points: Tensor, scale: float, offsets: Tensor) -> Tensor:
+    """The true posterior under the training prior with its evidence scaled and moved. (N, C)"""
+    evidence = true_posterior(points, SOURCE) - SOURCE.log()
+    return (SOURCE.log() + scale * evidence + offsets).log_softmax(-1)
+
+
+def test_no_correction_changes_nothing():
+    points, _ = drawn(SOURCE, 50, seed=3)
+    posterior = distorted(points, 0.7, torch.linspace(-1, 1, CLASSES))
+    nothing = Calibration(1.0, 0.0, [0.0] * CLASSES, 0)
+    torch.testing.assert_close(calibrated(posterior, nothing, SOURCE), posterior, atol=1e-6, rtol=1e-6)
+
+
+def test_a_flattened_posterior_is_made_right_again():
+    points, labels = drawn(SOURCE, 6_000, seed=4)
+    offsets = 0.5 * torch.randn(CLASSES, generator=torch.Generator().manual_seed(1)).double()
+    corrected = calibrated(
+        distorted(points, 0.5, offsets), fit_calibration(distorted(points, 0.5, offsets), labels, SOURCE), SOURCE
+    )
+    best = F.nll_loss(true_posterior(points, SOURCE), labels)
+    assert F.nll_loss(distorted(points, 0.5, offsets), labels) > best + 0.1
+    assert F.nll_loss(corrected, labels) < best + 0.01
+
+
+def test_class_frequencies_among_the_held_out_images_do_not_matter():
+    fits = {}
+    for name in ("training", "uniform"):
+        points, labels = drawn(PRIORS[name], 4_000, seed=5)
+        fits[name] = fit_calibration(distorted(points, 0.5, torch.zeros(CLASSES)), labels, SOURCE)
+    assert fits["training"].scale == pytest.approx(fits["uniform"].scale, rel=0.15)
+    # A class taken for as rare as in training would get an offset of up to log 100.
+    assert max(map(abs, fits["uniform"].offsets)) < 0.5
+
+
+def test_few_held_out_images_leave_the_temperature_alone():
+    offsets = torch.linspace(-0.5, 0.5, CLASSES)
+    spread = {}
+    for number in (20, 4_000):
+        points, labels = drawn(UNIFORM, number, seed=6)
+        calibration = fit_calibration(distorted(points, 0.5, offsets), labels, SOURCE)
+        spread[number] = torch.tensor(calibration.offsets).std().item()
+    assert spread[20] < 0.1 < 0.3 < spread[4_000]
+
+
+def test_a_class_without_a_held_out_image_keeps_its_offset_of_zero():
+    points, labels = drawn(UNIFORM, 500, seed=7)
+    seen = labels != 3
+    calibration = fit_calibration(true_posterior(points[seen], SOURCE), labels[seen], SOURCE)
+    assert calibration.offsets[3] == 0 and calibration.offsets[4] != 0
+
+
+def test_one_sure_and_right_image_leaves_a_finite_temperature():
+    calibration = fit_calibration(torch.tensor([[0.0, -50.0]]), torch.tensor([0]), torch.tensor([0.5, 0.5]))
+    assert 0.5 < calibration.scale < 2
+    assert torch.isfinite(calibrated(torch.tensor([[0.0, -50.0]]), calibration, torch.tensor([0.5, 0.5]))).all()
+
+
+def test_the_fit_does_not_depend_on_the_blocks_it_is_made_in(monkeypatch):
+    points, labels = drawn(SOURCE, 300, seed=8)
+    posterior = distorted(points, 0.5, torch.zeros(CLASSES))
+    whole = fit_calibration(posterior, labels, SOURCE)
+    monkeypatch.setattr("livt_hf.long_tail.calibration._BLOCK", 7 * CLASSES)
+    parts = fit_calibration(posterior, labels, SOURCE)
+    assert parts.scale == pytest.approx(whole.scale, rel=1e-6)
+    assert parts.offsets == pytest.approx(whole.offsets, abs=1e-5)
+
+
+def test_several_labels_per_image_are_calibrated_one_by_one():
+    generator = torch.Generator().manual_seed(0)
+    prior = torch.tensor([0.4, 0.1, 0.01], dtype=torch.float64)
+    odds = torch.logit(prior) + 2 * torch.randn(10_000, 3, generator=generator, dtype=torch.float64)
+    labels = (torch.rand(10_000, 3, generator=generator) < odds.sigmoid()).float()
+    unsure = torch.logit(prior) + 0.5 * (odds - torch.logit(prior)) + torch.tensor([0.3, -0.3, 0.0])
+    calibration = fit_calibration(unsure, labels, labels.double().mean(0))
+    corrected = calibrated_odds(unsure, calibration, labels.double().mean(0))
+    assert calibration.scale == pytest.approx(2, rel=0.1)
+    assert (corrected - odds).abs().mean() < 0.15 < (unsure - odds).abs().mean()
+
+
+def test_nan_posteriors_and_no_images_are_refused():
+    with pytest.raises(LiVTError, match="1 of 2 have one"):
+        fit_calibration(torch.tensor([[0.0, -1.0], [0.0, torch.nan]]), torch.tensor([0, 1]), torch.tensor([0.5, 0.5]))
+    with pytest.raises(LiVTError, match="0 of 0 have one"):
+        fit_calibration(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), torch.tensor([0.5, 0.5]))
+
+
+# In a model
+
+
+@pytest.fixture
+def calibration() -> dict:
+    return Calibration(1.5, 0.3, [0.1, -0.2, 0.0], 40).to_dict()
+
+
+def test_probabilities_use_the_calibration_which_is_saved_and_loaded(tiny, calibration, tmp_path):
+    config = LiViTConfig(**tiny, class_counts=[9, 3, 1], calibration=calibration)
+    model = LiViTForImageClassification(config)
+    logits, prior = torch.randn(4, 3), torch.tensor([9, 3, 1]) / 13
+    expected = calibrated(model.head.fitted_posterior(logits), Calibration(**calibration), prior)
+    torch.testing.assert_close(model.head.training_posterior(logits), expected)
+    torch.testing.assert_close(model.head.posterior(logits, prior), expected.exp())
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["long_tail"]["calibration"] == calibration
+    assert LiViTForImageClassification.from_pretrained(tmp_path).config.long_tail.calibration == calibration
+
+
+def test_other_settings_of_the_head_make_a_calibration_void(tiny, calibration, tmp_path):
+    LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[9, 3, 1], calibration=calibration)).save_pretrained(
+        tmp_path
+    )
+    for setting in ({"loss": "ce"}, {"class_counts": [5, 5, 5]}, {"tau": 0.5}):
+        loaded = LiViTForImageClassification.from_pretrained(tmp_path, **setting)
+        assert loaded.config.long_tail.calibration is None
+
+
+def test_labels_that_were_smoothed_are_calibrated_as_they_were_fitted(tiny, calibration):
+    smoothed = dict(tiny, class_counts=[9, 3, 1], label_smoothing=0.1, calibration=calibration)
+    head = LongTailHead(LiViTConfig(**smoothed))
+    logits = torch.tensor([[9.0, -9.0, -9.0]])  # below the share of smoothing, where the inverse would be log 0
+    assert torch.isfinite(head.training_posterior(logits)).all()
+    assert head.training_posterior(logits).min() > -60

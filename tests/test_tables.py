@@ -1,0 +1,314 @@
+"""Tables of labels: csv, tsv, jsonl and parquet files that name images, labels, splits and groups."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from PIL import Image as PILImage
+
+from livt_hf.data import class_counts, has_carved_test, label_statistics, load_long_tailed
+from livt_hf.data.decoding import find_copies
+from livt_hf.data.labels import MERGED, labels_of
+from livt_hf.errors import LiVTError
+
+
+def write_images(folder: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        PILImage.new("RGB", (4, 4), (number % 256, number // 256, 0)).save(folder / name)
+
+
+def write_table(file: Path, columns: dict[str, list]) -> str:
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        separator = "\t" if file.suffix == ".tsv" else ","
+        lines = [list(columns), *(row.values() for row in rows)]
+        file.write_text("".join(separator.join("" if v is None else str(v) for v in line) + "\n" for line in lines))
+    return str(file)
+
+
+def paths_of(dataset: Dataset) -> list[str]:
+    return [Path(row["path"]).name for row in dataset.cast_column("image", Image(decode=False))["image"]]
+
+
+def names_of(data) -> list[str]:
+    feature = data["train"].features["label"]
+    return (feature if isinstance(feature, ClassLabel) else feature.feature).names
+
+
+@pytest.fixture
+def ten(tmp_path) -> list[str]:
+    names = [f"img/{i}.png" for i in range(10)]
+    write_images(tmp_path, names)
+    return names
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_a_table_names_images_and_labels_in_any_format(tmp_path, ten, suffix):
+    file = write_table(tmp_path / f"own{suffix}", {"id": range(10), "File_Name": ten, "Label": ["owl", "finch"] * 5})
+    data = load_long_tailed(file)
+    assert names_of(data) == ["finch", "owl"] and has_carved_test(data)
+    assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
+    assert data["train"].column_names == ["image", "label"] and data["train"][0]["image"].size == (4, 4)
+    for part in data.values():
+        assert all(int(name[0]) % 2 == (label == 0) for name, label in zip(paths_of(part), part["label"], strict=True))
+
+
+def test_columns_can_be_named_and_the_images_lie_below_the_source(tmp_path, ten):
+    (tmp_path / "tables").mkdir()
+    file = write_table(tmp_path / "tables/own.csv", {"label": [0] * 10, "where": ten, "kind": ["a", "b"] * 5})
+    with pytest.raises(LiVTError, match="no column of image paths among label, where, kind"):
+        load_long_tailed(file)
+    with pytest.raises(LiVTError, match=r"none of the 10 images .* img/0.png: pass their folder with --source"):
+        load_long_tailed(file, image_column="where", label_column="kind")
+    data = load_long_tailed(file, image_column="where", label_column="kind", source=tmp_path)
+    assert names_of(data) == ["a", "b"]
+
+
+@pytest.mark.parametrize("option", ["image_column", "label_column", "split_column", "group_column"])
+def test_a_column_that_does_not_exist_is_refused_with_those_that_do(tmp_path, ten, option):
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": ["a", "b"] * 5})
+    with pytest.raises(LiVTError, match='no column "site"; its columns are path, label'):
+        load_long_tailed(file, **{option: "site"})
+
+
+def test_spreadsheet_exports_are_read_whatever_their_separators(tmp_path, ten):
+    lines = ["file;label;note", *(f'img\\{i}.png;{"ab"[i % 2]};"a; b"' for i in range(10))]
+    (tmp_path / "own.csv").write_text("\r\n".join(lines), encoding="utf-8-sig")
+    assert names_of(load_long_tailed(str(tmp_path / "own.csv"))) == ["a", "b"]
+    (tmp_path / "latin.csv").write_bytes("file,label\nimg/0.png,é\n".encode("latin-1"))
+    with pytest.raises(LiVTError, match="latin.csv cannot be read as a table in UTF-8"):
+        load_long_tailed(str(tmp_path / "latin.csv"))
+    (tmp_path / "ragged.csv").write_text("file,label\nimg/0.png,a,b\n")
+    with pytest.raises(LiVTError, match="ragged.csv cannot be read as a table"):
+        load_long_tailed(str(tmp_path / "ragged.csv"))
+
+
+def test_a_path_may_leave_out_the_suffix_and_begin_with_the_source(tmp_path, ten):
+    paths = ["img/0", "./img/1", str(tmp_path / "img/2.png"), *ten[3:]]
+    data = load_long_tailed(write_table(tmp_path / "own.csv", {"image_id": paths, "label": ["a", "b"] * 5}))
+    assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
+
+
+@pytest.mark.parametrize("path", ["../secret.png", "img/../../secret.png", "/etc/secret.png", "C:\\secret.png"])
+def test_a_path_that_leads_out_of_the_source_is_refused(tmp_path, ten, path):
+    file = write_table(tmp_path / "own.csv", {"path": [*ten[:9], path], "label": ["a", "b"] * 5})
+    with pytest.raises(LiVTError, match="secret.png.* leads out of"):
+        load_long_tailed(file)
+
+
+def test_numbers_are_class_names_in_the_order_of_their_values(tmp_path, ten):
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": [10, 9] * 5})
+    assert names_of(load_long_tailed(file)) == ["9", "10"]
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": ["007", "1"] * 5})
+    assert names_of(load_long_tailed(file)) == ["1", "007"]
+    file = write_table(tmp_path / "own.parquet", {"path": ten, "label": [1.0, 2.0, None] * 3 + [1.0]})
+    assert names_of(load_long_tailed(file)) == ["1", "2"]
+
+
+def test_several_labels_per_image_come_from_a_separator_a_list_or_a_column_per_class(tmp_path, ten):
+    sets = [["a"], ["a", "b"], ["c", "a"], ["b"], ["c"]] * 2
+    tables = [
+        ({"label": ["|".join(row) + "|" for row in sets]}, ".csv", {"label_separator": "|"}),
+        ({"label": [" ; ".join(row) for row in sets]}, ".tsv", {"label_separator": ";"}),
+        ({"label": sets}, ".jsonl", {}),
+        ({name: [int(name in row) for row in sets] for name in "abc"}, ".csv", {}),
+        (
+            {name: [name in row for row in sets] for name in "abc"} | {"age": range(10)},
+            ".parquet",
+            {"label_column": "a,b,c"},
+        ),
+    ]
+    for columns, suffix, options in tables:
+        data = load_long_tailed(write_table(tmp_path / f"own{suffix}", {"path": ten} | columns), **options)
+        assert names_of(data) == ["a", "b", "c"]
+        assert sum(label_statistics(part)[0] for part in data.values()).tolist() == [6, 4, 4]
+        for part in data.values():
+            for name, labels in zip(paths_of(part), part["label"], strict=True):
+                assert {"abc"[c] for c in labels} == set(sets[int(name[0])])
+
+
+def test_a_column_per_class_with_one_1_in_each_row_is_one_label_per_image(tmp_path, ten):
+    columns = {"path": ten, "MEL": [1.0, 0.0] * 5, "BCC": [0.0, 1.0] * 5}
+    data = load_long_tailed(write_table(tmp_path / "own.csv", columns))
+    assert data["train"].features["label"] == ClassLabel(names=["MEL", "BCC"])
+    assert class_counts(data["train"]).tolist() == [4, 4]
+    with pytest.raises(LiVTError, match="found no column of labels among path, MEL, BCC, age"):
+        load_long_tailed(write_table(tmp_path / "own.csv", columns | {"age": range(10)}))
+    with pytest.raises(LiVTError, match='"age" has cells that are neither 0 nor 1'):
+        load_long_tailed(str(tmp_path / "own.csv"), label_column="MEL,BCC,age")
+
+
+def test_a_split_column_divides_the_table(tmp_path, ten):
+    splits = ["train", "Training", "val", "TEST", "test"] * 2
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": ["a"] * 5 + ["b"] * 5, "split": splits})
+    data = load_long_tailed(file)
+    assert {split: len(part) for split, part in data.items()} == {"train": 4, "validation": 2, "test": 4}
+    assert not has_carved_test(data) and has_carved_test(load_long_tailed(file, split_column="none"))
+    with pytest.raises(LiVTError, match='split column "label" has "a"'):
+        load_long_tailed(file, split_column="label", label_column="split")
+
+
+def test_rows_that_cannot_be_used_are_counted_with_the_reason(tmp_path, ten, caplog):
+    labels = ["a", "b", "a", "b", "a", "b", "", "  ", "todo", "Unknown"]
+    file = write_table(tmp_path / "own.csv", {"path": [*ten, "img/0.png", "gone.png", ""], "label": [*labels, *"aba"]})
+    data = load_long_tailed(file, exclude_labels="todo, Unknown", test_fraction=0.4)
+    assert names_of(data) == ["a", "b"] and len(data["train"]) + len(data["test"]) == 6
+    assert "left out 7 images:" in caplog.text
+    for line in (
+        "2  the label is empty: img/6.png, img/7.png",
+        "1  the path is empty: (no path)",
+        "1  the image is named twice with the same label: img/0.png",
+        "1  the file is missing: gone.png",
+        "2  the label is excluded: Unknown, todo",
+    ):
+        assert line in caplog.text
+
+
+def test_one_image_with_two_labels_in_two_rows_is_refused(tmp_path, ten):
+    file = write_table(tmp_path / "own.csv", {"path": [*ten, "img/0.png"], "label": ["a", "b"] * 5 + ["b"]})
+    with pytest.raises(LiVTError, match='img/0.png is named twice, with the label "a" and with "b"'):
+        load_long_tailed(file)
+
+
+def test_labels_that_differ_only_by_case_or_spaces_are_named_and_stay_apart(tmp_path, ten, caplog):
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": ["red fox", "Red  fox"] * 5})
+    assert names_of(load_long_tailed(file)) == ["Red  fox", "red fox"]
+    assert "['Red  fox', 'red fox'] differ only by case or spaces" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["table", "folder"])
+def test_rare_classes_are_dropped_or_made_one(tmp_path, kind, caplog):
+    counts = {"a": 10, "b": 5, "c": 2, "d": 1}
+    names = [f"{label}/{i}.png" for label, count in counts.items() for i in range(count)]
+    write_images(tmp_path / "images", names)
+    place = str(tmp_path / "images")
+    if kind == "table":
+        place = write_table(tmp_path / "images/own.csv", {"path": names, "label": [name[0] for name in names]})
+    dropped = load_long_tailed(place, min_images=3)
+    assert names_of(dropped) == ["a", "b"] and class_counts(dropped["train"]).tolist() == [8, 4]
+    assert "3  the class has fewer than 3 training images: c (2), d" in caplog.text
+    merged = load_long_tailed(place, min_images=3, rare_classes="merge", exclude_labels="b")
+    assert names_of(merged) == ["a", MERGED]
+    assert sum(class_counts(part) for part in merged.values()).tolist() == [10, 3]
+
+
+def test_an_image_keeps_the_labels_that_are_not_excluded(tmp_path, ten):
+    labels = ["a|todo", "b", "todo", "a|b", "b|todo", "a", "b", "a", "b", "a|b"]
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": labels})
+    data = load_long_tailed(file, label_separator="|", exclude_labels="todo")
+    assert names_of(data) == ["a", "b"] and sum(len(part) for part in data.values()) == 9
+    assert sum(class_counts(part) for part in data.values()).tolist() == [5, 6]
+
+
+# Groups
+
+
+def random_table(tmp_path: Path, seed: int) -> tuple[str, dict[str, str]]:
+    """A table of random groups and classes with a long tail, and the group of each image."""
+    rng = np.random.RandomState(seed)
+    rows, classes, groups = rng.randint(20, 200), rng.randint(1, 8), rng.randint(3, 60)
+    names = [f"{i}.png" for i in range(rows)]
+    for name in names:
+        (tmp_path / name).touch()
+    group = [f"patient {g}" for g in (groups * rng.rand(rows) ** 2).astype(int)]
+    label = (classes * rng.rand(rows) ** 3).astype(int)
+    if seed % 2:  # several labels per image
+        texts = ["|".join({str(c), str(rng.randint(classes))}) for c in label]
+    else:
+        texts = [str(c) for c in label]
+    columns = {"path": names, "label": texts, "patient": group}
+    return write_table(tmp_path / "own.csv", columns), dict(zip(names, group, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_group_is_on_both_sides_of_a_split_and_every_class_is_trained_on(tmp_path, seed):
+    file, group_of = random_table(tmp_path, seed)
+    options = {"label_separator": "|"} if seed % 2 else {}
+    data = load_long_tailed(file, seed=seed, group_column="patient", **options)
+    groups = {split: {group_of[name] for name in paths_of(part)} for split, part in data.items()}
+    assert groups["train"] and groups["test"] and not groups["train"] & groups["test"]
+    assert groups["train"] | groups["test"] == set(group_of.values())
+    assert class_counts(data["train"]).all()
+    for part in data.values():
+        assert part["group"][:] == [group_of[name] for name in paths_of(part)]
+
+
+def test_groups_of_equal_size_are_divided_in_the_asked_proportion(tmp_path):
+    names = [f"{i}.png" for i in range(600)]
+    for name in names:
+        (tmp_path / name).touch()
+    columns = {"path": names, "label": [i % 3 for i in range(600)], "site": [i // 6 for i in range(600)]}
+    for fraction in (0.2, 0.3, 0.5):
+        data = load_long_tailed(
+            write_table(tmp_path / "own.csv", columns), group_column="site", test_fraction=fraction
+        )
+        assert class_counts(data["test"]).tolist() == [round(200 * fraction)] * 3
+    assert data["train"].column_names == ["image", "label", "group"]
+    assert data["train"].features["group"] == Value("string")
+
+
+def test_a_class_of_one_group_stays_in_training_and_is_said_to_have_no_test_image(tmp_path, ten, caplog):
+    columns = {"path": ten, "label": [*"aaaabbbb", "rare", "rare"], "site": [1, 2, 3, 4, 1, 2, 3, 4, 5, 5]}
+    data = load_long_tailed(write_table(tmp_path / "own.csv", columns), group_column="site")
+    assert class_counts(data["train"]).tolist() == [3, 3, 2] and class_counts(data["test"]).tolist() == [1, 1, 0]
+    assert "1 classes have too few groups to give a test image: rare" in caplog.text
+
+
+def test_too_few_groups_for_a_test_set_are_refused(tmp_path, ten):
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": [*"aaaaabbbbb"], "site": [1] * 10})
+    with pytest.raises(LiVTError, match="1 groups leave none for a test set"):
+        load_long_tailed(file, group_column="site")
+
+
+def test_empty_cells_of_the_group_column_are_refused(tmp_path, ten):
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": ["a", "b"] * 5, "site": [*range(9), None]})
+    with pytest.raises(LiVTError, match="1 images have an empty cell for their group.*9.png"):
+        load_long_tailed(file, group_column="site")
+
+
+def test_groups_that_given_splits_divide_are_warned_of(tmp_path, ten, caplog):
+    columns = {"path": ten, "label": ["a", "b"] * 5, "site": [0, 1] + [2] * 8, "split": ["train"] * 6 + ["test"] * 4}
+    load_long_tailed(write_table(tmp_path / "own.csv", columns), group_column="site")
+    assert "1 groups are both in train and in test, such as 2" in caplog.text
+
+
+def test_a_column_that_may_be_a_group_is_pointed_out(tmp_path, ten, caplog):
+    columns = {"path": ten, "label": ["a", "b"] * 5, "Patient_ID": range(10)}
+    load_long_tailed(write_table(tmp_path / "own.csv", columns))
+    assert '"Patient_ID": --group_column' in caplog.text
+
+
+def test_datasets_that_are_no_tables_have_groups_too(tmp_path, ten):
+    features = Features(image=Image(), label=ClassLabel(names=["a", "b"]), site=Value("int64"))
+    images = [str(tmp_path / name) for name in ten]
+    Dataset.from_dict(
+        {"image": images, "label": [0, 1] * 5, "site": [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]}, features=features
+    ).to_parquet(tmp_path / "own.parquet")
+    data = load_long_tailed(str(tmp_path / "own.parquet"), group_column="site")
+    assert len(data["test"]) == 2 and len(set(labels_of(data["test"], "group").values)) == 1
+
+
+def test_identical_images_in_two_splits_are_found(tmp_path):
+    names = [f"{split}/{label}/{i}.png" for split in ("train", "test") for label in "ab" for i in range(3)]
+    write_images(tmp_path, names)
+    (tmp_path / "test/b/2.png").write_bytes((tmp_path / "train/a/1.png").read_bytes())
+    pairs = find_copies(load_long_tailed(str(tmp_path)))
+    assert pairs == [(f"{tmp_path}/train/a/1.png of train", f"{tmp_path}/test/b/2.png of test")]
+
+
+def test_a_class_of_broken_images_only_can_be_dropped(tmp_path, ten):
+    (tmp_path / "img/9.png").write_bytes(b"broken")
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": [*"aaabbbbbb", "c"], "site": range(10)})
+    with pytest.raises(LiVTError, match="no training image.*such as c"):
+        load_long_tailed(file, on_broken="skip")
+    data = load_long_tailed(file, on_broken="skip", drop_empty=True, group_column="site")
+    assert names_of(data) == ["a", "b"] and has_carved_test(data) and "group" in data["test"].features

@@ -1,0 +1,284 @@
+"""Any backbone: where it starts, what is trained of it, and that kept features are those of the whole model."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from accelerate import Accelerator
+from datasets import ClassLabel, Dataset, Features, Image
+from PIL import Image as Pictures
+from recipe_runs import make_pictures
+from transformers import (
+    AutoModelForImageClassification,
+    ConvNextImageProcessor,
+    Dinov2Config,
+    Dinov2ForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
+    ViTImageProcessor,
+)
+
+from livt_hf import balance
+from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, resized, serving_processor
+from livt_hf.data import Batches, eval_loader, load_long_tailed
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import load_checkpoint, load_processor
+from livt_hf.long_tail.anatomy import pooled_features
+from livt_hf.recipes import finetune
+from livt_hf.runs import Run
+from livt_hf.settings import FinetuneSettings
+from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, merge_lora
+
+SHORT = "--epochs 3 --warmup_epochs 1 --batch_size 16 --threads 1 --eval_epochs 3 --image_size 16".split()
+
+
+def resnet(folder: Path) -> Path:
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    ResNetForImageClassification(config).save_pretrained(folder)
+    ConvNextImageProcessor(size={"shortest_edge": 32}, crop_pct=1.0).save_pretrained(folder)
+    return folder
+
+
+def dinov2(folder: Path) -> Path:
+    config = Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8, num_labels=3
+    )
+    Dinov2ForImageClassification(config).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
+    return folder
+
+
+def wrapped_timm(folder: Path) -> Path:
+    cfg = dict(timm.create_model("resnet18").pretrained_cfg) | {"input_size": (3, 32, 32)}
+    arguments = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
+    config = TimmWrapperConfig(architecture="resnet18", num_labels=3, pretrained_cfg=cfg, model_args=arguments)
+    TimmWrapperForImageClassification(config).save_pretrained(folder)
+    return folder
+
+
+FAMILIES = {"resnet": resnet, "dinov2": dinov2, "timm": wrapped_timm}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("tuning") / "pictures")
+
+
+@pytest.fixture(autouse=True)
+def _runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request, tmp_path) -> Path:
+    torch.manual_seed(0)
+    return FAMILIES[request.param](tmp_path / request.param)
+
+
+def trained(pictures: Path, checkpoint: Path, folder: Path, *options) -> Run:
+    words = ["--dataset", pictures, "--pretrained", checkpoint, "--output_dir", folder, *SHORT, *options]
+    finetune.main([str(word) for word in words])
+    return Run(folder)
+
+
+@pytest.mark.parametrize("tune", ["head", "full"])
+def test_a_backbone_is_fine_tuned_saved_as_its_own_class_and_measured_as_in_training(
+    pictures, checkpoint, tmp_path, tune
+):
+    run = trained(pictures, checkpoint, tmp_path / "run", "--tune", tune)
+    stock = AutoModelForImageClassification.from_pretrained(run.folder)
+    assert type(stock) is type(AutoModelForImageClassification.from_pretrained(checkpoint))
+    assert stock.config.long_tail["class_counts"] == [30, 18, 10, 6]
+    model, processor = load_checkpoint(str(run.folder)), load_processor(str(run.folder))
+    data = load_long_tailed(str(pictures))["test"]
+    (batch,) = eval_loader(data, processor, Batches(64))
+    with torch.no_grad():
+        accuracy = (model(batch["pixel_values"]).logits.argmax(-1) == batch["labels"]).double().mean().item()
+    assert run.results.metrics["accuracy"] == pytest.approx(accuracy, abs=1e-9)
+    assert run.results.image_size == 16 and run.results.num_images == 44
+    assert run.results.model_type == stock.config.model_type
+
+
+def test_training_the_head_leaves_the_backbone_as_it_was(pictures, checkpoint, tmp_path):
+    before = AutoModelForImageClassification.from_pretrained(checkpoint).state_dict()
+    run = trained(pictures, checkpoint, tmp_path / "run", "--tune", "head")
+    after = AutoModelForImageClassification.from_pretrained(run.folder).state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("classifier" in name or ".fc." in name for name in changed)
+
+
+def test_a_checkpoint_of_another_family_lends_its_name_and_the_recipe_for_backbones(tmp_path):
+    asked = {"dataset": "glyphs", "pretrained": str(wrapped_timm(tmp_path / "timm"))}
+    assert lent_by_checkpoint(asked) == {"model_size": "resnet18", "patch_size": None, "tune": "full"}
+    configs = Path(finetune.__file__).parent / "configs"
+    settings = FinetuneSettings.merged(asked, configs, lent_by_checkpoint(asked))
+    assert (settings.tune, settings.epochs) == ("full", 30)
+    head = FinetuneSettings.merged(asked | {"tune": "head"}, configs, lent_by_checkpoint(asked))
+    assert (head.mixup, head.cutmix, head.erase) == (0, 0, 0)
+
+
+@pytest.fixture
+def frozen(pictures, tmp_path):
+    """A ResNet with its processor, training images and settings, at the start of a fine-tuning of its head."""
+    path = resnet(tmp_path / "resnet")
+    words = [
+        "--pretrained",
+        path,
+        "--dataset",
+        pictures,
+        "--image_size",
+        16,
+        "--mixup",
+        0,
+        "--cutmix",
+        0,
+        "--erase",
+        0,
+    ]
+    settings = FinetuneSettings.parse([str(word) for word in words])
+    data = load_long_tailed(str(pictures))
+    model = build_classifier(settings, data["train"])
+    processor = serving_processor(settings, data["train"], model)
+    return settings, data["train"], model, FrozenBackbone(model, processor, Accelerator(cpu=True))
+
+
+def test_kept_features_are_those_the_classifier_of_the_whole_model_sees(frozen):
+    settings, train, model, backbone = frozen
+    features = backbone.features(train, settings)
+    (batch,) = eval_loader(train, backbone.processor, Batches(64))
+    with torch.no_grad():
+        expected = pooled_features(model.eval(), batch["pixel_values"])
+    np.testing.assert_allclose(features[0], expected.flatten(1), atol=1e-6)
+
+
+def test_a_classifier_trained_on_standardised_features_fits_the_backbone_s_own(frozen):
+    settings, train, model, backbone = frozen
+    features = backbone.features(train, settings)
+    module = HeadOnly(model, features)
+    torch.nn.init.normal_(module.classifier.weight)
+    inputs = torch.from_numpy(np.array(features[0]))
+    before = module(inputs).logits
+    module.unstandardise()
+    torch.testing.assert_close(module(inputs).logits, before, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.nn.functional.linear(inputs, module.classifier.weight, module.classifier.bias),
+                               before, atol=1e-4, rtol=1e-4)  # fmt: skip
+
+
+def test_features_are_computed_once_and_never_reused_for_other_weights_images_or_sizes(frozen, monkeypatch):
+    settings, train, model, backbone = frozen
+    computed = []
+    original = FrozenBackbone._compute
+    monkeypatch.setattr(FrozenBackbone, "_compute", lambda *a: (computed.append(1), original(*a)))
+    backbone.features(train, settings)
+    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
+    assert len(computed) == 1
+    backbone.features(train.select(range(10)), settings)
+    assert len(computed) == 2
+    FrozenBackbone(model, resized(backbone.processor, 32), backbone.accelerator).features(train, settings)
+    assert len(computed) == 3
+    next(p for n, p in model.named_parameters() if "embedder" in n).data += 1
+    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
+    assert len(computed) == 4
+
+
+def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(frozen):
+    settings, train, model, backbone = frozen
+    settings.views = 3
+    from livt_hf.finetuning import finetune_augmentation
+
+    features = backbone.features(train, settings, finetune_augmentation(settings, input_facts(backbone.processor)))
+    assert len(features) == 3 and not np.allclose(features[1], features[2])
+    loader = FeatureLoader(features, train, Batches(64))
+    for epoch in range(4):
+        (batch,) = loader.epoch(epoch)
+        np.testing.assert_array_equal(batch["pixel_values"], features[epoch % 3][batch["index"]])
+
+
+def test_lora_trains_few_parameters_and_merges_to_the_same_logits_in_the_stock_class(tmp_path):
+    pytest.importorskip("peft")
+    model = AutoModelForImageClassification.from_pretrained(dinov2(tmp_path / "dinov2"))
+    model = balance(model, class_counts=[5, 3, 2])
+    names = set(model.state_dict())
+    add_lora(model, rank=2)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or name.startswith("classifier") for name in trainable)
+    assert {name for name, _ in model.named_parameters() if name.startswith("classifier")} <= trainable
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    pixels = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        before = model.eval()(pixels).logits
+        torch.testing.assert_close(merge_lora(model)(pixels).logits, before, atol=1e-4, rtol=1e-4)
+    assert set(model.state_dict()) == names
+
+
+def test_lora_fine_tuning_ends_as_a_stock_model(pictures, tmp_path):
+    pytest.importorskip("peft")
+    run = trained(pictures, dinov2(tmp_path / "dinov2"), tmp_path / "run", "--tune", "lora")
+    assert type(AutoModelForImageClassification.from_pretrained(run.folder)) is Dinov2ForImageClassification
+
+
+def test_an_interrupted_head_run_goes_on_to_the_same_weights(pictures, tmp_path):
+    path = resnet(tmp_path / "resnet")
+    whole = trained(pictures, path, tmp_path / "whole", "--tune", "head")
+    cut = ["--tune", "head", "--max_hours", "0"]
+    with pytest.raises(Exception) as stopped:
+        trained(pictures, path, tmp_path / "cut", *cut)
+    assert type(stopped.value).__name__ == "Interrupted"
+    finetune.main(["--resume", str(tmp_path / "cut"), "--max_hours", "1"])
+    one, two = (
+        AutoModelForImageClassification.from_pretrained(f).state_dict() for f in (whole.folder, tmp_path / "cut")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--tune", "head", "--mixup", "0.2"], "features of a frozen backbone cannot be mixed"),
+        (["--tune", "head", "--image_size", "1"], "does not take images of 1 pixels"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(pictures, tmp_path, options, complaint):
+    with pytest.raises(LiVTError, match=complaint):
+        trained(pictures, dinov2(tmp_path / "dinov2"), tmp_path / "run", *options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_backbone_without_linear_layers_gets_no_lora(tmp_path):
+    pytest.importorskip("peft")
+    model = balance(AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "r")), class_counts=[3, 2, 1])
+    with pytest.raises(LiVTError, match="ResNetForImageClassification has no linear layer besides its classifier"):
+        add_lora(model, 2)
+
+
+def test_a_backbone_without_an_image_processor_is_refused(pictures, tmp_path):
+    path = resnet(tmp_path / "resnet")
+    (path / "preprocessor_config.json").unlink()
+    with pytest.raises(LiVTError, match="has no image processor"):
+        trained(pictures, path, tmp_path / "run", "--tune", "head")
+
+
+def test_a_processor_of_another_size_keeps_its_margin():
+    processor = ViTImageProcessor(
+        size={"shortest_edge": 256}, crop_size={"height": 224, "width": 224}, do_center_crop=True
+    )
+    smaller = resized(processor, 112)
+    assert input_facts(smaller).size == 112 and dict(smaller.size)["shortest_edge"] == 128
+
+
+def test_labels_of_the_checkpoint_are_replaced_by_those_of_the_data(tmp_path):
+    features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
+    train = Dataset.from_dict({"image": [Pictures.new("RGB", (8, 8))] * 3, "label": [0, 0, 1]}, features=features)
+    settings = FinetuneSettings(pretrained=str(resnet(tmp_path / "resnet")))
+    model = build_classifier(settings, train)
+    assert model.config.id2label == {0: "cat", 1: "dog"} and model.config.long_tail.class_counts == [2, 1]
