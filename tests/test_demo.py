@@ -169,6 +169,15 @@ def test_a_model_without_class_counts_works_and_says_what_is_missing(tmp_path, t
         read_world(served, [tmp_path / "image.png"])
 
 
+def test_a_model_that_needs_calibration_says_so_and_estimates_no_prior(tmp_path, tiny):
+    save_model(tmp_path, tiny, trained_with={"mixup": 0.8})
+    served = ServedClassifier(str(tmp_path))
+    assert "Beware of the probabilities: it was trained with mixup 0.8" in served.caveat
+    assert list(served.scores(torch.zeros(3), served.classes.tilted(1))) == [ARGMAX, UNIFORM, YOURS]
+    with pytest.raises(LiVTError, match="mixup 0.8.*livt calibrate"):
+        read_world(served, [tmp_path / "image.png"])
+
+
 def test_a_stock_model_that_was_balanced_is_served_under_any_prior(tmp_path, tiny):
     model = ViTForImageClassification(ViTConfig(**tiny, num_labels=3)).eval()
     balance(model, class_counts=COUNTS, loss="bal_ce").save_pretrained(tmp_path)

@@ -219,7 +219,7 @@ def test_what_cannot_be_used_is_said_and_the_demo_goes_on(tmp_path, tiny):
     with demo(tmp_path, tmp_path / "model") as page:
         page.one("#tilt")
         page.upload(".tabitem", tmp_path / "notes.png")
-        assert page.message("cannot identify image file")
+        assert page.message("notes.png is not an image that can be read")
         page.upload("#open", tmp_path / "other.json")
         assert page.message("disagree on the classes")
         page.one('button[aria-label="Clear"]').click()

@@ -10,7 +10,7 @@ from torch import Tensor
 from livt_hf.data.decoding import BrokenImageError
 from livt_hf.demo.bars import Bar, panels
 from livt_hf.demo.classes import Classes
-from livt_hf.evaluation.models import head_of, is_multi_label, why_no_posterior
+from livt_hf.evaluation.models import head_of, is_multi_label, why_no_posterior, why_uncalibrated
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.anatomy import pooled_features
 from livt_hf.long_tail.priors import Prior
@@ -32,9 +32,11 @@ class ServedClassifier:
         self.predictor = Predictor(path, device=device)
         self.predictor.rule = lambda logits: logits  # kept as they are: priors come later
         self.model, self.names = self.predictor.model, self.predictor.labels
-        missing = why_no_posterior(self.model)
+        missing, self.doubt = why_no_posterior(self.model), why_uncalibrated(self.model)
         # What the page says of a model that lacks something.
-        self.caveat = missing and f"No prior can be chosen for this model: {self.predictor.caveat}."
+        self.caveat = missing and f"No prior can be chosen: scores are no class probabilities, because {missing}."
+        if self.doubt:
+            self.caveat = f"Beware of the probabilities: {self.doubt}; `livt calibrate` does that."
         self.classes = None if missing else Classes.of(self.model)
         self.groups = None if missing else self.classes.groups
 

@@ -68,7 +68,8 @@ def written(text: str, name: str) -> str:
 
 def pick_image(shown: Shown) -> gr.Image:
     """Where an image is dropped, with examples below it."""
-    image = gr.Image(type="filepath", image_mode=None, label="Image", sources=["upload", "clipboard"], height=280)
+    image = gr.Image(label="Image", sources=["upload", "clipboard"], height=280)
+    image.preprocess = lambda uploaded: uploaded and uploaded.path  # Gradio would decode it, and fail in its own words
     if shown.examples:
         gr.Examples([[str(path)] for path in shown.examples], image, examples_per_page=16, label="Examples")
     return image

@@ -14,6 +14,7 @@ from torch import Tensor
 from livt_hf.demo.classes import ROWS
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import head_of
 from livt_hf.long_tail.priors import estimate_prior
 
 PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
@@ -54,8 +55,8 @@ class World:
 
     def __init__(self, served: ServedClassifier, files: Sequence[Path], logits: Tensor, broken: dict[Path, str]):
         self.served, self.files, self.broken = served, files, broken
-        source = torch.from_numpy(served.classes.counts / served.classes.images)
-        self.source, self.estimate = source, estimate(served.training_posterior(logits), source)
+        self.source = head_of(served.model).prior.cpu()
+        self.estimate = estimate(served.training_posterior(logits), self.source)
         self.before = served.posterior(logits, "uniform").max(-1)
         self.after = served.posterior(logits, self.estimate.prior).max(-1)
 
@@ -112,8 +113,8 @@ def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
     if served.classes is None or served.classes.several:
         why = served.caveat or "Its images may have several labels each, and a prior is estimated for one label."
         raise LiVTError(f"no prior can be estimated with this model. {why}")
-    if served.model.config.long_tail.label_smoothing:
-        raise LiVTError("this model was trained with smoothed labels, from which no prior can be estimated.")
+    if served.doubt:
+        raise LiVTError(f"no prior can be estimated with this model: {served.doubt}; calibrate it (livt calibrate).")
     Image.init()
     files = [path for path in map(Path, files) if path.suffix.lower() in Image.registered_extensions()]
     if not files:
