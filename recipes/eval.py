@@ -4,6 +4,7 @@
     livt eval --model org/name --dataset inat18 --source FOLDER
     livt eval --model RUN --prior prior.json    # the class frequencies it will meet
     livt eval --model RUN --adapt_prior         # the same, estimated from the images alone
+    livt eval --model RUN --test_imbalance      # test sets whose classes are frequent and rare, in both directions
     livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
 
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
@@ -14,8 +15,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from accelerate import Accelerator
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -23,12 +25,14 @@ from livt_hf import LiViTForPreTraining
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
 from livt_hf.data.labels import is_multi_label as has_several_labels
+from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import estimated_prior
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
     class_names,
+    head_of,
     is_multi_label,
     lent_by_run,
     load_checkpoint,
@@ -37,10 +41,13 @@ from livt_hf.evaluation.models import (
 )
 from livt_hf.evaluation.probes import encoder_features, knn_scores, linear_probe_scores
 from livt_hf.evaluation.rules import ESTIMATED, PAPER, posterior_rule, prior_words, serving_prior, standard_rules
-from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
+from livt_hf.evaluation.running import evaluate_multi_label, evaluate_rules, run_model
+from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
 from livt_hf.long_tail.priors import PriorEstimate
 from livt_hf.metrics import long_tail_metrics
+from livt_hf.reports import markdown_table
 from livt_hf.reports.evaluation import choose_folder, write_report
+from livt_hf.reports.shifts import shift_rows
 from livt_hf.results import percent, provenance
 from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches
@@ -80,19 +87,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_numbers(folder, summary, accelerator)
         return
 
+    shifted = planned_shifts(settings, data[settings.split], counts)
     rules = standard_rules(model)
     if prior is not None:
         rules[f"posterior, {prior_words(settings.prior)}"] = posterior_rule(model, prior)
+    outputs = run_model(model, loader(settings.split), accelerator)
     if settings.adapt_prior:
-        estimate = estimated_prior(model, loader(settings.split), accelerator)
+        estimate = estimated_prior(head_of(model), outputs.batches(), accelerator)
         summary["estimated_prior"] = describe_estimate(estimate, accelerator)
         if estimate.reliable:
             rules[ESTIMATED] = posterior_rule(model, estimate.prior)
-    measured, pairs = evaluate_classifier(model, loader(settings.split), accelerator, counts, rules)
+    measured, pairs = evaluate_rules(outputs.batches(), accelerator, counts, rules)
+    if shifted:
+        summary["shifted"] = [measure_shift(model, outputs, one, counts, accelerator) for one in shifted]
     if not accelerator.is_main_process:
         return
     summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
     print_rules(summary)
+    if shifted:
+        print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
     if why_uncalibrated(model):
         print(f"  Beware of the posterior: {why_uncalibrated(model)}; `livt calibrate` does that.")
     write_report(folder, settings, summary, measured, pairs, data[settings.split])
@@ -130,6 +143,12 @@ def check_data(model: PreTrainedModel, data: DatasetDict, settings: EvalSettings
             f"images of {settings.dataset} have several labels, and kNN and the linear probe answer with one; "
             "fine-tune the checkpoint and evaluate that."
         )
+
+
+def planned_shifts(settings: EvalSettings, dataset: Dataset, counts: np.ndarray) -> list[ShiftedSet]:
+    if settings.test_imbalance is None:
+        return []
+    return shifted_sets(settings.test_imbalance, labels_of(dataset).values, counts, settings.seed)
 
 
 def measure_encoder(

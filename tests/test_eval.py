@@ -412,6 +412,24 @@ def test_knn_and_the_linear_probe_are_refused_on_two_processes(workplace):
     assert "Traceback" not in run.printed and not run.folder.exists()
 
 
+def test_shifted_test_sets_compare_the_rules_under_the_true_prior(workplace, evaluate, refused, tmp_path):
+    sure = saved_sure(tmp_path / "sure", workplace)
+    options = ["--model", sure, "--dataset", workplace.pictures]
+    result = evaluate(*options, "--test_imbalance=5,-5")
+    forward, balanced, backward = result.summary["shifted"]
+    assert [one["imbalance"] for one in result.summary["shifted"]] == [5, 1, -5]
+    assert [one["num_images"] for one in result.summary["shifted"]] == [11 + 6 + 3 + 2, 44, 11 + 6 + 3 + 2]
+    for one in result.summary["shifted"]:
+        assert list(one["rules"])[:3] == [PAPER, UNIFORM, "posterior, true prior"]
+        assert one["rules"]["posterior, true prior"]["accuracy"] >= one["rules"][UNIFORM]["accuracy"] - 0.1
+    assert balanced["rules"][UNIFORM]["accuracy"] == result.summary["rules"][UNIFORM]["accuracy"]
+    assert balanced["rules"]["posterior, true prior"] == balanced["rules"][UNIFORM]
+    assert (result.report / "shifts.png").exists()
+    assert "| 5 forward | 22 |" in (result.report / "report.md").read_text()
+    assert "| 5 backward | 22 |" in result.printed
+    assert "needs 50 test images of every class, but some class has 11" in refused(*options, "--test_imbalance")
+
+
 # Calibration, and the one headline
 
 

@@ -21,6 +21,7 @@ from livt_hf.reports import (
     reliability_diagram,
     training_curves,
 )
+from livt_hf.reports.shifts import accuracy_by_shift, shift_rows
 from livt_hf.results import percent
 from livt_hf.runs import LOG
 from livt_hf.settings import EvalSettings
@@ -28,6 +29,7 @@ from livt_hf.settings import EvalSettings
 SAMPLES = 6
 # The files of a report that show numbers and no image of the dataset: they may be published without asking.
 NUMBERS = ("evaluation.json", "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
+NUMBERS += ("shifts.png",)
 
 
 def choose_folder(settings: EvalSettings) -> Path:
@@ -64,15 +66,17 @@ def write_report(
         title = f"Reliability: {rule}"
         if any(row["images"] for row in metric.bins):  # none where all logits are NaN
             pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
+    if "shifted" in summary:
+        pictures["Shifted test sets"] = accuracy_by_shift(summary["shifted"], folder / "shifts.png")
     log = Path(settings.model) / LOG
     if log.exists():
         pictures["Training"] = training_curves({Path(settings.model).name: log}, folder / "training.png")
-    tables = {
-        "Metrics (percent)": _rule_rows(summary["rules"], measured),
-        "Classes (accuracy and confidence in percent)": [
-            row | {name: percent(row[name]) for name in ("accuracy", "confidence")} for row in per_class
-        ],
-    }
+    tables = {"Metrics (percent)": _rule_rows(summary["rules"], measured)}
+    if "shifted" in summary:
+        tables["Shifted test sets (accuracy in percent)"] = shift_rows(summary["shifted"])
+    tables["Classes (accuracy and confidence in percent)"] = [
+        row | {name: percent(row[name]) for name in ("accuracy", "confidence")} for row in per_class
+    ]
     (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"{settings.model} on {settings.dataset} ({settings.split})"
     text = [f"# {title}", *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
