@@ -21,11 +21,12 @@ from transformers import (
 from livt_hf.configuration_livit import LiViTConfig, size_name
 from livt_hf.data import eval_processor, label_statistics, normalization
 from livt_hf.data.labels import class_feature, is_multi_label
+from livt_hf.data.sampling import seen_counts
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.anatomy import classifier_of
 from livt_hf.long_tail.balance import balance
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.long_tail.priors import read_prior
+from livt_hf.long_tail.priors import read_class_weights, read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.pretrained import without_load_report
 from livt_hf.runs import lent_by_pretraining
@@ -93,6 +94,10 @@ def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
     head |= {"class_counts": counts.tolist(), "num_train_images": num_images if several else None}
     softened = {"mixup": settings.mixup, "cutmix": settings.cutmix}
     head["trained_with"] = {name: alpha for name, alpha in softened.items() if alpha}
+    if settings.sampler != "natural":
+        head["seen_counts"] = seen_counts(counts, settings.sampler, settings.epochs).tolist()
+    if settings.class_weights is not None:
+        head["class_weights"] = read_class_weights(settings.class_weights, names)
     if settings.test_prior == "none":
         head["test_prior"] = None
     elif settings.test_prior != "uniform":

@@ -104,11 +104,12 @@ class LiViTConfig(PreTrainedConfig):
 def with_settings(values: dict, settings: dict) -> dict:
     """The values of a config, flat, with other settings of the head.
 
-    New counts forget the old number of images, and every new setting of the head the calibration of the old ones.
+    New counts forget what belongs to the old ones, and every new setting of the head the calibration of the old ones.
     """
     values, settings = ({**given, **(given.get("long_tail") or {}), "long_tail": None} for given in (values, settings))
     if "class_counts" in settings:
-        values.pop("num_train_images", None)
+        for name in ("num_train_images", "seen_counts", "class_weights"):
+            values.pop(name, None)
     if settings.keys() & set(LongTailConfig.names()):
         values.pop("calibration", None)
     return values | settings

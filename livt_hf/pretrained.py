@@ -21,7 +21,7 @@ _ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
 # What holds for one set of classes only.
 _OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior")
-_OF_LABELS += ("calibration", "trained_with")
+_OF_LABELS += ("calibration", "trained_with", "seen_counts", "class_weights")
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
 

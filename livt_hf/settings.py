@@ -304,6 +304,16 @@ class FinetuneSettings(TrainingSettings):
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
     label_smoothing: float = option(0.0, "probability mass moved to all classes, in the loss")
+    sampler: Literal["natural", "balanced", "sqrt", "progressive"] = option(
+        "natural",
+        "how often images of a class of n are drawn: each once, ~ 1/n, ~ 1/sqrt(n), or from natural to balanced over "
+        "the epochs",
+    )
+    class_weights: str | None = option(
+        None,
+        "JSON or YAML file with one weight per class, by name or as a list: factors of its images' loss",
+        place=True,
+    )
     normalised_classifier: bool = option(False, "LDAM: logits are cosines, as Cao et al. have them (not the paper)")
     drw_start: float | None = option(
         None, "deferred re-weighting: share of the epochs after which images are weighted by class; default: never"

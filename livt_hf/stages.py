@@ -11,9 +11,10 @@ from livt_hf.configuration_livit import PRESETS
 from livt_hf.data import Batches
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.loading import StoredImages
+from livt_hf.data.sampling import Sampler
 from livt_hf.metrics import group_sizes
 from livt_hf.results import provenance
-from livt_hf.settings import TrainingSettings
+from livt_hf.settings import FinetuneSettings, TrainingSettings
 from livt_hf.training.loop import Loop
 
 
@@ -36,6 +37,7 @@ def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Ba
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         num_workers=settings.num_workers,
+        sampler=Sampler(settings.sampler, settings.epochs) if isinstance(settings, FinetuneSettings) else Sampler(),
     )
 
 

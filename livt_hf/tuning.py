@@ -24,7 +24,7 @@ from livt_hf.backbones import input_facts
 from livt_hf.data import Batches, DeviceTransform, FinetuneAugmentation, eval_loader
 from livt_hf.data.decoding import image_digests
 from livt_hf.data.labels import labels_of, number_of_classes
-from livt_hf.data.loading import _UpdateSampler, augmented_in_order
+from livt_hf.data.loading import UpdateSampler, augmented_in_order
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.anatomy import classifier_of, pooled_features
 from livt_hf.long_tail.balance import BalancedClassifier
@@ -104,7 +104,7 @@ class FeatureLoader:
         self.features, self.labels, self.batches = features, labels_of(dataset), batches
         self.num_classes = number_of_classes(dataset)
         self.num_images = len(dataset)
-        self._sampler = _UpdateSampler(self.num_images, batches)
+        self._sampler = UpdateSampler(self.labels, batches)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -114,7 +114,7 @@ class FeatureLoader:
         self._sampler.epoch, self._sampler.start_update = epoch, start_update
         view = self.features[epoch % len(self.features)]
         for keys in self._sampler:
-            yield self._batch(view, [index for _, index in keys])
+            yield self._batch(view, [draw % self.num_images for _, draw in keys])
 
     def in_order(self) -> Iterator[dict]:
         """Every image of this process once, for evaluation."""

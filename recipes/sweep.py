@@ -80,7 +80,8 @@ class SweepSettings(CommandSettings):
             shared |= {name: asked["pretrain"].get(name) for name in ("source", "lists")}
         if self.model_size is not None:
             of_this_size = CONFIGS / f"{stage}-{dataset}-{self.model_size}.yaml"
-            shared |= {"config": of_this_size if of_this_size.exists() else None, "model_size": self.model_size}
+            own = of_this_size.exists() and "tune" not in options  # what is tuned has a config of its own
+            shared |= {"config": of_this_size if own else None, "model_size": self.model_size}
         return [*as_words(shared), *further[stage], *as_words(options)]
 
 

@@ -76,7 +76,7 @@ def test_metrics_are_compared_with_scikit_learn_on_the_same_logits(benchmark, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("question", ["data", "pretrain", "finetune", "launch", "predict", "metrics", "growth", "demo"])
+@pytest.mark.parametrize("question", recipe.BENCHMARKS)
 def test_each_question_is_answered(benchmark, question):
     if question == "metrics":
         pytest.importorskip("sklearn")

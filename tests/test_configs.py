@@ -26,7 +26,9 @@ from livt_hf.training.optim import scaled_lr
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-OF_THE_PAPER = [name for name in NAMES if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt)", name)]
+TUNED = [name for name in NAMES if name.startswith("finetune-tune-")]  # for any dataset
+OF_A_DATASET = [name for name in NAMES if name not in TUNED]
+OF_THE_PAPER = [name for name in OF_A_DATASET if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt)", name)]
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
 TRAIN_IMAGES = {
     "imagenet-lt": 115_846, "imagenet-bal": 160_000, "imagenet-1k": 1_281_167, "inat18": 437_513, "places-lt": 62_500,
@@ -66,7 +68,7 @@ def train_images(arguments) -> int:
 # What a config says of itself
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_A_DATASET)
 def test_a_config_parses_under_its_stage_and_is_named_after_its_dataset(name):
     arguments = settings(name)
     assert name == f"{stage_of(name)}-{arguments.dataset}" or name.startswith(f"{stage_of(name)}-{arguments.dataset}-")
@@ -75,7 +77,15 @@ def test_a_config_parses_under_its_stage_and_is_named_after_its_dataset(name):
     assert list(given)[0] == "dataset"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "glyphs" not in name])
+@pytest.mark.parametrize("name", TUNED)
+def test_what_is_tuned_has_a_config_whatever_the_dataset(name):
+    _, _, *options = command(name)
+    asked, config = FinetuneSettings.parse(options, CONFIGS), settings(name)
+    assert dataclasses.replace(config, dataset="FOLDER", pretrained="org/any-classifier") == asked
+    assert name == f"finetune-tune-{asked.tune}"
+
+
+@pytest.mark.parametrize("name", [name for name in OF_A_DATASET if "glyphs" not in name])
 def test_a_header_has_a_command_whose_images_can_be_shared_by_1_8_and_16_processes(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     _, stage, *options = command(name)
@@ -129,7 +139,7 @@ def macs(arguments) -> float:
 
     preset = PRESETS[arguments.model_size]
     width, layers, patch = preset["hidden_size"], preset["num_hidden_layers"], preset["patch_size"]
-    patches = (arguments.image_size // patch) ** 2
+    patches = ((arguments.image_size or preset["image_size"]) // patch) ** 2
     pixels = 3 * patch**2
     if arguments.stage == "finetune":
         return blocks(patches + 1, width, layers) + patches * width * pixels
@@ -144,7 +154,8 @@ def gpu_hours(arguments) -> float:
     """The authors' 94 for iNat18 at 224 pixels, scaled by arithmetic."""
 
     def work(arguments) -> float:
-        return train_images(arguments) * arguments.epochs * macs(arguments)
+        frozen = getattr(arguments, "tune", None) == "head"  # one forward pass; training has two more per epoch
+        return train_images(arguments) * (1 / 3 if frozen else arguments.epochs) * macs(arguments)
 
     return 94 * work(arguments) / work(settings("finetune-inat18"))
 
@@ -299,7 +310,7 @@ def test_the_rate_an_update_uses_is_the_base_rate_for_256_images(name, lr):
     assert scaled_lr(arguments.base_lr, arguments.batch_size) == pytest.approx(lr)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "glyphs" not in name])
+@pytest.mark.parametrize("name", [name for name in OF_A_DATASET if "glyphs" not in name])
 def test_a_config_leaves_updates_to_make_after_its_warm_up(name):
     arguments = settings(name)
     assert arguments.batch_size <= train_images(arguments)
@@ -344,6 +355,7 @@ def shrunk(pictures, monkeypatch):
     small = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=4)
     monkeypatch.setitem(PRESETS, "micro", small)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setenv("LIVT_RUNS", str(runs))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", pictures.with_name("cache"))
 
     def run(name: str) -> Run:
@@ -365,6 +377,8 @@ def shrunk(pictures, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_three_updates_of_a_config_shrunk_end_with_results(name, shrunk):
+    if name == "finetune-tune-lora":
+        pytest.importorskip("peft")
     run, wanted = shrunk(name), settings(name)
     assert run.results.updates == 3
     assert run.results.weights == ("model" if wanted.ema_decay is None else "ema")

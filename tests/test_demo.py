@@ -238,7 +238,7 @@ def test_the_estimate_finds_the_shares_of_clear_images_within_its_interval():
     assert found.warning is None
 
 
-def test_an_estimate_that_has_collapsed_is_warned_of():
+def test_an_estimate_that_the_images_do_not_bear_out_is_warned_of():
     rng = np.random.default_rng(0)
     posterior = torch.from_numpy(rng.dirichlet(np.ones(50) * 0.9, size=40))  # noise of a model that knows nothing
     assert "Do not trust this estimate" in estimate(posterior, class_prior([1] * 50)).warning

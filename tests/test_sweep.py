@@ -166,6 +166,17 @@ def test_a_model_that_others_start_from_is_trained_first_and_on_its_own_data(swe
     assert second.pretrained == first.output_dir
 
 
+def test_crt_trains_the_classifier_again_on_balanced_draws_of_the_finished_ce_run(runs, sweep, tmp_path):
+    sweep("rebalancing", "--only", "ce", "cRT", "--finetune", "--mixup 0.2")
+    folder = tmp_path / "sweeps" / "glyphs" / "bft"
+    ce, crt = (Run(path).arguments for path in (folder / "loss=ce_seed=0", *folder.glob("after=ce*seed=0")))
+    assert (ce["loss"], ce["tune"], ce["sampler"], ce["mixup"]) == ("ce", None, "natural", 0.2)
+    assert (crt["loss"], crt["tune"], crt["sampler"], crt["mixup"]) == ("ce", "head", "balanced", 0)
+    assert crt["pretrained"] == str(folder / "loss=ce_seed=0")
+    assert crt["epochs"] == FinetuneSettings.parse(["--tune", "head"], CONFIGS).epochs != ce["epochs"]
+    assert len(runs.of(".finetune")) == 2  # the row of CE is what cRT starts from
+
+
 def test_what_is_trained_from_scratch_stays_so_beside_a_checkpoint(sweep, checkpoint):
     printed = sweep("stages", "--pretrained", checkpoint("micro"), "--dry_run").splitlines()
     starts = [FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS).pretrained for line in printed]
@@ -257,7 +268,7 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
     assert len(runs.commands) == done
     sweep("rebalancing")  # ce, bal_ce and bal_bce are there; the pretraining too
     assert len(runs.of(".pretrain")) == 1
-    assert len(runs.commands) - done == 6
+    assert len(runs.commands) - done == len(SWEEPS["rebalancing"].variants) - 3
     done = len(runs.commands)
     sweep("stages")  # its first row says nothing where "losses" says bal_bce, the default: the same run
     assert [dict(zip(c, c[1:], strict=False))["--pretrained"] for c in runs.commands[done:]] == ["none"]

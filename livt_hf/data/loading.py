@@ -1,6 +1,6 @@
 """Batches for training and evaluation: the same images in the same order for any number of workers.
 
-The sampler of the main process hands out (epoch, index) pairs, so workers keep no state, and a run resumes in the
+The sampler of the main process hands out (epoch, draw) pairs, so workers keep no state, and a run resumes in the
 middle of an epoch without reading what it skips.
 
 Data that fits neither on disk nor in memory comes as a stream. What that gives up: images are shuffled within a buffer
@@ -23,6 +23,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 
 from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image
 from livt_hf.data.labels import Labels, is_multi_label, labels_of, number_of_classes
+from livt_hf.data.sampling import Sampler
 from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed, purpose_seed
@@ -39,7 +40,7 @@ BUFFER = 1000  # encoded images of a stream that a worker keeps to shuffle from
 
 @dataclass(frozen=True)
 class Batches:
-    """How images are shared out: `batch_size` of them per update, over all processes and accumulation steps."""
+    """How images are drawn and shared out: `batch_size` per update, over all processes and accumulation steps."""
 
     batch_size: int
     accumulation: int = 1
@@ -47,6 +48,7 @@ class Batches:
     rank: int = 0
     world_size: int = 1
     num_workers: int = 0
+    sampler: Sampler = Sampler()
 
     def __post_init__(self):
         if self.batch_size % self.parts:
@@ -102,13 +104,14 @@ def train_loader(
 
 
 class TrainLoader:
-    """Update u of epoch e takes images permutation(seed, e)[u * B : (u + 1) * B]; a ragged last batch is dropped."""
+    """Update u of epoch e takes draws(seed, e)[u * B : (u + 1) * B] of the sampler; a ragged last batch is dropped."""
 
     def __init__(self, dataset: Dataset, augmentation: Augmentation, batches: Batches):
-        self._sampler = _UpdateSampler(len(dataset), batches)
         self.num_images = len(dataset)
         self.updates_per_epoch = batches.updates(self.num_images)
-        images = _AugmentedImages(StoredImages(dataset), augmentation, batches.seed)
+        stored = StoredImages(dataset)
+        self._sampler = UpdateSampler(stored.all_labels, batches)
+        images = _AugmentedImages(stored, augmentation, batches.seed)
         self._loader = _loader(images, batches.num_workers, batch_sampler=self._sampler)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
@@ -117,25 +120,29 @@ class TrainLoader:
         return iter(self._loader)
 
 
-class _UpdateSampler:
-    def __init__(self, num_images: int, batches: Batches):
-        self.num_images, self.batches = num_images, batches
+class UpdateSampler:
+    """The draws of an epoch's micro-batches on this process, as pairs (epoch, draw)."""
+
+    def __init__(self, labels: Labels, batches: Batches):
+        if labels.offsets is not None and batches.sampler.name != "natural":
+            raise LiVTError(
+                f"sampler {batches.sampler.name!r} draws images by their one class; where images may have several "
+                "labels, only 'natural' is defined."
+            )
+        self.classes = labels.values if labels.offsets is None else np.zeros(len(labels), dtype=int)
+        self.batches = batches
         self.epoch = self.start_update = 0
 
     def __len__(self) -> int:
-        return (self.num_images // self.batches.batch_size - self.start_update) * self.batches.accumulation
+        return (len(self.classes) // self.batches.batch_size - self.start_update) * self.batches.accumulation
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = epoch_permutation(self.num_images, self.batches.seed, self.epoch)
-        first, size = self.start_update * self.batches.batch_size, self.batches.micro_size
+        batches = self.batches
+        order = batches.sampler.draws(self.classes, batches.seed, self.epoch)
+        first, size = self.start_update * batches.batch_size, batches.micro_size
         for number in range(len(self)):
-            start = first + (number * self.batches.world_size + self.batches.rank) * size
-            yield [(self.epoch, index) for index in order[start : start + size].tolist()]
-
-
-def epoch_permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch takes its images."""
-    return np.random.RandomState(keyed_seed(purpose_seed(seed, "order"), epoch)).permutation(num_images)
+            start = first + (number * batches.world_size + batches.rank) * size
+            yield [(self.epoch, draw) for draw in order[start : start + size].tolist()]
 
 
 def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batches) -> DataLoader:
@@ -192,8 +199,11 @@ class StoredImages:
             raise LiVTError("the dataset has no image: check the split, the labels or the rule that made it.")
         self._rows = encoded_images(dataset)
         self.num_classes = number_of_classes(dataset)
-        self._labels = labels_of(dataset)
+        self.all_labels = labels_of(dataset)
         self._cache = self._decode_small()
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def images(self, indices: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
         """A tensor (B, 3, H, W) for an in-memory set of one size, else a list of (3, H, W)."""
@@ -204,7 +214,7 @@ class StoredImages:
 
     def labels(self, indices: Sequence[int]) -> torch.Tensor:
         """Class ids (B,) or, for several labels per image, a float multi-hot (B, C)."""
-        return torch.from_numpy(self._labels.targets(indices, self.num_classes))
+        return torch.from_numpy(self.all_labels.targets(indices, self.num_classes))
 
     def _decode_small(self) -> torch.Tensor | None:
         """All images in one uint8 tensor, or None when they are large, many or of different sizes."""
@@ -226,12 +236,14 @@ class _AugmentedImages(torch.utils.data.Dataset):
         self.stored, self.augmentation, self.seed = stored, augmentation, seed
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict | LiVTError:
-        epoch, indices = keys[0][0], [index for _, index in keys]
+        """Images by their rows; what is random about them belongs to the draw (see `Sampler.draws`)."""
+        epoch, draws = keys[0][0], [draw for _, draw in keys]
+        rows = [draw % len(self.stored) for draw in draws]
         try:
-            images = self.augmentation.batch(self.stored.images(indices), self.seed, epoch, indices)
+            images = self.augmentation.batch(self.stored.images(rows), self.seed, epoch, draws)
         except LiVTError as error:
             return error
-        return {"pixel_values": images, "labels": self.stored.labels(indices), "index": torch.tensor(indices)}
+        return {"pixel_values": images, "labels": self.stored.labels(rows), "index": torch.tensor(draws)}
 
 
 class _ProcessedImages(torch.utils.data.Dataset):

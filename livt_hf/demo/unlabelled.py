@@ -22,8 +22,8 @@ CHANGE_COLUMNS = ("file", "class", "probability", "class in this world", "probab
 RESAMPLES, RESAMPLED = 40, 40_000_000
 FEWEST_RESAMPLES = 5
 UNUSABLE = (
-    "Do not trust this estimate: it moves as much as it differs from equal shares where the model's evidence is "
-    "disturbed a little. It is shown and not offered. Train longer, calibrate the model, or count some images by hand."
+    "Do not trust this estimate: these images do not say clearly that their classes are not equally frequent. It is "
+    "shown and not offered. Calibrate the model (livt calibrate), train longer, or count some images by hand."
 )
 
 

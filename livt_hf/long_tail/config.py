@@ -17,6 +17,10 @@ class LongTailConfig(dict):
 
     loss: a name of `livt_hf.losses.LOSSES`.
     class_counts: training images of each class.
+    seen_counts: images of each class that an epoch of training shows, where a sampler does not show each image once;
+        the prior and the bias of the head are theirs.
+    class_weights: factors of the loss of each class's images, in place of those of CB and of DRW; given for another
+        loss, they hold from the start.
     num_train_images: must be given where an image may have several labels; elsewhere it is the sum of the counts.
     tau: strength of the logit bias.
     test_prior: None (Theorem 2), "uniform" (Eq. 13) or one probability per class (Theorem 3).
@@ -36,6 +40,8 @@ class LongTailConfig(dict):
 
     loss: str = "bal_bce"
     class_counts: list[int] | None = None
+    seen_counts: list[float] | None = None
+    class_weights: list[float] | None = None
     num_train_images: int | None = None
     tau: float = 1.0
     test_prior: Literal["uniform"] | list[float] | None = "uniform"
@@ -61,6 +67,9 @@ class LongTailConfig(dict):
             values["class_counts"] = [_whole(count) for count in self.class_counts]
         if self.test_prior is not None and not isinstance(self.test_prior, str):
             values["test_prior"] = [float(value) for value in self.test_prior]
+        for name in ("seen_counts", "class_weights"):
+            if values[name] is not None:
+                values[name] = [float(value) for value in values[name]]
         self.update(values)
         self._check()
 
@@ -83,7 +92,14 @@ class LongTailConfig(dict):
     @property
     def weighted_from(self) -> float | None:
         """The share of the training after which images are weighted by class, or None where they never are."""
-        return 0.0 if self.spec.class_weighted else self.drw_start
+        if self.spec.class_weighted or (self.class_weights is not None and self.drw_start is None):
+            return 0.0
+        return self.drw_start
+
+    @property
+    def shown_counts(self) -> list[int] | list[float] | None:
+        """The images of each class that training shows: what the head learns the posterior under."""
+        return self.class_counts if self.seen_counts is None else self.seen_counts
 
     @property
     def num_images(self) -> int:
@@ -116,15 +132,27 @@ class LongTailConfig(dict):
             raise LiVTError(f"cb_beta {self.cb_beta} must lie between 0 and 1.")
         if not 0 <= self.ib_warmup <= 1:
             raise LiVTError(f"ib_warmup {self.ib_warmup} is a share of the training; it lies between 0 and 1.")
-        if self.drw_start is not None:
-            self._check_drw()
+        if self.weighted_from is not None:
+            self._check_weighting()
 
-    def _check_drw(self) -> None:
-        if not 0 <= self.drw_start <= 1:
+    def _check_weighting(self) -> None:
+        """Refuse what does not weight images by class, or does so twice."""
+        if self.drw_start is not None and not 0 <= self.drw_start <= 1:
             raise LiVTError(f"drw_start {self.drw_start} is a share of the training; it lies between 0 and 1.")
-        if self.spec.class_weighted or self.spec.batch_statistic:
-            why = "weights images by class already" if self.spec.class_weighted else "is no mean over images"
-            raise LiVTError(f"drw_start cannot be used with loss {self.loss!r}, which {why}; leave it out.")
+        why = None
+        if self.drw_start is not None and self.spec.class_weighted:
+            why = "drw_start", "weights images by class already"
+        elif self.spec.batch_statistic:
+            why = self._weighted_by, "is no mean over images"
+        if why is not None:
+            raise LiVTError(f"{why[0]} cannot be used with loss {self.loss!r}, which {why[1]}; leave it out.")
+
+    @property
+    def _weighted_by(self) -> str:
+        """What says that images are weighted by class."""
+        if self.spec.class_weighted:
+            return f"loss {self.loss!r}"
+        return "class_weights" if self.drw_start is None else "drw_start"
 
     def check_labels(self, num_labels: int, multi_label: bool) -> None:
         """Refuse what does not fit the labels of the model."""
@@ -145,8 +173,10 @@ class LongTailConfig(dict):
         if self.spec.activation == "softmax":
             raise LiVTError(f"loss {self.loss!r} picks one class per image; multi-label data needs a sigmoid loss.")
         if self.weighted_from is not None:
-            what = f"loss {self.loss!r}" if self.spec.class_weighted else "drw_start"
-            raise LiVTError(f"{what} weighs an image by its one label; multi-label data needs another sigmoid loss.")
+            way_out = "needs another sigmoid loss" if self.spec.class_weighted else "goes without"
+            raise LiVTError(f"{self._weighted_by} weighs an image by its one label; multi-label data {way_out}.")
+        if self.seen_counts is not None:
+            raise LiVTError("a sampler draws an image by its one label; multi-label data needs --sampler natural.")
         if self.label_smoothing:
             raise LiVTError(
                 f"label_smoothing {self.label_smoothing} cannot be used with multi-label targets; set it to 0."
@@ -178,6 +208,23 @@ class LongTailConfig(dict):
             )
         if not multi_label and images not in (None, sum(counts)):
             raise LiVTError(f"num_train_images is {images} but class_counts sum to {sum(counts)}; leave it out.")
+        for name in ("seen_counts", "class_weights"):
+            self._check_numbers(name, num_labels)
+        if self.seen_counts is not None and not math.isclose(sum(self.seen_counts), sum(counts), rel_tol=1e-6):
+            raise LiVTError(
+                f"seen_counts sum to {sum(self.seen_counts):g}; an epoch draws as many images as class_counts have, "
+                f"{sum(counts)}."
+            )
+
+    def _check_numbers(self, name: str, num_labels: int) -> None:
+        values = getattr(self, name)
+        if values is None:
+            return
+        if len(values) != num_labels:
+            raise LiVTError(f"{name} has {len(values)} entries for {num_labels} labels; give one per class.")
+        wrong = [value for value in values if not (math.isfinite(value) and value > 0)]
+        if wrong:
+            raise LiVTError(f"{name} holds {wrong[0]:g}; every class needs a positive number.")
 
 
 def _whole(count) -> int:

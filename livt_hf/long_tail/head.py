@@ -1,5 +1,7 @@
 """The head of a long-tailed classifier: from logits to the configured loss, and from logits to probabilities."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -109,7 +111,7 @@ class LongTailHead(nn.Module):
 
     def constants(self) -> dict[str, Tensor]:
         """Everything the class counts determine: never saved, always derived."""
-        settings, counts = self.settings, self.settings.class_counts
+        settings, counts = self.settings, self.settings.shown_counts
         if counts is None:
             return {"logit_bias": torch.zeros(self.config.num_labels)}
         if not self.spec.balanced:
@@ -122,10 +124,17 @@ class LongTailHead(nn.Module):
         return {
             "logit_bias": settings.tau * bias,
             "prior": class_prior(counts, settings.num_images).float(),
-            "class_weight": effective_number_weights(counts, settings.cb_beta),
+            "class_weight": self._class_weights(counts),
             "inverse_count": inverse_count_weights(counts),
-            "margin": ldam_margins(counts, settings.ldam_max_margin),
+            "margin": ldam_margins(settings.class_counts, settings.ldam_max_margin),  # a matter of different images
         }
+
+    def _class_weights(self, counts: Sequence[float]) -> Tensor:
+        """Those that were given, scaled to sum C like the others, or those by effective numbers."""
+        if self.settings.class_weights is None:
+            return effective_number_weights(counts, self.settings.cb_beta)
+        weights = torch.tensor(self.settings.class_weights, dtype=torch.float64)
+        return (weights * len(weights) / weights.sum()).float()
 
     def _apply(self, fn, recurse=True):
         """Follow the model to its device but not to half precision: priors of one in ten million must survive."""
@@ -143,7 +152,7 @@ class LongTailHead(nn.Module):
             return torch.logit(as_prior(settings.test_prior, classes, multi_label=self.multi_label)).float()
         if self.spec.balanced or settings.class_counts is None:  # the bias of the loss is logit(pi_s) itself
             return zero
-        return log_odds(settings.class_counts, settings.num_images).float()
+        return log_odds(settings.shown_counts, settings.num_images).float()
 
     def forward(self, logits: Tensor, labels: Tensor, features: Tensor | None = None) -> Tensor:
         settings, classes = self.settings, None
@@ -216,7 +225,7 @@ class LongTailHead(nn.Module):
         """
         settings = self.settings
         log_posterior = self.training_posterior(logits)
-        source = class_prior(settings.class_counts, settings.num_images)
+        source = class_prior(settings.shown_counts, settings.num_images)
         if prior is None:
             prior = settings.test_prior
         if prior is None:

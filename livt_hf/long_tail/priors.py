@@ -69,6 +69,20 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
 
     Where an image may have several labels, the numbers are the shares of images with each label and stay as they are.
     """
+    content = _numbers_by_class(path, labels, "prior")
+    if min(content) < 0 or sum(content) <= 0:
+        raise LiVTError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
+    if multi_label:
+        return as_prior(content, len(labels), multi_label=True, what=f"the prior in {path}").tolist()
+    return [value / sum(content) for value in content]
+
+
+def read_class_weights(path: str, labels: Sequence[str]) -> list[float]:
+    """A JSON or YAML file with a positive weight for each class, as a list in class order or by class name."""
+    return _numbers_by_class(path, labels, "class weights")
+
+
+def _numbers_by_class(path: str, labels: Sequence[str], what: str) -> list[float]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -78,7 +92,7 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
         wrong = sorted(set(labels) ^ set(names))
         if wrong:
             raise LiVTError(
-                f"the prior in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
+                f"the {what} in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
             )
         content = [names[label] for label in labels]
     if (
@@ -87,11 +101,7 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
         or not all(isinstance(v, int | float) for v in content)
     ):
         raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
-    if min(content) < 0 or sum(content) <= 0:
-        raise LiVTError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
-    if multi_label:
-        return as_prior(content, len(labels), multi_label=True, what=f"the prior in {path}").tolist()
-    return [value / sum(content) for value in content]
+    return content
 
 
 def log_training_posterior(logits: Tensor, bias: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:

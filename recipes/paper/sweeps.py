@@ -34,10 +34,13 @@ class Sweep:
     tables: tuple[str, ...] = ()
 
 
-def _losses(names: list[str], **extra) -> list[Variant]:
-    hard = {"mixup": 0, "cutmix": 0}
+_HARD = {"mixup": 0, "cutmix": 0}  # for what is defined for hard labels only
+_FROZEN = _HARD | {"erase": 0}  # features of a frozen backbone cannot be mixed
+
+
+def _losses(names: list[str]) -> list[Variant]:
     return [
-        Variant(name, {"loss": name} | (hard if name in ("lade", "ib") else {}) | extra, paper={"loss": name})
+        Variant(name, {"loss": name} | (_HARD if name in ("lade", "ib") else {}), paper={"loss": name})
         for name in names
     ]
 
@@ -97,7 +100,13 @@ SWEEPS: dict[str, Sweep] = {
     ),
     "rebalancing": Sweep(
         "Rebalancing strategies",
-        _losses(["ce", "cb_ce", "cb_bce", "ldam", "lade", "ib", "nt_bce", "bal_ce", "bal_bce"]),
+        [
+            *_losses(["ce", "cb_ce", "cb_bce", "ldam", "lade", "ib", "nt_bce", "bal_ce", "bal_bce"]),
+            # Not in the paper, but expected beside it: Kang et al.'s sampling and cRT, and LDAM as Cao et al. have it.
+            Variant("ce, balanced sampling", {"loss": "ce", "sampler": "balanced"}),
+            Variant("cRT", {"tune": "head", "loss": "ce", "sampler": "balanced"} | _FROZEN, start=_losses(["ce"])[0]),
+            Variant("ldam, DRW", {"loss": "ldam", "normalised_classifier": True, "drw_start": 0.8}),
+        ],
         "loss",
         ("loss-on-vit",),
     ),
