@@ -458,7 +458,7 @@ _type_hints = functools.cache(get_type_hints)
 
 def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
     """The type of an option: int, float, bool, str, a Literal, or a list of one of them; None aside."""
-    hint = _type_hints(cls)[declared.name]
+    hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return next(part for part in parts if part is not type(None))
 

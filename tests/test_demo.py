@@ -30,7 +30,6 @@ from livt_hf.demo.reconstruction import ServedPretraining
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
 from livt_hf.demo.unlabelled import estimate, read_world
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.prediction import find_images
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.priors import class_prior
 from livt_hf.recipes.publish import main as publish_command
@@ -218,10 +217,9 @@ def test_an_image_of_100_megapixels_is_classified_and_one_of_200_is_refused(serv
 
 
 def test_a_folder_without_images_is_refused(served, tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("nothing to see")
+    (tmp_path / "notes.txt").write_text("nothing to see")
     with pytest.raises(LiVTError, match="there is no image among these files"):
-        read_world(served, find_images([str(tmp_path / "folder")]))
+        read_world(served, [tmp_path / "notes.txt"])
 
 
 def sure_posteriors(shares, images, rng):
@@ -250,7 +248,8 @@ def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_can
     for seed in range(12):
         save_image(folder / f"{seed}.png", seed)
     (folder / "broken.png").write_text("broken")
-    world = read_world(served, find_images([str(folder)]))
+    (folder / "notes.txt").write_text("not meant")
+    world = read_world(served, sorted(folder.iterdir()))
     assert len(world.files) == 12 and [path.name for path in world.broken] == ["broken.png"]
     assert "the first is broken.png" in world.words()
     logits = torch.stack([served.logits(path) for path in world.files])
@@ -311,13 +310,17 @@ def test_classes_are_listed_from_worst_to_best_with_what_they_are_taken_for():
 # Reconstruction
 
 
-def test_a_seed_and_a_ratio_decide_which_patches_are_hidden(tmp_path, tiny):
+def save_pretraining(folder, tiny):
     config = ViTMAEConfig(
         **tiny, decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_num_attention_heads=4, norm_pix_loss=True
     )
-    LiViTForPreTraining(config).save_pretrained(tmp_path)
-    eval_processor(16, (0.5,) * 3, (0.5,) * 3).save_pretrained(tmp_path)
-    served = ServedPretraining(str(tmp_path))
+    LiViTForPreTraining(config).save_pretrained(folder)
+    eval_processor(16, (0.5,) * 3, (0.5,) * 3).save_pretrained(folder)
+    return folder
+
+
+def test_a_seed_and_a_ratio_decide_which_patches_are_hidden(tmp_path, tiny):
+    served = ServedPretraining(str(save_pretraining(tmp_path, tiny)))
     path = save_image(tmp_path / "image.png")
 
     def hidden(ratio, seed):

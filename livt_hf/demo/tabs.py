@@ -16,7 +16,6 @@ from livt_hf.demo.images import decoded, nearest
 from livt_hf.demo.reconstruction import ServedPretraining
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.prediction import find_images
 from livt_hf.reports import reliability_diagram
 
 SHOWN = 24  # wrong images of a class
@@ -110,14 +109,16 @@ class TryTab:
                 "Type a frequency: a number of images, in any unit. Shares follow. The file is the one that "
                 f"`--prior` takes. The table shows up to {classes.ROWS} classes; search for others."
             )
-            self.search = gr.Textbox(label="Search a class", elem_id="search")
+            self.search = gr.Textbox("", label="Search a class", elem_id="search")
             self.table = gr.Dataframe(
                 known.rows(known.tilted(1)), headers=list(classes.COLUMNS), interactive=True, type="array",
                 datatype=["number", "str", "number", "number", "number"], static_columns=[0, 1, 2, 4],
                 column_count=5, max_height=460, elem_id="frequencies", buttons=[],
             )  # fmt: skip
             with gr.Row():
-                opened = gr.File(label="Open a JSON or YAML file", file_types=[".json", ".yaml", ".yml"], height=140)
+                opened = gr.File(
+                    label="Open a JSON or YAML file", file_types=[".json", ".yaml", ".yml"], elem_id="open"
+                )
                 with gr.Column():
                     save = gr.Button("Save as prior.json", elem_id="save")
                     saved = gr.File(label="Your world as a file", interactive=False, elem_id="saved")
@@ -172,7 +173,7 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
 
     @refusing
     def look(paths):
-        world = unlabelled.read_world(shown.served, find_images(paths or []))
+        world = unlabelled.read_world(shown.served, paths or [])
         usable, files = world.estimate.warning is None, [written(world.to_csv(), "predictions.csv")]
         if usable:
             files.append(written(shown.served.classes.to_json(world.frequencies), "prior.json"))
@@ -265,7 +266,7 @@ def reconstruction_tab(shown: Shown) -> None:
                 0.1, 0.95, usual, step=0.05, label="Share of hidden patches", buttons=[], elem_id="ratio"
             )
             seed = gr.Number(0, label="Seed of the mask", precision=0, elem_id="seed")
-        with gr.Column(scale=5, min_width=320), gr.Row():
+        with gr.Column(scale=5, min_width=320), gr.Row(elem_id="pictures"):
             titles = ("As the model sees it", "Visible patches", "Reconstruction")
             pictures = [gr.Image(label=title, interactive=False, buttons=[], min_width=200) for title in titles]
 

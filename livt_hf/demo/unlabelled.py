@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from livt_hf.demo.classes import ROWS
@@ -106,13 +107,15 @@ class World:
         return text.getvalue()
 
 
-def read_world(served: ServedClassifier, files: Sequence[Path]) -> World:
-    """Classify files once; what is no image is left out and named."""
+def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
+    """Classify files once. What has no image's name is left out; what cannot be read is left out and counted."""
     if served.classes is None or served.classes.several:
         why = served.caveat or "Its images may have several labels each, and a prior is estimated for one label."
         raise LiVTError(f"no prior can be estimated with this model. {why}")
     if served.model.config.long_tail.label_smoothing:
         raise LiVTError("this model was trained with smoothed labels, from which no prior can be estimated.")
+    Image.init()
+    files = [path for path in map(Path, files) if path.suffix.lower() in Image.registered_extensions()]
     if not files:
         raise LiVTError("there is no image among these files; choose a folder with images.")
     read = list(served.many_logits(files))

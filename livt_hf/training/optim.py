@@ -9,7 +9,7 @@ from torch import nn
 
 
 def scaled_lr(base_lr: float, batch_size: int) -> float:
-    """The linear rule of MAE: base rates are for 256 images an update."""
+    """The linear rule of MAE: base rates are for 256 images per update."""
     return base_lr * batch_size / 256
 
 

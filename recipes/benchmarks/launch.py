@@ -1,7 +1,7 @@
 """A whole `accelerate launch recipes/pretrain.py` against as many stock steps launched the same way.
 
 This is where one core of many is lost: `accelerate launch` pins a CPU process to one thread, and a script that does
-not know it stays there. Both run the same model and batch on the same pictures; the time is the training loop's own,
+not know it stays there. Both run the same model and batch on the same images; the time is the training loop's own,
 without imports.
 """
 

@@ -6,7 +6,7 @@
 Operations and activations are counted on tensors without data that go through our own models, forward and backward
 under bfloat16 autocast. Hours are operations over a rate, and two rates are shown: the one of the authors' log, and
 the given share of a GPU's peak. The truth lies between: the first includes their input pipeline, the second none. What
-either rate asks of the processors is told in cores, each preparing as many images a second as `recipes/benchmark.py
+either rate asks of the processors is told in cores, each preparing as many images per second as `recipes/benchmark.py
 data` recorded.
 """
 
