@@ -66,7 +66,7 @@ def publish_if_asked(settings: TrainingSettings, run: Run) -> None:
 def accuracy_line(metrics: dict) -> str:
     """Overall (accuracy, or mAP where an image has several labels) and by group.
 
-    Where the test set is imbalanced, accuracy rewards its frequent classes, and the mean over classes stands beside it.
+    Where the test set is imbalanced, accuracy rewards its frequent classes: the mean over classes stands beside it.
     """
     overall = "accuracy" if "accuracy" in metrics else "map"
     parts = [f"{name} {percent(metrics[name])}" for name in (overall, "many", "medium", "few")]

@@ -20,6 +20,11 @@ Batches = Iterable[tuple[Tensor, dict]]  # logits (B, C) with what else is known
 _BLOCK = 2**20  # logits looked at in one piece
 
 
+def scores_under(rule: Rule, logits: Tensor) -> Tensor:
+    """What a rule says of every class: probabilities, or for the paper's rule the softmax of the logits. (B, C)"""
+    return logits.softmax(-1) if rule is None else rule(logits)
+
+
 @torch.no_grad()
 def logits_of(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator) -> Iterator[tuple[Tensor, dict]]:
     """Pairs (logits, batch), a batch at a time."""

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from transformers import PreTrainedModel
 
 from livt_hf.data.splits import exponential_counts, label_counts, long_tail_indices
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.estimation import estimated_prior
-from livt_hf.evaluation.models import head_of, why_no_posterior, why_uncalibrated
+from livt_hf.evaluation.exam import Exam
+from livt_hf.evaluation.models import why_no_posterior, why_uncalibrated
 from livt_hf.evaluation.rules import ESTIMATED, PAPER, TRUE, UNIFORM, posterior_rule
-from livt_hf.evaluation.running import Outputs, Rule, evaluate_rules
+from livt_hf.evaluation.running import Rule
 
 _KEPT = ("accuracy", "mean_class_accuracy", "many", "medium", "few")
 
@@ -64,21 +62,19 @@ def _backward(imbalance: float) -> float:
     return -math.copysign(math.log(abs(imbalance)), imbalance)
 
 
-def measure_shift(
-    model: PreTrainedModel, outputs: Outputs, shifted: ShiftedSet, train_counts: np.ndarray, accelerator: Accelerator
-) -> dict:
+def measure_shift(exam: Exam, shifted: ShiftedSet) -> dict:
     """The paper's rule and the posterior under the uniform, the true and the estimated prior, on one shifted set."""
-    chosen = torch.isin(outputs.index, torch.from_numpy(shifted.rows)).nonzero()[:, 0]
+    chosen = torch.isin(exam.outputs.index, torch.from_numpy(shifted.rows)).nonzero()[:, 0]
     result: dict = {"imbalance": shifted.imbalance, "num_images": len(shifted.rows)}
     rules: dict[str, Rule] = {PAPER: None}
-    if why_no_posterior(model) is None:
-        rules |= {UNIFORM: posterior_rule(model, "uniform"), TRUE: posterior_rule(model, shifted.prior)}
-        if why_uncalibrated(model) is None:
-            estimate = estimated_prior(head_of(model), outputs.batches(chosen), accelerator)
+    if why_no_posterior(exam.model) is None:
+        rules |= {UNIFORM: posterior_rule(exam.model, "uniform"), TRUE: posterior_rule(exam.model, shifted.prior)}
+        if why_uncalibrated(exam.model) is None:
+            estimate = exam.estimated_prior(chosen)
             error = (estimate.prior - shifted.prior).abs().sum().item()
             result["estimate"] = {"error": error, "shift": estimate.shift, "variation": estimate.variation}
             if estimate.reliable:
-                rules[ESTIMATED] = posterior_rule(model, estimate.prior)
-    measured, _ = evaluate_rules(outputs.batches(chosen), accelerator, train_counts, rules)
+                rules[ESTIMATED] = posterior_rule(exam.model, estimate.prior)
+    measured, _ = exam.metrics(rules, chosen)
     computed = {name: metric.compute() for name, metric in measured.items()}
     return result | {"rules": {name: {key: row[key] for key in _KEPT} for name, row in computed.items()}}
