@@ -76,8 +76,13 @@ def publish_if_asked(settings: TrainingSettings, run: Run) -> None:
 
 
 def accuracy_line(metrics: dict) -> str:
-    """Overall (accuracy, or mAP where an image has several labels) and by group."""
+    """Overall (accuracy, or mAP where an image has several labels) and by group.
+
+    Where the test set is imbalanced, accuracy rewards its frequent classes: the mean over classes stands beside it.
+    """
     overall = "accuracy" if "accuracy" in metrics else "map"
     parts = [f"{name} {percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
+    if percent(metrics.get("mean_class_accuracy")) not in ("-", percent(metrics[overall])):
+        parts.insert(1, f"mean class accuracy {percent(metrics['mean_class_accuracy'])}")
     calibration = f"; ECE {percent(metrics['ece'])}" if "ece" in metrics else ""
     return "  ".join(parts) + f"  (percent{calibration})"

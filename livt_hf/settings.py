@@ -365,8 +365,19 @@ class EvalSettings(DataSettings):
         None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
     )
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
+    test_imbalance: str | None = option(
+        None,
+        "measure on long tails cut out of a balanced split too: 50 is forward (as in training), =-50 backward, "
+        "=50,10,-10 several; alone: 50 to 2 in both directions",
+        alone="50,25,10,5,2,-2,-5,-10,-25,-50",
+    )
+    many_above: int = option(100, "classes with more training images are many-shot", at_least=0)
+    few_below: int = option(20, "classes with fewer training images are few-shot", at_least=0)
+    predictions: str | None = option(
+        None, "also write what each rule says of each image, to a .parquet or .csv file", place=True
+    )
     report: str | None = option(None, "folder for the report; default: report/ in a run folder", place=True)
-    seed: int = option(0, "seed of the linear probe")
+    seed: int = option(0, "seed of the linear probe and of the images of shifted test sets")
     threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
 
 

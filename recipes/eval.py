@@ -4,6 +4,8 @@
     livt eval --model org/name --dataset inat18 --source FOLDER
     livt eval --model RUN --prior prior.json    # the class frequencies it will meet
     livt eval --model RUN --adapt_prior         # the same, estimated from the images alone
+    livt eval --model RUN --test_imbalance      # test sets whose classes are frequent and rare, in both directions
+    livt eval --model RUN --predictions p.csv   # what each rule says of each image
     livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
 
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
@@ -12,19 +14,22 @@
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 
+import numpy as np
 from accelerate import Accelerator
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from livt_hf import LiViTForPreTraining
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
+from livt_hf.data.labels import group_codes, image_paths, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.estimation import estimated_prior
+from livt_hf.evaluation.exam import Exam
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
@@ -36,11 +41,14 @@ from livt_hf.evaluation.models import (
     why_uncalibrated,
 )
 from livt_hf.evaluation.probes import encoder_features, knn_scores, linear_probe_scores
-from livt_hf.evaluation.rules import ESTIMATED, PAPER, posterior_rule, prior_words, serving_prior, standard_rules
-from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
-from livt_hf.long_tail.priors import PriorEstimate
-from livt_hf.metrics import long_tail_metrics
-from livt_hf.reports.evaluation import choose_folder, write_report
+from livt_hf.evaluation.rules import ESTIMATED, posterior_rule, prior_words, serving_prior, standard_rules
+from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model, scores_under
+from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
+from livt_hf.evaluation.tables import PredictionTable, check_table
+from livt_hf.metrics import long_tail_metrics, ranking_means, shot_groups
+from livt_hf.reports import markdown_table
+from livt_hf.reports.evaluation import Findings, choose_folder, write_report
+from livt_hf.reports.shifts import shift_rows
 from livt_hf.results import percent, provenance
 from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches
@@ -57,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = choose_folder(settings)
     model, processor = load_checkpoint(settings.model), load_processor(settings.model)
     check_options(model, settings, accelerator.num_processes)
-    prior = None if settings.prior is None else serving_prior(settings.prior, model)
     model.to(accelerator.device)
     with accelerator.main_process_first():
         data = load_data(settings)
@@ -80,28 +87,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_numbers(folder, summary, accelerator)
         return
 
-    rules = standard_rules(model)
-    if prior is not None:
-        rules[f"posterior, {prior_words(settings.prior)}"] = posterior_rule(model, prior)
-    if settings.adapt_prior:
-        estimate = estimated_prior(model, loader(settings.split), accelerator)
-        summary["estimated_prior"] = describe_estimate(estimate, accelerator)
-        if estimate.reliable:
-            rules[ESTIMATED] = posterior_rule(model, estimate.prior)
-    measured, pairs = evaluate_classifier(model, loader(settings.split), accelerator, counts, rules)
-    if not accelerator.is_main_process:
-        return
-    summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
-    print_rules(summary)
-    if why_uncalibrated(model):
-        print(f"  Beware of the posterior: {why_uncalibrated(model)}; `livt calibrate` does that.")
-    write_report(folder, settings, summary, measured, pairs, data[settings.split])
-    print(f"Report: {folder / 'report.html'}")
-    if ESTIMATED in rules:
-        path = folder / "prior.json"
-        write_prior(path, dict(zip(class_names(model), estimate.prior.tolist(), strict=True)))
-        command = ["livt", "predict", settings.model, "IMAGE...", "--prior", str(path)]
-        print(f"Estimated prior: {path}; to serve under it:\n  {shlex.join(command)}")
+    dataset = data[settings.split]
+    shifted = planned_shifts(settings, dataset, counts)
+    thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
+    clusters = group_codes(dataset) if "group" in dataset.column_names else None
+    outputs = run_model(model, loader(settings.split), accelerator)
+    exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
+    rules = chosen_rules(exam, settings, summary)
+    found = examine(exam, rules, summary)
+    if shifted:
+        summary["shifted"] = [measure_shift(exam, one) for one in shifted]
+    if accelerator.is_main_process:
+        print_findings(found, exam)
+        write_report(folder, settings, found, dataset)
+        print(f"Report: {folder / 'report.html'}")
+        if settings.predictions is not None:
+            write_predictions(settings, exam, rules, dataset)
+        if ESTIMATED in rules:
+            write_prior(folder / "prior.json", summary, exam)
 
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:
@@ -110,11 +113,18 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
         check_posterior(model)
         if is_multi_label(model):
             raise LiVTError("a prior changes no mean average precision; leave --prior and --adapt_prior out.")
+    if settings.prior is not None:
+        serving_prior(settings.prior, model)
     if settings.adapt_prior and why_uncalibrated(model):
         raise LiVTError(
             f"no prior can be estimated by {settings.model}: {why_uncalibrated(model)}; calibrate it first "
             f"(livt calibrate {shlex.quote(settings.model)}), or leave --adapt_prior out."
         )
+    if settings.predictions is not None:
+        if num_processes > 1 or is_multi_label(model):
+            raise LiVTError("--predictions are written by one process, for images with one label; leave them out.")
+        check_table(settings.predictions)
+    shot_groups([1], settings.many_above, settings.few_below)
     if num_processes > 1 and isinstance(model, LiViTForPreTraining):
         raise LiVTError("kNN and the linear probe look at all images at once; run it on one process.")
 
@@ -132,6 +142,12 @@ def check_data(model: PreTrainedModel, data: DatasetDict, settings: EvalSettings
         )
 
 
+def planned_shifts(settings: EvalSettings, dataset: Dataset, counts: np.ndarray) -> list[ShiftedSet]:
+    if settings.test_imbalance is None:
+        return []
+    return shifted_sets(settings.test_imbalance, labels_of(dataset).values, counts, settings.seed)
+
+
 def measure_encoder(
     model: LiViTForPreTraining, loader: Loaders, accelerator: Accelerator, counts, settings: EvalSettings
 ) -> dict:
@@ -146,27 +162,73 @@ def measure_encoder(
     return measured
 
 
-def describe_estimate(estimate: PriorEstimate, accelerator: Accelerator) -> dict:
-    """For the summary; an estimate that should not be used is not offered."""
+def chosen_rules(exam: Exam, settings: EvalSettings, summary: dict) -> dict[str, Rule]:
+    """The standard rules and those that were asked for. An estimated prior that should not be used is not offered."""
+    rules = standard_rules(exam.model)
+    if settings.prior is not None:
+        prior = serving_prior(settings.prior, exam.model)
+        rules[f"posterior, {prior_words(settings.prior)}"] = posterior_rule(exam.model, prior)
+    if not settings.adapt_prior:
+        return rules
+    estimate = exam.estimated_prior()
     numbers = {"shift": estimate.shift, "variation": estimate.variation}
     if estimate.reliable:
-        return numbers | {"prior": estimate.prior.tolist()}
-    accelerator.print(
+        summary["estimated_prior"] = numbers | {"prior": estimate.prior.tolist()}
+        return rules | {ESTIMATED: posterior_rule(exam.model, estimate.prior)}
+    summary["estimated_prior"] = numbers | {"prior": None}
+    exam.accelerator.print(
         f"No prior is offered: the estimate lies {estimate.shift:.2f} from the uniform one and moves by "
         f"{estimate.variation:.2f} where the evidence is disturbed by as much as calibration leaves open. Keep the "
         "uniform prior, or measure the prior on some labelled images and pass --prior."
     )
-    return numbers | {"prior": None}
+    return rules
 
 
-def print_rules(summary: dict) -> None:
-    rules = summary["rules"]
-    images, bad = (rules[PAPER][name] for name in ("num_images", "num_nan"))
+def examine(exam: Exam, rules: dict[str, Rule], summary: dict) -> Findings:
+    """All numbers of the test set as it is: under every rule, and class by class under the first."""
+    measured, pairs = exam.metrics(rules)
+    rankings = exam.rankings(next(iter(rules.values())))
+    summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
+    summary["intervals"] = exam.intervals(rules)
+    summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
+    per_class = next(iter(measured.values())).per_class(class_names(exam.model))
+    for row in per_class:
+        values = {name: values[row["class"]].item() for name, values in rankings.items()}
+        row |= {name: value if row["images"] and isfinite(value) else None for name, value in values.items()}
+    return Findings(summary, measured, pairs, per_class)
+
+
+def print_findings(found: Findings, exam: Exam) -> None:
+    summary, rules = found.summary, found.summary["rules"]
+    first = next(iter(rules))
+    images, bad = (rules[first][name] for name in ("num_images", "num_nan"))
     print(f"{images:,} images of {summary['dataset']} ({summary['split']})")
     for name, metrics in rules.items():
         print(f"  {name:32s} {accuracy_line(metrics)}")
+    intervals = {name: found for name, found in summary["intervals"][first].items() if found is not None}
+    shown = (f"{name} {percent(low)} to {percent(high)}" for name, (low, high) in intervals.items())
+    over = "over images" if exam.clusters is None else "over groups"
+    print(f"  {first}, 95 % intervals {over}: {', '.join(shown)}")
     if bad:
         print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / images)} %)")
+    if why_uncalibrated(exam.model):
+        print(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
+    if "shifted" in summary:
+        print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
+
+
+def write_predictions(settings: EvalSettings, exam: Exam, rules: dict[str, Rule], dataset: Dataset) -> None:
+    names, paths = class_names(exam.model), image_paths(dataset)
+    groups = labels_of(dataset, "group").values if "group" in dataset.column_names else None
+    with PredictionTable(settings.predictions, names) as table:
+        for logits, batch in exam.outputs.batches():
+            index = batch["index"].tolist()
+            facts = {"file": [paths[row] for row in index], "label": [names[label] for label in batch["labels"]]}
+            facts["split"] = [settings.split] * len(index)
+            if groups is not None:
+                facts["group"] = [groups[row] for row in index]
+            table.write(facts, {name: scores_under(rule, logits) for name, rule in rules.items()})
+    print(f"Predictions: {settings.predictions}")
 
 
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:
@@ -176,8 +238,11 @@ def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None
         print(f"Numbers: {folder / 'evaluation.json'}")
 
 
-def write_prior(path: Path, prior: dict[str, float]) -> None:
-    path.write_text(json.dumps(prior, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_prior(path: Path, summary: dict, exam: Exam) -> None:
+    by_name = dict(zip(class_names(exam.model), summary["estimated_prior"]["prior"], strict=True))
+    path.write_text(json.dumps(by_name, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    command = ["livt", "predict", summary["model"], "IMAGE...", "--prior", str(path)]
+    print(f"Estimated prior: {path}; to serve under it:\n  {shlex.join(command)}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 Prints one line per file. A file that cannot be read gets a line on stderr that says why, and the exit code is then 1.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import torch
 from tqdm import tqdm
 
 from livt_hf.commands import run_command
@@ -23,6 +25,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import lent_plugin
 from livt_hf.evaluation.prediction import Predictor, find_images
 from livt_hf.evaluation.rules import prior_words, serving_prior
+from livt_hf.evaluation.tables import PredictionTable, check_table
 from livt_hf.settings import REQUIRED, CommandSettings, option
 from livt_hf.training.machine import use_all_cores
 
@@ -43,6 +46,9 @@ class PredictSettings(CommandSettings):
     )
     top_k: int = option(5, "classes to print per image", at_least=1)
     format: Literal["table", "jsonl", "csv"] = option("table", "what a line looks like")
+    output: str | None = option(
+        None, "also write the scores of all classes for each file, to a .parquet or .csv file", place=True
+    )
     batch_size: int = option(32, "images per forward pass", at_least=1)
     device: str | None = option(None, "cuda, mps or cpu; default: the first of them that is there")
     threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
@@ -50,6 +56,8 @@ class PredictSettings(CommandSettings):
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = PredictSettings.parse(argv, inherit=plugin_of_model)
+    if settings.output is not None:
+        check_table(settings.output)
     paths = find_images(settings.images)
     if not paths:
         raise LiVTError(f"there is no image in {' '.join(settings.images)}; name files, folders or quoted patterns.")
@@ -60,21 +68,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(predictor.explanation, file=sys.stderr)
     line = FORMATS[settings.format](paths, settings.top_k)
     broken = 0
-    answers = predictor.predict(paths, settings.batch_size)
-    for path, scores in tqdm(answers, total=len(paths), unit="image", disable=None):
-        if isinstance(scores, str):
-            broken += 1
-            tqdm.write(f"cannot read {path}: {scores}", file=sys.stderr)
-            text = line(path, [], scores)
-        else:
-            best = scores.topk(min(settings.top_k, len(scores)))
-            chosen = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            text = line(path, [(predictor.labels[i], round(score, 4)) for i, score in chosen], None)
-        if text is not None:
-            tqdm.write(text)
+    output = PredictionTable(settings.output, predictor.labels) if settings.output else contextlib.nullcontext()
+    with output as table:
+        answers = predictor.predict(paths, settings.batch_size)
+        for path, scores in tqdm(answers, total=len(paths), unit="image", disable=None):
+            error = scores if isinstance(scores, str) else None
+            if error is not None:
+                broken += 1
+                tqdm.write(f"cannot read {path}: {error}", file=sys.stderr)
+                scores = torch.full((len(predictor.labels),), torch.nan)
+            text = line(path, [] if error else best(scores, predictor.labels, settings.top_k), error)
+            if text is not None:
+                tqdm.write(text)
+            if table is not None:
+                table.write({"file": [str(path)], "error": [error]}, {predictor.rule_name: scores[None]})
     if broken:
         print(f"{broken} of {len(paths)} files could not be read", file=sys.stderr)
         sys.exit(1)
+
+
+def best(scores: torch.Tensor, labels: list[str], top_k: int) -> list[tuple[str, float]]:
+    top = scores.topk(min(top_k, len(scores)))
+    return [(labels[i], round(score, 4)) for i, score in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
 
 
 def plugin_of_model(asked: dict) -> dict:

@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import pyarrow.csv as csv
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -384,7 +387,7 @@ def test_nan_logits_are_reported_and_not_averaged_away(workplace, evaluate, tmp_
     assert (result.report / "report.html").exists()
 
 
-def test_two_processes_count_each_image_once_and_measure_what_one_measures(workplace):
+def test_two_processes_count_each_image_once_and_measure_what_one_measures(workplace, evaluate):
     options = ["--model", workplace.finetuned, "--batch_size", 5, "--threads", 1]
     run = RecipeRun("eval", workplace.place / "together", *options, processes=2)
     rules = json.loads((run.finish().folder / "evaluation.json").read_text())["rules"]
@@ -392,6 +395,10 @@ def test_two_processes_count_each_image_once_and_measure_what_one_measures(workp
     assert numbers(rules[PAPER]) == pytest.approx(numbers(results["metrics"]), rel=1e-5)
     assert numbers(rules[UNIFORM]) == pytest.approx(numbers(results["posterior"]), rel=1e-5)
     assert rules[PAPER]["num_images"] == 44
+    alone = evaluate("--model", workplace.finetuned).summary
+    together = json.loads((run.folder / "evaluation.json").read_text())
+    assert together["rankings"] == pytest.approx(alone["rankings"])
+    assert together["intervals"][PAPER] == alone["intervals"][PAPER]
     assert run.printed.count("44 images of") == run.printed.count("Report: ") == 1
 
 
@@ -410,6 +417,94 @@ def test_knn_and_the_linear_probe_are_refused_on_two_processes(workplace):
     assert run.wait() == 1
     assert "kNN and the linear probe look at all images at once; run it on one process." in run.printed
     assert "Traceback" not in run.printed and not run.folder.exists()
+
+
+def test_shifted_test_sets_compare_the_rules_under_the_true_prior(workplace, evaluate, refused, tmp_path):
+    sure = saved_sure(tmp_path / "sure", workplace)
+    options = ["--model", sure, "--dataset", workplace.pictures]
+    result = evaluate(*options, "--test_imbalance=5,-5")
+    forward, balanced, backward = result.summary["shifted"]
+    assert [one["imbalance"] for one in result.summary["shifted"]] == [5, 1, -5]
+    assert [one["num_images"] for one in result.summary["shifted"]] == [11 + 6 + 3 + 2, 44, 11 + 6 + 3 + 2]
+    for one in result.summary["shifted"]:
+        assert list(one["rules"])[:3] == [PAPER, UNIFORM, "posterior, true prior"]
+        assert one["rules"]["posterior, true prior"]["accuracy"] >= one["rules"][UNIFORM]["accuracy"] - 0.1
+    assert balanced["rules"][UNIFORM]["accuracy"] == result.summary["rules"][UNIFORM]["accuracy"]
+    assert balanced["rules"]["posterior, true prior"] == balanced["rules"][UNIFORM]
+    assert (result.report / "shifts.png").exists()
+    assert "| 5 forward | 22 |" in (result.report / "report.md").read_text()
+    assert "| 5 backward | 22 |" in result.printed
+    assert "needs 50 test images of every class, but some class has 11" in refused(*options, "--test_imbalance")
+
+
+# The numbers people report
+
+
+def test_numbers_of_a_report_are_those_of_scikit_learn(workplace, evaluate):
+    sklearn = pytest.importorskip("sklearn.metrics")
+    table = workplace.place / "scores.parquet"
+    result = evaluate("--model", workplace.finetuned, "--predictions", table)
+    rows = parquet.read_table(table).to_pydict()
+    scores, labels = np.array(rows[f"scores ({PAPER})"]), [NAMES.index(name) for name in rows["label"]]
+    rankings, metrics = result.summary["rankings"], result.summary["rules"][PAPER]
+    assert rankings["auroc"] == pytest.approx(sklearn.roc_auc_score(labels, scores, multi_class="ovr"))
+    one_hot = np.eye(CLASSES)[labels]
+    assert rankings["average_precision"] == pytest.approx(sklearn.average_precision_score(one_hot, scores))
+    predicted = rows[f"prediction ({PAPER})"]
+    assert metrics["macro_f1"] == pytest.approx(sklearn.f1_score(rows["label"], predicted, average="macro"))
+    low, high = result.summary["intervals"][PAPER]["macro_f1"]
+    assert low <= metrics["macro_f1"] <= high
+    assert "macro_f1" in (result.report / "report.md").read_text() and "macro_f1" in result.printed
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_predictions_of_single_images_name_file_label_and_scores_under_each_rule(
+    workplace, evaluate, tmp_path, suffix
+):
+    table = tmp_path / f"predictions.{suffix}"
+    result = evaluate("--model", workplace.finetuned, "--predictions", table)
+    read = parquet.read_table if suffix == "parquet" else csv.read_csv
+    rows = read(table).to_pylist()
+    assert len(rows) == 44
+    for rule in (PAPER, UNIFORM):
+        right = sum(row["label"] == row[f"prediction ({rule})"] for row in rows) / 44
+        assert right == pytest.approx(result.summary["rules"][rule]["accuracy"])
+        for row in rows:
+            assert Path(row["file"]).parent.name == row["label"] and Path(row["file"]).exists()
+            scores = row[f"scores ({rule})"] if suffix == "parquet" else [row[f"{name} ({rule})"] for name in NAMES]
+            assert sum(scores) == pytest.approx(1, abs=1e-5)
+            assert row[f"score ({rule})"] == pytest.approx(max(scores))
+            assert row[f"prediction ({rule})"] == NAMES[scores.index(max(scores))]
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_data_are_read(workplace, refused, tmp_path):
+    options = ["--model", workplace.finetuned, "--predictions"]
+    assert "is neither a .parquet nor a .csv file" in refused(*options, tmp_path / "table.xlsx")
+    assert "exists; give the table of predictions another name" in refused(*options, written(tmp_path / "a.csv", ""))
+    assert "the folder of" in refused(*options, tmp_path / "nowhere" / "a.csv")
+
+
+def test_shot_groups_follow_the_thresholds_that_were_asked_for(workplace, evaluate, refused):
+    measured = evaluate("--model", workplace.finetuned, "--many_above", 15, "--few_below", 8).summary["rules"][PAPER]
+    assert None not in (measured["many"], measured["medium"], measured["few"])  # classes of 30, 18 | 10 | 6 images
+    assert "so a class would be in both groups" in refused("--model", workplace.finetuned, "--many_above", 5)
+
+
+def test_intervals_are_over_groups_where_the_data_have_them(workplace, evaluate, tmp_path):
+    lines = []
+    for number, path in enumerate(sorted(workplace.pictures.glob("*/*/*.png"))):
+        split, name = path.parts[-3], path.parent.name
+        patient = number if split == "train" else ("first", "second")[number % 2]
+        lines.append(f"{path.relative_to(workplace.pictures)},{name},{split},{patient}")
+    labels = written(tmp_path / "labels.csv", "\n".join(["path,label,split,patient", *lines]))
+    options = ["--model", workplace.finetuned, "--dataset", labels, "--source", workplace.pictures]
+    options += ["--group_column", "patient"]
+    result = evaluate(*options, "--predictions", tmp_path / "p.parquet")
+    assert "95 % intervals over groups" in result.printed
+    by_image = evaluate("--model", workplace.finetuned, report=tmp_path / "by-image")
+    assert by_image.summary["rules"][PAPER] == result.summary["rules"][PAPER]
+    assert by_image.summary["intervals"] != result.summary["intervals"]
+    assert set(parquet.read_table(tmp_path / "p.parquet").to_pydict()["group"]) == {"first", "second"}
 
 
 # Calibration, and the one headline

@@ -4,6 +4,7 @@ import math
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from livt_hf import LiViTConfig
 from livt_hf.data import exponential_counts
+from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import estimated_prior
 from livt_hf.evaluation.probes import Features, knn_scores, linear_probe_scores
-from livt_hf.evaluation.running import evaluate_classifier
+from livt_hf.evaluation.running import evaluate_classifier, on_disk, run_model
+from livt_hf.evaluation.shifts import shifted_sets
 from livt_hf.long_tail.priors import estimate_prior
 from livt_hf.modeling_livit import LongTailHead
 
@@ -114,10 +117,9 @@ def test_the_training_posterior_and_a_wrong_sign_stay_far_from_bayes(served):
 
 
 def test_the_estimated_prior_is_within_a_sixth_of_the_true_one(served):
-    model = Drawn()
-    model.head = served.head
-    batches = [{"pixel_values": logits} for logits in served.logits.split(6_000)]  # no label in sight
-    assert (estimated_prior(model, batches, Accelerator(cpu=True)).prior - served.prior).abs().sum() < 0.16
+    batches = [(logits, {}) for logits in served.logits.split(6_000)]  # no label in sight
+    estimate = estimated_prior(served.head, batches, Accelerator(cpu=True))
+    assert (estimate.prior - served.prior).abs().sum() < 0.16
     if served.name != "training":
         # EM on softmax(z) as if z came from balanced training does not find it.
         assert (estimate_prior(served.logits.softmax(-1), PRIORS["uniform"]).prior - served.prior).abs().sum() > 0.4
@@ -199,3 +201,46 @@ def test_a_linear_probe_on_long_tailed_features_does_not_forget_the_rare_class()
     assert right[even == 1].double().mean() > 0.9
     assert right[even == 0].double().mean() > 0.9
     assert torch.equal(scores, linear_probe_scores(Features(features, labels), test, 2))
+
+
+# Shifted test sets
+
+
+def test_forward_and_backward_long_tails_follow_the_frequency_in_training():
+    labels = np.repeat(np.arange(4), 20)
+    train_counts = np.array([5, 500, 50, 10])
+    forward, balanced, backward = shifted_sets("-10,10", labels, train_counts, seed=3)
+    assert [one.imbalance for one in (forward, balanced, backward)] == [10, 1, -10]
+    sizes = {one.imbalance: np.bincount(labels[one.rows]).tolist() for one in (forward, balanced, backward)}
+    assert sizes == {10: [2, 20, 9, 4], 1: [20] * 4, -10: [20, 2, 4, 9]}
+    for one in (forward, backward):
+        assert one.prior.tolist() == pytest.approx((np.array(sizes[one.imbalance]) / 35).tolist())
+        assert len(set(one.rows.tolist())) == 35
+    again, other = (shifted_sets("10", labels, train_counts, seed)[0].rows for seed in (3, 4))
+    assert np.array_equal(again, forward.rows) and not np.array_equal(other, forward.rows)
+
+
+def test_an_imbalance_that_the_test_set_cannot_give_is_refused():
+    labels, counts = np.repeat(np.arange(3), 4), np.array([9, 5, 1])
+    with pytest.raises(LiVTError, match="test_imbalance -5 needs 5 test images of every class, but some class has 4"):
+        shifted_sets("2,-5", labels, counts)
+    with pytest.raises(LiVTError, match="'0.5'; largest over smallest class is at least 1"):
+        shifted_sets("0.5", labels, counts)
+    with pytest.raises(LiVTError, match="'fifty'; it must be numbers"):
+        shifted_sets("fifty", labels, counts)
+
+
+def test_logits_on_disk_come_back_as_they_were_in_blocks_and_chosen_rows(monkeypatch):
+    batches = [
+        {"pixel_values": torch.randn(n, 3), "labels": torch.randint(3, (n,)), "index": 10 + torch.arange(n)}
+        for n in (5, 2)
+    ]
+    model = Drawn()
+    model.config = SimpleNamespace(num_labels=3)
+    outputs = run_model(model, batches, Accelerator(cpu=True))
+    expected = torch.cat([batch["pixel_values"] for batch in batches])
+    monkeypatch.setattr("livt_hf.evaluation.running._BLOCK", 6)
+    assert torch.equal(torch.cat([logits for logits, _ in outputs.batches()]), expected)
+    [(logits, batch)] = outputs.batches(torch.tensor([6, 1]))
+    assert torch.equal(logits, expected[[6, 1]]) and batch["index"].tolist() == [11, 11]
+    assert on_disk([], 3).shape == (0, 3)

@@ -16,8 +16,11 @@ from livt_hf.metrics import (
     ConfusionPairs,
     LongTailMetrics,
     MultiLabelMetrics,
+    bootstrap_intervals,
     group_sizes,
     long_tail_metrics,
+    one_against_rest,
+    ranking_means,
     shot_groups,
 )
 
@@ -27,9 +30,10 @@ COUNTS = [500, 101, 100, 60, 20, 19, 3]
 def slow_and_obvious(logits, labels, counts, bins=15):
     """The definitions, image by image and class by class."""
     num_classes = len(counts)
-    right, top5, confidences = [], [], []
+    right, top5, confidences, first = [], [], [], []
     for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
         ranking = sorted(range(num_classes), key=lambda j: (-row[j], j))
+        first.append(ranking[0])
         right.append(ranking[0] == label)
         top5.append(label in ranking[:5])
         confidences.append(1 / sum(math.exp(z - max(row)) for z in row))
@@ -42,6 +46,15 @@ def slow_and_obvious(logits, labels, counts, bins=15):
         values = [a for c, a in accuracy.items() if wanted(counts[c])]
         return sum(values) / len(values) if values else None
 
+    def precision_and_f1(c):
+        predicted = sum(p == c for p in first)
+        hits = sum(of_class[c])
+        return hits / predicted if predicted else 0, 2 * hits / (predicted + len(of_class[c]))
+
+    def macro(place, wanted=lambda n: True):
+        values = [precision_and_f1(c)[place] for c in accuracy if wanted(counts[c])]
+        return sum(values) / len(values) if values else None
+
     gaps, sizes = [], []
     for b in range(bins):
         inside = [i for i, c in enumerate(confidences) if b / bins < c <= (b + 1) / bins]
@@ -49,14 +62,17 @@ def slow_and_obvious(logits, labels, counts, bins=15):
             gap = sum(confidences[i] for i in inside) - sum(right[i] for i in inside)
             gaps.append(abs(gap) / len(inside))
             sizes.append(len(inside))
+    groups = {"many": lambda n: n > 100, "medium": lambda n: 20 <= n <= 100, "few": lambda n: n < 20}
     return {
         "accuracy": sum(right) / len(right),
         "top5": sum(top5) / len(top5) if num_classes >= 5 else None,
-        "many": mean_over(lambda n: n > 100),
-        "medium": mean_over(lambda n: 20 <= n <= 100),
-        "few": mean_over(lambda n: n < 20),
+        **{name: mean_over(wanted) for name, wanted in groups.items()},
         "mean_class_accuracy": mean_over(lambda n: True),
         "worst_class_accuracy": min(accuracy.values()),
+        "macro_precision": macro(0),
+        "macro_f1": macro(1),
+        **{f"{name}_precision": macro(0, wanted) for name, wanted in groups.items()},
+        **{f"{name}_f1": macro(1, wanted) for name, wanted in groups.items()},
         "ece": sum(g * n for g, n in zip(gaps, sizes, strict=True)) / len(right),
         "mce": max(gaps),
         "mean_confidence": sum(confidences) / len(confidences),
@@ -189,7 +205,7 @@ def test_any_split_into_batches_and_processes_gives_the_same_state_to_the_bit():
 def test_memory_is_linear_in_classes_and_an_empty_batch_changes_nothing():
     metrics = LongTailMetrics([50] * 8142)
     metrics.update(torch.zeros(0, 8142), torch.zeros(0, dtype=torch.long))
-    assert len(metrics.state_tensor()) == 4 * 8142 + 3 * 15 + 1
+    assert len(metrics.state_tensor()) == 5 * 8142 + 3 * 15 + 3
     assert metrics.state_tensor().sum() == 0
 
 
@@ -243,7 +259,7 @@ def test_the_size_of_inat18_is_evaluated_in_less_than_200_mb():
         "    metrics.update(logits, labels)\n"
         "    pairs.update(logits.argmax(-1), labels)\n"
         "assert metrics.compute()['num_images'] == 24426\n"
-        "metrics.intervals(), metrics.per_class(), pairs.top()\n"
+        "metrics.per_class(), pairs.top()\n"
         "print(peak() - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -261,33 +277,111 @@ def test_the_class_table_lists_counts_accuracy_and_confidence():
     assert rows[1]["confidence"] is None and rows[2]["confidence"] == pytest.approx(1, abs=1e-3)
 
 
-def test_intervals_surround_the_accuracies_and_cover_as_often_as_they_say():
-    # 400 classes with three images each, as iNat18: the place where drawing n of n images would be too sure.
-    truth = torch.linspace(0.2, 0.95, 400)
-    counts = [50] * 200 + [5] * 200
-    labels = torch.arange(400).repeat_interleave(3)
-    covered, absent = 0, []
-    for seed in range(100):
-        right = torch.rand(1200, generator=torch.Generator().manual_seed(seed)) < truth[labels]
-        metrics = LongTailMetrics(counts)
-        metrics.update(torch.eye(400)[torch.where(right, labels, (labels + 1) % 400)], labels)
-        intervals = metrics.intervals(level=0.9, seed=seed, resamples=200)
-        low, high = intervals["few"]
-        covered += low <= truth[200:].mean() <= high
-        absent.append(intervals["many"])
-        assert low <= metrics.compute()["few"] <= high
-    assert 83 <= covered <= 97  # 90 +- 2.3 standard deviations
-    assert absent == [None] * 100
-
-
-def test_intervals_repeat_with_their_seed_and_vanish_for_a_faultless_model():
-    logits, labels = random_case(11)
+def test_class_ids_give_what_logits_give_but_confidences():
+    logits, labels = random_case(20)
+    by_logits, by_ids = (long_tail_metrics(given, labels, COUNTS) for given in (logits, logits.argmax(-1)))
+    only_of_scores = ("top5", "ece", "mce", "mean_confidence")
+    assert by_ids == by_logits | dict.fromkeys(only_of_scores)
     metrics = LongTailMetrics(COUNTS)
-    metrics.update(logits, labels)
-    assert metrics.intervals(seed=3) == metrics.intervals(seed=3) != metrics.intervals(seed=4)
-    faultless = LongTailMetrics(COUNTS)
-    faultless.update(torch.eye(7), torch.arange(7))
-    assert faultless.intervals()["accuracy"] == (1, 1)
+    metrics.update(logits.argmax(-1), labels)
+    assert all(row["confidence"] is None for row in metrics.per_class())
+
+
+# Intervals
+
+
+def accuracies_of_inat18(seed: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """400 classes with three images each, as iNat18: labels, predictions, and what the last half is right on."""
+    truth = np.linspace(0.2, 0.95, 400)
+    labels = np.arange(400).repeat(3)
+    right = np.random.default_rng(seed).random(1200) < truth[labels]
+    return labels, np.where(right, labels, (labels + 1) % 400), truth[200:].mean()
+
+
+def test_intervals_cover_as_often_as_they_say():
+    # Three images per class is where drawing n of n images would be too sure.
+    shots = shot_groups([50] * 200 + [5] * 200)
+    covered = 0
+    for seed in range(100):
+        labels, predictions, truth = accuracies_of_inat18(seed)
+        intervals = bootstrap_intervals(labels, predictions, shots, level=0.9, resamples=100)
+        low, high = intervals["few"]
+        covered += low <= truth <= high
+        assert low <= (labels == predictions)[600:].mean() <= high
+        assert intervals["many"] is None
+    assert 82 <= covered <= 98  # 90 +- 2.6 standard deviations
+
+
+def test_images_of_one_patient_widen_the_interval_as_if_there_were_only_patients():
+    rng = np.random.default_rng(0)
+    patients = np.arange(50).repeat(20)
+    labels = np.zeros(1000, dtype=int)
+    predictions = np.where(rng.random(50) < 0.7, 0, 1)[patients]  # all images of a patient are right, or all wrong
+    shots = shot_groups([50, 50])
+    widths = {}
+    for name, clusters in (("images", None), ("patients", patients)):
+        low, high = bootstrap_intervals(labels, predictions, shots, clusters)["accuracy"]
+        widths[name] = high - low
+    share = (predictions == 0).mean()
+    assert widths["images"] == pytest.approx(2 * 1.96 * math.sqrt(share * (1 - share) / 1000), rel=0.15)
+    assert widths["patients"] == pytest.approx(2 * 1.96 * math.sqrt(share * (1 - share) / 49), rel=0.15)
+
+
+def test_intervals_repeat_and_vanish_for_a_faultless_model():
+    labels, predictions, _ = accuracies_of_inat18(0)
+    shots = shot_groups([50] * 400)
+    assert bootstrap_intervals(labels, predictions, shots) == bootstrap_intervals(labels, predictions, shots)
+    faultless = bootstrap_intervals(np.arange(7), np.arange(7), shot_groups(COUNTS))
+    assert faultless["accuracy"] == faultless["macro_f1"] == (1, 1)
+    with pytest.raises(ValueError, match="level=95"):
+        bootstrap_intervals(labels, predictions, shots, level=95)
+
+
+# Against scikit-learn
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["random", "ties", "one image", "one class", "absent classes", "constant"],
+)
+def test_precision_f1_auroc_and_average_precision_equal_scikit_learns(case):
+    sklearn = pytest.importorskip("sklearn.metrics")
+    logits, labels = random_case(30, images=1 if case == "one image" else 150, ties=case == "ties")
+    if case == "one class":
+        labels[:] = 3
+    if case == "absent classes":
+        keep = (labels != 0) & (labels != 5)
+        logits, labels = logits[keep], labels[keep]
+    if case == "constant":
+        logits[:] = 0
+    present = sorted(set(labels.tolist()))
+    ours = long_tail_metrics(logits, labels, COUNTS)
+    precision, recall, f1, _ = sklearn.precision_recall_fscore_support(
+        labels, logits.argmax(-1), labels=present, average="macro", zero_division=0
+    )
+    expected = {"macro_precision": precision, "mean_class_accuracy": recall, "macro_f1": f1}
+    assert {name: ours[name] for name in expected} == pytest.approx(expected)
+    rankings = one_against_rest(logits, labels)
+    for c in range(7):
+        targets = (labels == c).int()
+        if c in present:
+            theirs = sklearn.average_precision_score(targets, logits[:, c])
+            assert rankings["average_precision"][c].item() == pytest.approx(theirs)
+        if 0 < targets.sum() < len(targets):
+            assert rankings["auroc"][c].item() == pytest.approx(sklearn.roc_auc_score(targets, logits[:, c]))
+        else:
+            assert rankings["auroc"][c].isnan()
+
+
+def test_the_mean_auroc_is_scikit_learns_one_against_rest_also_in_blocks(monkeypatch):
+    sklearn = pytest.importorskip("sklearn.metrics")
+    logits, labels = random_case(31)
+    expected = sklearn.roc_auc_score(labels, logits.softmax(-1), multi_class="ovr", average="macro")
+    monkeypatch.setattr("livt_hf.metrics.ranking._BLOCK", 400)  # two classes at a time
+    rankings = one_against_rest(logits.softmax(-1), labels)
+    means = ranking_means(rankings, labels, shot_groups(COUNTS))
+    assert means["auroc"] == pytest.approx(expected)
+    assert means["few_auroc"] == pytest.approx(rankings["auroc"][5:].mean().item())
 
 
 @pytest.mark.parametrize(
@@ -348,6 +442,9 @@ def test_average_precision_equals_scikit_learns_also_with_equal_scores():
     metrics.merge(half)
     expected = [average_precision_score(targets[:, c], scores[:, c]) if c != 2 else None for c in range(7)]
     assert [row["average_precision"] for row in metrics.per_class()] == pytest.approx(expected)
+    roc_auc_score = pytest.importorskip("sklearn.metrics").roc_auc_score
+    areas = [roc_auc_score(targets[:, c], scores[:, c]) if c != 2 else None for c in range(7)]
+    assert [row["auroc"] for row in metrics.per_class()] == pytest.approx(areas)
     result = metrics.compute()
     assert result["many"] == pytest.approx(np.mean(expected[:2]))
     assert result["medium"] == pytest.approx(np.mean(expected[3:5]))
@@ -358,7 +455,9 @@ def test_average_precision_equals_scikit_learns_also_with_equal_scores():
 def test_a_nan_score_ranks_last_and_is_reported():
     metrics = MultiLabelMetrics([50])
     metrics.update(torch.tensor([[math.nan], [0.1]]), torch.tensor([[1], [0]]))
-    assert metrics.compute() == {"map": 0.5, "many": None, "medium": 0.5, "few": None, "num_images": 2, "num_nan": 1}
+    assert metrics.compute() == {
+        "map": 0.5, "many": None, "medium": 0.5, "few": None, "auroc": 0.0, "num_images": 2, "num_nan": 1
+    }  # fmt: skip
     with pytest.raises(ValueError, match="soft labels"):
         metrics.update(torch.zeros(1, 1), torch.full((1, 1), 0.5))
 
@@ -375,7 +474,9 @@ def test_the_evaluate_module_loads_offline_by_path_and_agrees(tmp_path):
         "at_once = module.compute(predictions=case['logits'], references=case['labels'], **kwargs)\n"
         "module.add_batch(predictions=case['logits'][:50].tolist(), references=case['labels'][:50].tolist())\n"
         "module.add_batch(predictions=case['logits'][50:], references=case['labels'][50:])\n"
-        "print(json.dumps([at_once, module.compute(**kwargs)]))\n"
+        "in_parts = module.compute(**kwargs)\n"
+        "ids = module.compute(predictions=case['logits'].argmax(-1), references=case['labels'], **kwargs)\n"
+        "print(json.dumps([at_once, in_parts, ids]))\n"
     )
     offline = {
         "OMP_NUM_THREADS": "1",
@@ -387,4 +488,5 @@ def test_the_evaluate_module_loads_offline_by_path_and_agrees(tmp_path):
         [sys.executable, "-c", code], env=os.environ | offline, capture_output=True, text=True, check=True
     )
     expected = long_tail_metrics(logits, labels, COUNTS, few_below=10)
-    assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected]
+    by_ids = long_tail_metrics(logits.argmax(-1), labels, COUNTS, few_below=10)
+    assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected, by_ids]

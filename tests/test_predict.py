@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from PIL import Image
@@ -204,6 +206,21 @@ def test_the_scores_of_a_model_without_class_counts_are_called_what_they_are(sto
     main([str(stock), str(pictures / "0.jpg")])
     words = "scores are the softmax of the logits and no class probabilities (it does not know its training prior"
     assert words in capsys.readouterr().err
+
+
+def test_the_scores_of_all_classes_are_written_to_a_table(livit, pictures, tmp_path, capsys):
+    output = tmp_path / "scores.parquet"
+    with pytest.raises(SystemExit, match="1"):
+        main([str(livit), str(pictures), "--output", str(output), "--prior", "uniform"])
+    rows = {Path(row["file"]).name: row for row in parquet.read_table(output).to_pylist()}
+    assert len(rows) == 13
+    good, broken = rows["0.jpg"], rows["empty.jpg"]
+    assert sum(good["scores (posterior, uniform prior)"]) == pytest.approx(1, abs=1e-5)
+    assert good["error"] is None and good["prediction (posterior, uniform prior)"] in NAMES
+    assert broken["error"] and broken["prediction (posterior, uniform prior)"] is None
+    assert broken["scores (posterior, uniform prior)"] == [None] * 3
+    with pytest.raises(LiVTError, match="exists; give the table of predictions another name"):
+        main([str(livit), str(pictures), "--output", str(output)])
 
 
 def test_a_device_that_is_not_there_is_refused(livit, pictures):

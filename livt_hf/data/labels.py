@@ -151,6 +151,12 @@ def group_codes(dataset: Dataset) -> np.ndarray:
     return pa.array(labels_of(dataset, "group").values, type=pa.string()).dictionary_encode().indices.to_numpy()
 
 
+def image_paths(dataset: Dataset) -> list[str | None]:
+    """The files of all images; None for those that came without a name."""
+    paths, rows = pc.struct_field(dataset.data.column("image"), "path"), rows_of(dataset)
+    return (paths if rows is None else paths.take(pa.array(rows))).to_pylist()
+
+
 def rows_of(dataset: Dataset) -> np.ndarray | None:
     """Which rows of the base table a dataset consists of; None means all. `datasets` has no public name for it."""
     return None if dataset._indices is None else dataset._indices.column(0).to_numpy()

@@ -1,44 +1,33 @@
 """What images tell about a classifier without being trained on: their class prior, and how to calibrate its head."""
 
-import tempfile
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from livt_hf.evaluation.models import check_posterior, head_of
-from livt_hf.evaluation.running import logits_of
+from livt_hf.evaluation.running import Batches, logits_of, on_disk
 from livt_hf.long_tail.calibration import Calibration, fit_calibration
 from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import PriorEstimate, estimate_prior
 
 
-def estimated_prior(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> PriorEstimate:
-    """The class prior of the images of all processes by EM on the model's training posteriors, labels unseen.
+def estimated_prior(head: LongTailHead, batches: Batches, accelerator: Accelerator) -> PriorEstimate:
+    """The class prior of the images of all processes by EM on their training posteriors, labels unseen.
 
-    Posteriors go through a temporary file of 4 bytes per image and class; memory holds one batch of them at a time.
+    Posteriors go through a temporary file of 4 bytes per image and class; memory holds one block of them at a time.
     """
-    head = model.head
 
     def total(sums: Tensor) -> Tensor:
         if accelerator.num_processes == 1:
             return sums
         return accelerator.reduce(sums.to(accelerator.device), "sum").cpu()
 
-    with tempfile.TemporaryFile() as file:
-        images = 0
-        for logits, _ in logits_of(model, loader, accelerator):
-            posterior = head.training_posterior(logits).exp().cpu().numpy()
-            file.write(posterior.astype(np.float32).tobytes())
-            images += len(posterior)
-        file.flush()
-        shape = (images, len(head.prior))
-        stored = np.memmap(file, np.float32, "r+", shape=shape) if images else np.zeros(shape, np.float32)
-        return estimate_prior(torch.from_numpy(stored), head.prior, total)
+    posteriors = on_disk((head.training_posterior(logits).exp() for logits, _ in batches), len(head.prior))
+    return estimate_prior(posteriors, head.prior, total)
 
 
 def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Calibration:
@@ -46,8 +35,7 @@ def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accel
 
     Every process keeps the posteriors of all held-out images: 4 bytes per image and class.
     """
-    check_posterior(model)
-    head = head_of(model)
+    head = model.head
     pairs = [
         (head.fitted_posterior(logits).cpu(), batch["labels"].cpu())
         for logits, batch in logits_of(model, loader, accelerator)

@@ -23,6 +23,7 @@ from livt_hf.evaluation.models import (
     why_uncalibrated,
 )
 from livt_hf.evaluation.rules import OWN, headline, posterior_rule, standard_rules
+from livt_hf.evaluation.running import scores_under
 from livt_hf.long_tail.priors import Prior
 
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
@@ -64,9 +65,9 @@ class Predictor:
         return f"{self.rule_name}: scores are the {kind} of the logits and no class probabilities ({why})"
 
     def _scores(self, logits: Tensor) -> Tensor:
-        if self.rule is not None:
-            return self.rule(logits)
-        return logits.sigmoid() if is_multi_label(self.model) else logits.softmax(-1)
+        if self.rule is None and is_multi_label(self.model):
+            return logits.sigmoid()
+        return scores_under(self.rule, logits)
 
     def read(self, path: Path) -> Tensor | str:
         """A file to the pixels the model sees (3, H, W), as bytes where `finish` can do the rest; or what is wrong."""

@@ -21,7 +21,8 @@ from livt_hf.evaluation.running import Rule
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, read_prior
 
 PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
-OWN, ESTIMATED = "posterior, the model's test prior", "posterior, estimated prior"
+OWN, TRUE = "posterior, the model's test prior", "posterior, true prior"
+ESTIMATED = "posterior, estimated prior"
 
 
 def posterior_rule(model: PreTrainedModel, prior: Prior) -> Rule:

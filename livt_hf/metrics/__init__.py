@@ -1,16 +1,21 @@
-"""What a model does to head and tail: accuracy by shot group, calibration, confusions, mAP."""
+"""What a model does to head and tail: accuracy and F1 by shot group, calibration, confusions, rankings, intervals."""
 
+from livt_hf.metrics.bootstrap import bootstrap_intervals
 from livt_hf.metrics.classification import LongTailMetrics, long_tail_metrics
 from livt_hf.metrics.confusion import ConfusionPairs
 from livt_hf.metrics.groups import GROUPS, group_sizes, shot_groups
 from livt_hf.metrics.multilabel import MultiLabelMetrics
+from livt_hf.metrics.ranking import one_against_rest, ranking_means
 
 __all__ = [
     "GROUPS",
     "ConfusionPairs",
     "LongTailMetrics",
     "MultiLabelMetrics",
+    "bootstrap_intervals",
     "group_sizes",
     "long_tail_metrics",
+    "one_against_rest",
+    "ranking_means",
     "shot_groups",
 ]

@@ -1,19 +1,30 @@
-"""Accuracy by shot group and calibration as sums and counts, which any number of processes can add up.
+"""Accuracy, precision and F1 by shot group and calibration as sums and counts, which any number of processes add up.
 
 Conventions are those of the paper's released evaluation: accuracy counts images; a group's accuracy is the mean of the
 accuracies of its classes that have test images; calibration uses 15 equal bins (a, b] of the confidence in the
-prediction. The first bin also takes a confidence of exactly 0, so that no image is left out.
+prediction. The first bin also takes a confidence of exactly 0, so that no image is left out. Precision, recall and F1
+are scikit-learn's, of the classes that have test images, 0 where a class is never predicted. The recall of a class is
+its accuracy, so macro recall, or balanced accuracy, is `mean_class_accuracy`.
 """
 
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_labels, check_scores, shot_groups
+from livt_hf.metrics.groups import (
+    FEW_BELOW,
+    GROUPS,
+    MANY_ABOVE,
+    as_counts,
+    check_labels,
+    check_scores,
+    group_means,
+    known,
+    shot_groups,
+)
 
 # Confidences are summed as multiples of 2^-32: integers add to the same sum in any order, on any number of processes,
 # and the rounding is far below that of a float32 confidence. 2^31 images fit.
@@ -27,7 +38,8 @@ class LongTailMetrics:
 
     `confidence` says what the rows given to `update` are, and so what a prediction's confidence is: logits whose
     softmax (the authors' convention) or sigmoid is taken, or "given" probabilities. A row whose confidence is not a
-    number counts as an image predicted wrongly, is counted in `num_nan` and takes no part in calibration.
+    number counts as an image predicted wrongly, is counted in `num_nan` and takes no part in calibration. Predictions
+    may be given as class ids too; they have no confidence and no top five.
     """
 
     def __init__(
@@ -48,25 +60,36 @@ class LongTailMetrics:
         self.num_classes = len(self.class_counts)
         self.num_bins = bins
         self.confidence = confidence
-        self._state = torch.zeros(4 * self.num_classes + 3 * bins + 1, dtype=torch.int64)
+        self._state = torch.zeros(5 * self.num_classes + 3 * bins + 3, dtype=torch.int64)
         # Views into the state: what is added to them is in it.
-        self._images, self._correct, self._confidence, self._nan, *rest = self._state.split(
-            [self.num_classes] * 4 + [bins] * 3 + [1]
-        )
-        self._bin_images, self._bin_correct, self._bin_confidence, self._top5 = rest
+        views = self._state.split([self.num_classes] * 5 + [bins] * 3 + [1] * 3)
+        self._images, self._correct, self._predicted, self._confident, self._confidence, *rest = views
+        self._bin_images, self._bin_correct, self._bin_confidence, self._top5, self._scored, self._nan = rest
 
     @torch.no_grad()
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch of (B, C) logits (or probabilities, if "given") on any device with its (B,) class ids.
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        """Count a batch of (B, C) logits (or probabilities, if "given"), or of (B,) predicted class ids.
 
-        The prediction is the argmax, the first one among equals.
+        `labels` are (B,) class ids. Of logits the prediction is the argmax, the first one among equals.
         """
-        logits, labels = torch.as_tensor(logits), torch.as_tensor(labels).cpu()
-        check_scores(logits, self.num_classes)
-        check_labels(labels, len(logits), self.num_classes)
-        labels = labels.long()
+        predictions, labels = torch.as_tensor(predictions), torch.as_tensor(labels).cpu()
+        ids = predictions.ndim == 1
+        if ids:
+            check_labels(predictions, len(labels), self.num_classes)
+        else:
+            check_scores(predictions, self.num_classes)
+        check_labels(labels, len(predictions), self.num_classes)
         if len(labels) == 0:
             return
+        labels = labels.long()
+        predicted, valid = (predictions.cpu(), slice(None)) if ids else self._count_scores(predictions, labels)
+        hits = labels[valid][predicted[valid] == labels[valid]]
+        self._images += torch.bincount(labels, minlength=self.num_classes)
+        self._correct += torch.bincount(hits, minlength=self.num_classes)
+        self._predicted += torch.bincount(predicted[valid], minlength=self.num_classes)
+
+    def _count_scores(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What only scores have: the first five, and confidences. Returns predictions, and which are valid. (B,)"""
         rows = max(1, _BLOCK // self.num_classes)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         scratch = logits.new_empty((min(rows, len(logits)), self.num_classes), dtype=dtype)
@@ -75,13 +98,11 @@ class LongTailMetrics:
         predicted, confidence, in_top5 = (torch.cat(parts).cpu() for parts in zip(*read, strict=True))
         valid = ~confidence.isnan()
         self._check_range(confidence[valid])
-        correct = (predicted == labels) & valid
-
-        self._images += torch.bincount(labels, minlength=self.num_classes)
-        self._correct += torch.bincount(labels[correct], minlength=self.num_classes)
-        self._nan += torch.bincount(labels[~valid], minlength=self.num_classes)
+        self._scored += len(labels)
+        self._nan += (~valid).sum()
         self._top5 += (in_top5 & valid).sum()
-        confidence, correct = confidence[valid].clamp(0, 1), correct[valid]
+        self._confident += torch.bincount(labels[valid], minlength=self.num_classes)
+        confidence, correct = confidence[valid].clamp(0, 1), (predicted == labels)[valid]
         whole = (confidence * _ONE).round().long()  # exact: a power of two
         self._confidence.index_add_(0, labels[valid], whole)
         edges = torch.linspace(0, 1, self.num_bins + 1, dtype=confidence.dtype)
@@ -89,6 +110,7 @@ class LongTailMetrics:
         self._bin_images += torch.bincount(place, minlength=self.num_bins)
         self._bin_correct += torch.bincount(place[correct], minlength=self.num_bins)
         self._bin_confidence.index_add_(0, place, whole)
+        return predicted, valid
 
     def _read(self, scores: Tensor, labels: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of a block of rows: prediction, its confidence, and whether the label is among the first five."""
@@ -139,102 +161,74 @@ class LongTailMetrics:
         images = self.num_images
         if images == 0:
             raise LiVTError("no image was counted; call update first.")
-        accuracies, present = self._accuracies()
+        recall, precision, f1, present = self._by_class()
         calibrated = int(self._bin_images.sum())
         filled = self._bin_images > 0
         gaps = (self._bin_confidence[filled].double() / _ONE - self._bin_correct[filled]).abs()
+        all_scored = int(self._scored) == images and self.num_classes >= 5
         return {
             "accuracy": int(self._correct.sum()) / images,
-            "top5": int(self._top5) / images if self.num_classes >= 5 else None,
-            **{name: _mean(accuracies[present & (self.groups == i)]) for i, name in enumerate(GROUPS)},
-            "mean_class_accuracy": _mean(accuracies[present]),
-            "worst_class_accuracy": accuracies[present].min().item(),
+            "top5": int(self._top5) / images if all_scored else None,
+            **group_means(recall, present, self.groups),
+            "mean_class_accuracy": recall[present].mean().item(),
+            "worst_class_accuracy": recall[present].min().item(),
+            "macro_precision": precision[present].mean().item(),
+            "macro_f1": f1[present].mean().item(),
+            **{f"{group}_precision": mean for group, mean in group_means(precision, present, self.groups).items()},
+            **{f"{group}_f1": mean for group, mean in group_means(f1, present, self.groups).items()},
             "ece": gaps.sum().item() / calibrated if calibrated else None,
             "mce": (gaps / self._bin_images[filled]).max().item() if calibrated else None,
             "mean_confidence": int(self._bin_confidence.sum()) / _ONE / calibrated if calibrated else None,
             "num_images": images,
-            "num_nan": int(self._nan.sum()),
+            "num_nan": int(self._nan),
         }
 
-    def _accuracies(self) -> tuple[Tensor, Tensor]:
-        """Accuracy of each class, and which classes have test images (the others' is meaningless)."""
-        return self._correct.double() / self._images.clamp(min=1), self._images > 0
+    def _by_class(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Recall, precision and F1 of each class, and which classes have test images (the others' mean nothing)."""
+        return *recall_precision_f1(self._images, self._correct, self._predicted), self._images > 0
 
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
-        """One row per class: training images, group, test images, accuracy, mean confidence (None without images)."""
-        accuracies, present = self._accuracies()
-        calibrated = self._images - self._nan
-        confidences = self._confidence.double() / _ONE / calibrated.clamp(min=1)
+        """One row per class: training images, group, test images, accuracy (its recall), precision, F1, confidence."""
+        recall, precision, f1, present = self._by_class()
+        confidences = self._confidence.double() / _ONE / self._confident.clamp(min=1)
         columns = {
             "class": range(self.num_classes),
             "name": [str(i) for i in range(self.num_classes)] if names is None else names,
             "count": self.class_counts.tolist(),
             "group": [GROUPS[i] for i in self.groups.tolist()],
             "images": self._images.tolist(),
-            "accuracy": [a if p else None for a, p in zip(accuracies.tolist(), present.tolist(), strict=True)],
-            "confidence": [c if n else None for c, n in zip(confidences.tolist(), calibrated.tolist(), strict=True)],
+            "accuracy": known(recall, present),
+            "precision": known(precision, present),
+            "f1": known(f1, present),
+            "confidence": known(confidences, self._confident > 0),
         }
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     @property
     def bins(self) -> list[dict]:
-        """The reliability diagram: a row a bin (low, high] with its images, accuracy and mean confidence."""
+        """The reliability diagram: one row per bin (low, high] with its images, accuracy and mean confidence."""
         rows = []
         sums = zip(self._bin_images.tolist(), self._bin_correct.tolist(), self._bin_confidence.tolist(), strict=True)
         for i, (images, correct, confidence) in enumerate(sums):
             row = {"low": i / self.num_bins, "high": (i + 1) / self.num_bins, "images": images}
-            row |= (
-                {"accuracy": correct / images, "confidence": confidence / _ONE / images}
-                if images
-                else {
-                    "accuracy": None,
-                    "confidence": None,
-                }
-            )
+            row["accuracy"] = correct / images if images else None
+            row["confidence"] = confidence / _ONE / images if images else None
             rows.append(row)
         return rows
 
-    def intervals(
-        self, level: float = 0.95, seed: int = 0, resamples: int = 1000
-    ) -> dict[str, tuple[float, float] | None]:
-        """Bootstrap intervals of the accuracies: how far another test set with equally many images would move them.
 
-        Classes are fixed (they are the task, not a sample), so images are resampled within each class. Drawing from
-        right and wrong images with replacement gives a binomial number of right ones, so sums and counts are all it
-        takes. n - 1 images are drawn of n: with n the variance would come out (n - 1) / n of what it is, which
-        matters at three test images per class (iNat18). A class with one image has no measurable variance.
-        """
-        if not 0 < level < 1:
-            raise LiVTError(f"level={level} is not between 0 and 1; 0.95 is usual.")
-        accuracies, present = self._accuracies()
-        values, images = accuracies[present].numpy(), self._images[present].numpy()
-        groups = self.groups[present].numpy()
-        # Each interval is that of a weighted sum of class accuracies.
-        weights = {"accuracy": images / max(images.sum(), 1), "mean_class_accuracy": np.ones(len(images))}
-        weights |= {name: (groups == i).astype(float) for i, name in enumerate(GROUPS)}
-        weights = {name: w / w.sum() if w.sum() else None for name, w in weights.items()}
-        wanted = [name for name, w in weights.items() if w is not None]
-        matrix = np.stack([weights[name] for name in wanted], axis=1) if wanted else None
-        rng = np.random.default_rng(seed)
-        drawn = np.maximum(images - 1, 1)
-        sums = []
-        for _ in range(resamples if wanted else 0):  # one resample at a time keeps memory O(classes)
-            resampled = np.where(images > 1, rng.binomial(drawn, values) / drawn, values)
-            sums.append(resampled @ matrix)
-        tails = [(1 - level) / 2, (1 + level) / 2]
-        bounds = np.quantile(np.array(sums), tails, axis=0) if wanted else np.empty((2, 0))
-        return {
-            name: tuple(bounds[:, wanted.index(name)].tolist()) if name in wanted else None
-            for name in ("accuracy", *GROUPS, "mean_class_accuracy")
-        }
+def recall_precision_f1(images: Tensor, correct: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each class, from its test images, those predicted right, and how often it is predicted; 0 / 0 is 0."""
+    images, correct, predicted = images.double(), correct.double(), predicted.double()
+    divisors = images, predicted, (images + predicted) / 2
+    return tuple(correct / divisor.where(divisor > 0, torch.ones_like(divisor)) for divisor in divisors)
 
 
-def _mean(values: Tensor) -> float | None:
-    return values.mean().item() if len(values) else None
+def long_tail_metrics(predictions, labels, class_counts, **settings) -> dict[str, float | int | None]:
+    """All metrics of a whole test set at once, from logits or class ids (torch or numpy).
 
-
-def long_tail_metrics(logits, labels, class_counts, **settings) -> dict[str, float | int | None]:
-    """All metrics of a whole test set at once (torch or numpy); `settings` are those of `LongTailMetrics`."""
+    `settings` are those of `LongTailMetrics`.
+    """
     metrics = LongTailMetrics(class_counts, **settings)
-    metrics.update(logits, labels)
+    metrics.update(predictions, labels)
     return metrics.compute()

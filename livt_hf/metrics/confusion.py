@@ -12,7 +12,7 @@ _PENDING = 2**16
 
 
 class ConfusionPairs:
-    """Counts (label, wrong prediction) pairs that occur: at most one entry a misclassified image.
+    """Counts (label, wrong prediction) pairs that occur: at most one entry per misclassified image.
 
     It pickles, so processes can exchange it (`accelerate.utils.gather_object([pairs])`) and `merge`.
     """

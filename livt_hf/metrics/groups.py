@@ -28,11 +28,22 @@ def group_sizes(class_counts: Sequence[int] | Tensor) -> dict[str, int]:
     return dict(zip(GROUPS, torch.bincount(shot_groups(class_counts), minlength=len(GROUPS)).tolist(), strict=True))
 
 
+def group_means(values: Tensor, present: Tensor, groups: Tensor) -> dict[str, float | None]:
+    """The mean over the classes of each group that are present; None where there is none."""
+    members = {name: values[present & (groups == place)] for place, name in enumerate(GROUPS)}
+    return {name: part.mean().item() if len(part) else None for name, part in members.items()}
+
+
+def known(values: Tensor, present: Tensor) -> list[float | None]:
+    """Values of classes for a table; None where they are not present."""
+    return [value if there else None for value, there in zip(values.tolist(), present.tolist(), strict=True)]
+
+
 def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:
     """Training images of each class as a 1-D int64 tensor; a class may have none."""
     counts = torch.as_tensor(class_counts).cpu()
     if counts.ndim != 1 or len(counts) == 0:
-        raise LiVTError(f"class_counts has shape {tuple(counts.shape)}; give one number of images per class.")
+        raise LiVTError(f"class_counts has shape {tuple(counts.shape)}; give one number of training images per class.")
     if (counts < 0).any() or counts.is_floating_point() and (counts != counts.round()).any():
         raise LiVTError("class_counts must be whole numbers of images, none below 0; pass counts, not shares.")
     return counts.long()
@@ -47,7 +58,7 @@ def check_scores(scores: Tensor, num_classes: int) -> None:
 
 
 def check_labels(labels: Tensor, num_images: int, num_classes: int) -> None:
-    """Refuse what is not one class of `class_counts` an image."""
+    """Refuse what is not one class of `class_counts` per image."""
     if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise LiVTError(
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}, not one class id per image; "

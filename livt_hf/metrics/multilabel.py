@@ -1,4 +1,4 @@
-"""Mean average precision for images with several labels: a ranking metric, so the one that has to keep its scores."""
+"""Rankings of images with several labels: they have to keep their scores."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_scores, shot_groups
+from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_scores, known, shot_groups
+from livt_hf.metrics.ranking import auroc, average_precision
 
 _BLOCK = 2**22  # scores sorted at a time
 
 
 class MultiLabelMetrics:
-    """Macro and per-group mAP. Keeps 5 bytes per image and class; those of several processes `merge` into one.
+    """Macro and per-group mAP, and AUROC. Keeps 5 bytes per image and class; several processes' `merge` into one.
 
-    Average precision is the sum over thresholds of (recall gained) x precision, equal scores sharing a threshold
-    (scikit-learn's definition). Classes without a positive test image take no part. A NaN score ranks last.
+    Classes without a positive test image take no part, and in AUROC those without a negative one. A NaN score ranks
+    last.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class MultiLabelMetrics:
         self._targets += other._targets
 
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
-        """One row per class: training images, group, positive test images and average precision (None without any)."""
+        """One row per class: training images, group, positive test images, average precision and AUROC."""
         scores, targets = self._all()
-        positives = targets.sum(dim=0).tolist()
         columns = max(1, _BLOCK // max(1, len(scores)))
-        precisions = torch.cat(
-            [average_precision(s, t) for s, t in zip(scores.split(columns, 1), targets.split(columns, 1), strict=True)]
-        ).tolist()
+        blocks = list(zip(scores.split(columns, 1), targets.long().split(columns, 1), strict=True))
+        positives = targets.sum(dim=0)
+        precisions = known(torch.cat([average_precision(*block) for block in blocks]), positives > 0)
+        areas = torch.cat([auroc(*block) for block in blocks])
+        areas, positives = known(areas, areas.isfinite()), positives.tolist()
         return [
             {
                 "class": i,
@@ -60,19 +62,18 @@ class MultiLabelMetrics:
                 "count": int(self.class_counts[i]),
                 "group": GROUPS[self.groups[i]],
                 "images": positives[i],
-                "average_precision": precisions[i] if positives[i] else None,
+                "average_precision": precisions[i],
+                "auroc": areas[i],
             }
             for i in range(self.num_classes)
         ]
 
     def compute(self) -> dict[str, float | int | None]:
         """`map` over all classes with positive images, and over those of each group; fractions, None where empty."""
-        rows = [row for row in self.per_class() if row["images"]]
+        rows = self.per_class()
         members = {"map": rows} | {group: [row for row in rows if row["group"] == group] for group in GROUPS}
-        metrics = {
-            name: sum(row["average_precision"] for row in part) / len(part) if part else None
-            for name, part in members.items()
-        }
+        metrics = {name: _mean([row["average_precision"] for row in part]) for name, part in members.items()}
+        metrics["auroc"] = _mean([row["auroc"] for row in rows])
         scores, _ = self._all()
         return metrics | {"num_images": len(scores), "num_nan": int(scores.isnan().any(dim=1).sum())}
 
@@ -83,15 +84,6 @@ class MultiLabelMetrics:
         return self._scores[0], self._targets[0]
 
 
-def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
-    """Average precision of each column of (N, K) scores against targets of 0 and 1; 0 where none is 1. (K,)"""
-    scores = torch.where(scores.isnan(), -torch.inf, scores)
-    scores, order = scores.sort(dim=0, descending=True)
-    hits = targets.gather(0, order).double()
-    ranks = torch.arange(1, len(scores) + 1, dtype=torch.float64)[:, None]
-    last_of_equals = torch.ones_like(scores, dtype=torch.bool)
-    last_of_equals[:-1] = scores[:-1] != scores[1:]
-    # The threshold of a row is the end of its run of equal scores: the nearest end at or after it.
-    end = torch.where(last_of_equals, ranks.long() - 1, len(scores)).flip(0).cummin(dim=0).values.flip(0)
-    precision = (hits.cumsum(dim=0) / ranks).gather(0, end)
-    return (precision * hits).sum(dim=0) / hits.sum(dim=0).clamp(min=1)
+def _mean(values: list[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None

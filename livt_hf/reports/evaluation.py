@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from datasets import Dataset
 from livt_hf.data.labels import class_feature, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import LiVTError
-from livt_hf.metrics import ConfusionPairs, LongTailMetrics
+from livt_hf.metrics import GROUPS, ConfusionPairs, LongTailMetrics
 from livt_hf.reports import (
     accuracy_by_frequency,
     best_and_worst,
@@ -21,13 +22,16 @@ from livt_hf.reports import (
     reliability_diagram,
     training_curves,
 )
+from livt_hf.reports.shifts import accuracy_by_shift, shift_rows
 from livt_hf.results import percent
 from livt_hf.runs import LOG
 from livt_hf.settings import EvalSettings
 
 SAMPLES = 6
+_SHARES = ("accuracy", "precision", "f1", "auroc", "average_precision", "confidence")
 # The files of a report that show numbers and no image of the dataset: they may be published without asking.
 NUMBERS = ("evaluation.json", "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
+NUMBERS += ("shifts.png",)
 
 
 def choose_folder(settings: EvalSettings) -> Path:
@@ -41,38 +45,39 @@ def choose_folder(settings: EvalSettings) -> Path:
     return next(path for path in itertools.chain([folder], numbered) if not path.exists())
 
 
-def write_report(
-    folder: Path,
-    settings: EvalSettings,
-    summary: dict,
-    measured: dict[str, LongTailMetrics],
-    pairs: ConfusionPairs,
-    dataset: Dataset,
-) -> None:
+@dataclass
+class Findings:
+    """What an evaluation found: the contents of evaluation.json, and what its pictures are drawn from.
+
+    `per_class` and `pairs` are those of the first rule.
+    """
+
+    summary: dict
+    measured: dict[str, LongTailMetrics]
+    pairs: ConfusionPairs
+    per_class: list[dict]
+
+
+def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset: Dataset) -> None:
     folder.mkdir(parents=True)
-    names = class_feature(dataset).names
-    first = next(iter(measured.values()))
-    per_class = first.per_class(names)
+    names, per_class, summary = class_feature(dataset).names, found.per_class, found.summary
     pictures = {
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
         "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
     }
-    confused = pairs.top(20, names)
+    confused = found.pairs.top(20, names)
     if confused:
         pictures["Most confused classes"] = confused_classes(confused, folder / "confused.png")
-    for number, (rule, metric) in enumerate(measured.items()):
+    for number, (rule, metric) in enumerate(found.measured.items()):
         title = f"Reliability: {rule}"
         if any(row["images"] for row in metric.bins):  # none where all logits are NaN
             pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
+    if "shifted" in summary:
+        pictures["Shifted test sets"] = accuracy_by_shift(summary["shifted"], folder / "shifts.png")
     log = Path(settings.model) / LOG
     if log.exists():
         pictures["Training"] = training_curves({Path(settings.model).name: log}, folder / "training.png")
-    tables = {
-        "Metrics (percent)": _rule_rows(summary["rules"], measured),
-        "Classes (accuracy and confidence in percent)": [
-            row | {name: percent(row[name]) for name in ("accuracy", "confidence")} for row in per_class
-        ],
-    }
+    tables = _tables(summary, per_class)
     (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"{settings.model} on {settings.dataset} ({settings.split})"
     text = [f"# {title}", *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
@@ -80,13 +85,41 @@ def write_report(
     html_report(folder, title, tables, pictures)
 
 
-def _rule_rows(rules: dict[str, dict], measured: dict[str, LongTailMetrics]) -> list[dict]:
-    shown = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece", "mce")
+def _tables(summary: dict, per_class: list[dict]) -> dict[str, list[dict]]:
+    first = next(iter(summary["rules"]))
+    tables = {
+        "Metrics (percent, with 95 % intervals)": [_rule_row(rule, summary) for rule in summary["rules"]],
+        f"Precision, F1 and rankings of each class against the rest (percent; {first})": _group_rows(summary),
+    }
+    if "shifted" in summary:
+        tables["Shifted test sets (accuracy in percent)"] = shift_rows(summary["shifted"])
+    tables["Classes (percent; the accuracy of a class is its recall)"] = [
+        {name: percent(value) if name in _SHARES else value for name, value in row.items()} for row in per_class
+    ]
+    return tables
+
+
+def _rule_row(rule: str, summary: dict) -> dict:
+    metrics, intervals = summary["rules"][rule], summary["intervals"][rule]
+    row = {"rule": rule}
+    for name in ("accuracy", *GROUPS, "mean_class_accuracy", "macro_f1", "worst_class_accuracy", "ece", "mce"):
+        low_high = intervals.get(name)
+        words = f" ({percent(low_high[0])} to {percent(low_high[1])})" if low_high else ""
+        row[name] = percent(metrics[name]) + words
+    return row
+
+
+def _group_rows(summary: dict) -> list[dict]:
+    """All classes, then those of each shot group, under the first rule."""
+    metrics = next(iter(summary["rules"].values())) | summary["rankings"]
     rows = []
-    for rule, metrics in rules.items():
-        low, high = measured[rule].intervals()["accuracy"]
-        interval = {"accuracy, 95 %": f"{percent(low)} to {percent(high)}"}
-        rows.append({"rule": rule} | {name: percent(metrics[name]) for name in shown} | interval)
+    for group in ("all", *GROUPS):
+        prefix, macro = ("", "macro_") if group == "all" else (f"{group}_", f"{group}_")
+        row = {"classes": group, "precision": metrics[f"{macro}precision"]}
+        row["recall"] = metrics["mean_class_accuracy" if group == "all" else group]
+        row |= {"F1": metrics[f"{macro}f1"], "AUROC": metrics[f"{prefix}auroc"]}
+        row["average precision"] = metrics[f"{prefix}average_precision"]
+        rows.append({name: percent(value) if name != "classes" else value for name, value in row.items()})
     return rows
 
 

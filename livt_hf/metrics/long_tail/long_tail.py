@@ -8,21 +8,22 @@ from livt_hf.metrics import long_tail_metrics
 
 _DESCRIPTION = """
 Accuracy over all images and over many-, medium- and few-shot classes (more than 100, 20 to 100 and fewer than 20
-training images), top-5, mean and worst per-class accuracy, and calibration (ECE and MCE) of a classifier of
-long-tailed data. A group's accuracy is the mean of the accuracies of its classes that have test images.
+training images), top-5, mean and worst per-class accuracy, macro precision and F1, and calibration (ECE and MCE) of a
+classifier of long-tailed data. A group's accuracy is the mean of the accuracies of its classes that have test images.
 """
 
 _INPUTS = """
 Args:
-    predictions: logits, one row of C numbers an image (probabilities with confidence="given").
+    predictions: logits, one row of C numbers per image (probabilities with confidence="given"), or class ids.
     references: class ids.
     class_counts: training images of each of the C classes, in the order of the logits.
     many_above, few_below: thresholds of the shot groups (100 and 20).
     bins: calibration bins (15).
     confidence: "softmax" (default) or "sigmoid" of the logits, or "given".
 Returns:
-    fractions accuracy, top5, many, medium, few, mean_class_accuracy, worst_class_accuracy, ece, mce, mean_confidence
-    (None for what has no image or class), and num_images, num_nan.
+    fractions accuracy, top5, many, medium, few, mean_class_accuracy, worst_class_accuracy, macro_precision, macro_f1
+    (also of each group), ece, mce, mean_confidence (None for what has no image or class, or no logits), and
+    num_images, num_nan.
 Examples:
     >>> long_tail = evaluate.load("long_tail")
     >>> results = long_tail.compute(predictions=[[2., 0.], [0., 1.]], references=[0, 0], class_counts=[500, 5])
@@ -42,17 +43,21 @@ _CITATION = """
 
 class LongTail(evaluate.Metric):
     def _info(self):
-        features = {
-            "predictions": datasets.Sequence(datasets.Value("float32")),
-            "references": datasets.Value("int64"),
-        }
+        labels = datasets.Value("int64")
+        logits = datasets.Sequence(datasets.Value("float32"))
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
             citation=_CITATION,
             inputs_description=_INPUTS,
-            features=datasets.Features(features),
+            features=[
+                datasets.Features({"predictions": predictions, "references": labels})
+                for predictions in (logits, labels)
+            ],
         )
 
     def _compute(self, predictions, references, class_counts, **settings):
-        # evaluate hands rows back as lists of Python floats: some 36 bytes a logit while this runs.
-        return long_tail_metrics(numpy.asarray(predictions, dtype="float32"), references, class_counts, **settings)
+        # evaluate hands rows back as lists of Python floats: some 36 bytes per logit while this runs.
+        predictions = numpy.asarray(predictions)
+        if predictions.ndim == 2:
+            predictions = predictions.astype("float32")
+        return long_tail_metrics(predictions, references, class_counts, **settings)

@@ -1,0 +1,80 @@
+"""Predictions of single images as a file: parquet, or CSV for a spreadsheet."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from torch import Tensor
+
+from livt_hf.errors import LiVTError
+
+_TOGETHER = 1000  # images written at once
+_WRITERS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
+
+
+def check_table(path: str) -> None:
+    """Refuse a file that could not be written at the end of an evaluation."""
+    if Path(path).suffix not in _WRITERS:
+        raise LiVTError(f"{path} is neither a .parquet nor a .csv file; give the table of predictions such a name.")
+    if Path(path).exists():
+        raise LiVTError(f"{path} exists; give the table of predictions another name.")
+    if not Path(path).absolute().parent.is_dir():
+        raise LiVTError(f"the folder of {path} does not exist; make it first.")
+
+
+class PredictionTable:
+    """One row per image, written block by block.
+
+    For every rule there is the predicted class, its score, and the scores of all classes: one list per image in
+    parquet, one column per class in CSV. A score that is missing, of an image that cannot be read, is empty.
+    """
+
+    def __init__(self, path: str, classes: list[str]):
+        check_table(path)
+        self.path, self.classes, self._writer = Path(path), classes, None
+        self._waiting: list[pa.Table] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._flush()
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, facts: dict[str, list], scores: dict[str, Tensor]) -> None:
+        """What is known about some images, by column, with their (B, C) scores under each rule."""
+        columns = {name: pa.array(values, pa.string()) for name, values in facts.items()}
+        for rule, rows in scores.items():
+            rows = rows.cpu().float()
+            best = rows.max(-1)  # NaN, where a score is
+            pairs = zip(best.indices.tolist(), best.values.isnan().tolist(), strict=True)
+            predicted = [None if missing else self.classes[label] for label, missing in pairs]
+            columns[f"prediction ({rule})"] = pa.array(predicted, pa.string())
+            columns[f"score ({rule})"] = _numbers(best.values)
+            columns |= self._all_scores(rule, rows)
+        self._waiting.append(pa.table(columns))
+        if sum(map(len, self._waiting)) >= _TOGETHER:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            table = pa.concat_tables(self._waiting)
+            if self._writer is None:
+                self._writer = _WRITERS[self.path.suffix](self.path, table.schema)
+            self._writer.write_table(table)
+            self._waiting = []
+
+    def _all_scores(self, rule: str, rows: Tensor) -> dict[str, pa.Array]:
+        if self.path.suffix == ".csv":
+            return {f"{name} ({rule})": _numbers(rows[:, label]) for label, name in enumerate(self.classes)}
+        lists = pa.FixedSizeListArray.from_arrays(_numbers(rows.reshape(-1)), len(self.classes))
+        return {f"scores ({rule})": lists}
+
+
+def _numbers(values: Tensor) -> pa.Array:
+    """What is not a number is empty."""
+    return pa.array(values.numpy(), from_pandas=True)

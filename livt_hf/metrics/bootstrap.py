@@ -1,0 +1,80 @@
+"""Bootstrap intervals: how far another test set of the same kind would move the numbers."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from livt_hf.errors import LiVTError
+from livt_hf.metrics.classification import recall_precision_f1
+from livt_hf.metrics.groups import GROUPS
+
+Drawn = tuple[np.ndarray, np.ndarray]  # numbers of images, and how much each of them counts
+NAMES = ("accuracy", *GROUPS, "mean_class_accuracy", "macro_f1")
+
+
+def bootstrap_intervals(
+    labels: np.ndarray,
+    predictions: np.ndarray,
+    shots: Tensor,
+    clusters: np.ndarray | None = None,
+    *,
+    level: float = 0.95,
+    resamples: int = 1000,
+) -> dict[str, tuple[float, float] | None]:
+    """Intervals of the accuracies and of macro F1; None where a shot group has no test image.
+
+    `labels` and `predictions` are class ids of all test images; a prediction of -1 is none. `shots` says the group of
+    each class. Images of one cluster (patient, site, sequence) resemble each other, so whole clusters are drawn where
+    they are given. Without them images are drawn class by class, for classes are the task and no sample of it.
+    n - 1 of n are drawn and weighted by n / (n - 1): with n the variance would come out (n - 1) / n of what it is,
+    which matters at three test images per class (iNat18). A class with one image has no measurable variance.
+    """
+    if not 0 < level < 1:
+        raise LiVTError(f"level={level} is not between 0 and 1; 0.95 is usual.")
+    draw = _by_class(labels) if clusters is None else _by_cluster(clusters)
+    rng, shots = np.random.default_rng(0), shots.numpy()
+    values = np.array([_measured(labels, predictions, shots, *draw(rng)) for _ in range(resamples)])
+    tails = [(1 - level) / 2, (1 + level) / 2]
+    return {
+        name: tuple(np.nanquantile(column, tails).tolist()) if np.isfinite(column).any() else None
+        for name, column in zip(NAMES, values.T, strict=True)
+    }
+
+
+def _by_class(labels: np.ndarray) -> Callable[[np.random.Generator], Drawn]:
+    order = np.argsort(labels, kind="stable")
+    _, starts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
+    drawn = np.maximum(sizes - 1, 1)
+    first, size = np.repeat(starts, drawn), np.repeat(sizes, drawn)
+    weights = np.repeat(sizes / drawn, drawn)
+    return lambda rng: (order[first + (rng.random(len(first)) * size).astype(np.int64)], weights)
+
+
+def _by_cluster(clusters: np.ndarray) -> Callable[[np.random.Generator], Drawn]:
+    _, member = np.unique(clusters, return_inverse=True)
+    number = int(member.max()) + 1
+    drawn = max(number - 1, 1)
+
+    def draw(rng: np.random.Generator) -> Drawn:
+        times = np.bincount(rng.integers(number, size=drawn), minlength=number) * (number / drawn)
+        return np.arange(len(member)), times[member]
+
+    return draw
+
+
+def _measured(labels: np.ndarray, predictions: np.ndarray, shots: np.ndarray, rows: np.ndarray, weights: np.ndarray):
+    """The numbers in the order of `NAMES`, of some images that count so much each."""
+    labels, predictions, classes = labels[rows], predictions[rows], len(shots)
+    hits, made = predictions == labels, predictions >= 0
+    images = np.bincount(labels, weights, classes)
+    correct = np.bincount(labels[hits], weights[hits], classes)
+    predicted = np.bincount(predictions[made], weights[made], classes)
+    recall, _, f1 = (
+        part.numpy() for part in recall_precision_f1(*map(torch.from_numpy, (images, correct, predicted)))
+    )
+    present = images > 0
+    groups = [recall[present & (shots == place)] for place in range(len(GROUPS))]
+    means = [part.mean() if len(part) else np.nan for part in (*groups, recall[present], f1[present])]
+    return correct.sum() / images.sum(), *means
