@@ -5,6 +5,7 @@
     livt eval --model RUN --prior prior.json    # the class frequencies it will meet
     livt eval --model RUN --adapt_prior         # the same, estimated from the images alone
     livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
+    livt eval --compare RUN_A RUN_B             # the newest reports of two runs side by side
 
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
 """
@@ -40,6 +41,7 @@ from livt_hf.evaluation.rules import ESTIMATED, PAPER, posterior_rule, prior_wor
 from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
 from livt_hf.long_tail.priors import PriorEstimate
 from livt_hf.metrics import long_tail_metrics
+from livt_hf.reports.comparison import compare
 from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.results import percent, provenance
 from livt_hf.settings import EvalSettings
@@ -50,8 +52,12 @@ Loaders = Callable[[str], DataLoader]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = EvalSettings.parse(argv, inherit=lent_by_run)
+    settings = EvalSettings.parse(argv, inherit=lambda asked: {} if "compare" in asked else lent_by_run(asked))
     accelerator = Accelerator()
+    if settings.compare is not None:
+        if accelerator.is_main_process:
+            print(f"Comparison: {compare(*settings.compare, choose_folder(settings))}")
+        return
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)
     folder = choose_folder(settings)
