@@ -377,8 +377,14 @@ class EvalSettings(DataSettings):
         None, "also write what each rule says of each image, to a .parquet or .csv file", place=True
     )
     report: str | None = option(None, "folder for the report; default: report/ in a run folder", place=True)
+    compare: list[str] | None = option(None, "two runs or report folders to put side by side", place=True)
     seed: int = option(0, "seed of the linear probe and of the images of shifted test sets")
     threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.compare is not None and len(self.compare) != 2:
+            raise LiVTError(f"--compare puts two runs side by side, not {len(self.compare)}; name two.")
 
 
 def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@
     livt eval --model RUN --test_imbalance      # test sets whose classes are frequent and rare, in both directions
     livt eval --model RUN --predictions p.csv   # what each rule says of each image
     livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
+    livt eval --compare RUN_A RUN_B             # the newest reports of two runs side by side
 
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
 """
@@ -47,6 +48,7 @@ from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
 from livt_hf.evaluation.tables import PredictionTable, check_table
 from livt_hf.metrics import long_tail_metrics, ranking_means, shot_groups
 from livt_hf.reports import markdown_table
+from livt_hf.reports.comparison import compare
 from livt_hf.reports.evaluation import Findings, choose_folder, write_report
 from livt_hf.reports.shifts import shift_rows
 from livt_hf.results import percent, provenance
@@ -58,8 +60,12 @@ Loaders = Callable[[str], DataLoader]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = EvalSettings.parse(argv, inherit=lent_by_run)
+    settings = EvalSettings.parse(argv, inherit=lambda asked: {} if "compare" in asked else lent_by_run(asked))
     accelerator = Accelerator()
+    if settings.compare is not None:
+        if accelerator.is_main_process:
+            print(f"Comparison: {compare(*settings.compare, choose_folder(settings))}")
+        return
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)
     folder = choose_folder(settings)

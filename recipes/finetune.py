@@ -9,10 +9,12 @@ The run folder ends up holding the checkpoint, its image processor, log.jsonl an
 options.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
 
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
 from livt_hf.commands import (
@@ -64,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         metrics = measure(loop.final_model, course.batches_of(watched), accelerator, counts)["metrics"]
         if best is not None:
             best.consider(epoch + 1, metrics.get("accuracy", metrics.get("map")))
+        if accelerator.is_main_process:
+            tqdm.write(f"epoch {epoch + 1}  {accuracy_line(metrics)}", file=sys.stderr)  # above the progress bar
         return metrics
 
     try:

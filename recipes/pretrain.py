@@ -33,7 +33,7 @@ from livt_hf.results import Results
 from livt_hf.runs import parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.stages import common_results, counts_summary, image_size, is_native, shared_batches, training_batches
-from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run
+from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run, track_picture
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     loss, zero_loss = reconstruction_loss(loop.final_model, test_loader, accelerator, settings.seed)
     if accelerator.is_main_process:
         rows = reconstruction_rows(loop.final_model, held_out, processor, settings.seed)
-        reconstruction_sheet(rows, run.folder / "reconstructions.png", ["image", "masked", "reconstruction"])
+        sheet = reconstruction_sheet(rows, run.folder / "reconstructions.png", ["image", "masked", "reconstruction"])
+        track_picture(accelerator, "reconstructions", sheet, loop.progress.update)
     results = Results(
         **common_results(settings, loop, loop.final_model),
         image_size=size,

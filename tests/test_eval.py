@@ -163,7 +163,12 @@ def test_evaluating_a_run_gives_its_results_and_a_report_beside_it(workplace, ev
     assert f"accuracy {100 * results['metrics']['accuracy']:.1f}" in result.printed
     assert f"Report: {folder / 'report.html'}" in result.printed
 
-    assert {path.name for path in folder.iterdir()} == PICTURES | {"report.md", "report.html", "evaluation.json"}
+    assert {path.name for path in folder.iterdir()} == PICTURES | {
+        "report.md",
+        "report.html",
+        "evaluation.json",
+        "classes.csv",
+    }
     for name in PICTURES:
         with Image.open(folder / name) as picture:
             assert min(picture.size) > 100 and len(picture.convert("RGB").getcolors(2**24)) > 5

@@ -60,3 +60,22 @@ def test_the_next_command_of_a_small_folder_names_a_batch_it_can_fill(workplace)
     assert run.wait() == 0
     folder = workplace / "my run"
     assert run.printed.endswith(f"livt finetune --pretrained '{folder}' --batch_size 16\n")
+
+
+def test_each_evaluation_of_a_fine_tuning_says_its_groups_once(workplace):
+    options = [
+        "--dataset",
+        workplace / "pictures",
+        *TINY,
+        "--pretrained",
+        "none",
+        "--eval_epochs",
+        1,
+        "--max_steps",
+        8,
+    ]
+    run = RecipeRun("finetune", workplace / "groups", *options)
+    assert run.wait() == 0, run.printed
+    told = [line for line in run.printed.splitlines() if line.startswith("epoch ")]
+    assert [line.split()[1] for line in told] == ["1", "2"]
+    assert all(re.search(r"accuracy \S+  many \S+  medium \S+  few \S+", line) for line in told)

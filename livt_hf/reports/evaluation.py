@@ -22,7 +22,9 @@ from livt_hf.reports import (
     reliability_diagram,
     training_curves,
 )
+from livt_hf.reports.comparison import CLASSES, write_classes
 from livt_hf.reports.shifts import accuracy_by_shift, shift_rows
+from livt_hf.reports.verdict import Measured, first_screen, first_screen_text
 from livt_hf.results import percent
 from livt_hf.runs import LOG
 from livt_hf.settings import EvalSettings
@@ -41,6 +43,7 @@ def choose_folder(settings: EvalSettings) -> Path:
             raise LiVTError(f"the report folder {settings.report} exists; pass another --report.")
         return Path(settings.report)
     folder = Path(settings.model, "report") if Path(settings.model).is_dir() else Path("report")
+    folder = Path("comparison") if settings.compare else folder
     numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
     return next(path for path in itertools.chain([folder], numbered) if not path.exists())
 
@@ -78,11 +81,17 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
     if log.exists():
         pictures["Training"] = training_curves({Path(settings.model).name: log}, folder / "training.png")
     tables = _tables(summary, per_class)
+    write_classes(per_class, folder / CLASSES)
     (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"{settings.model} on {settings.dataset} ({settings.split})"
-    text = [f"# {title}", *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
+    known = Measured(found.measured, found.pairs, names)
+    text = [
+        f"# {title}",
+        first_screen_text(known),
+        *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items()),
+    ]
     (folder / "report.md").write_text("\n\n".join(text) + "\n")
-    html_report(folder, title, tables, pictures)
+    html_report(folder, title, tables, pictures, first_screen(known))
 
 
 def _tables(summary: dict, per_class: list[dict]) -> dict[str, list[dict]]:

@@ -3,6 +3,7 @@
 import base64
 import html
 import mimetypes
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -19,7 +20,12 @@ th { border-bottom: 2px solid #888; } .text { text-align: left; }
 .wide { overflow-x: auto; } details .wide { max-height: 30rem; overflow-y: auto; }
 figure { margin: 1.5rem 0; } figcaption { color: #555; margin-bottom: .3rem; }
 img { max-width: 100%; height: auto; border: 1px solid #eee; }
+.lead { font-size: 1.15rem; } .cards, .halves { display: flex; flex-wrap: wrap; gap: 1rem 2rem; }
+.card { flex: 1 1 14rem; border: 1px solid #ddd; border-radius: 4px; padding: .6rem .8rem; font-size: .9rem; }
+.card b { font-size: 1.4rem; } .track { background: #eee; margin: .3rem 0; } .track div { height: .5rem; }
+.halves > div { flex: 1 1 22rem; min-width: 0; overflow-wrap: anywhere; } li { margin: .3rem 0; }
 """
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 _LONG = 50  # a table of more rows starts folded
 
 
@@ -39,7 +45,7 @@ def _columns(rows: Sequence[Mapping]) -> list[str]:
 def _is_numeric(rows: Sequence[Mapping], column: str) -> bool:
     """Whether a column holds numbers, also where they are texts with a fixed number of digits."""
     cells = [row.get(column) for row in rows]
-    return all(not isinstance(cell, str) or cell == "-" or cell.replace(".", "", 1).isdigit() for cell in cells)
+    return all(not isinstance(cell, str) or cell == "-" or _NUMBER.fullmatch(cell) for cell in cells)
 
 
 def markdown_table(rows: Sequence[Mapping]) -> str:
@@ -70,6 +76,13 @@ def _html_table(rows: Sequence[Mapping]) -> str:
     return f"<details><summary>{len(rows):,} rows</summary>{table}</details>" if len(rows) > _LONG else table
 
 
+def _pictures(caption: str, paths: str | Path | Sequence[str | Path]) -> str:
+    """One picture, or several beside each other."""
+    if isinstance(paths, str | Path):
+        return _picture(caption, paths)
+    return f'<div class="halves">{"".join(f"<div>{_picture(caption, path)}</div>" for path in paths)}</div>'
+
+
 def _picture(caption: str, path: str | Path) -> str:
     kind = mimetypes.guess_type(str(path))[0]
     if kind is None or not kind.startswith("image/"):
@@ -80,14 +93,19 @@ def _picture(caption: str, path: str | Path) -> str:
 
 
 def html_report(
-    folder: str | Path, title: str, tables: Mapping[str, Sequence[Mapping]], pictures: Mapping[str, str | Path]
+    folder: str | Path,
+    title: str,
+    tables: Mapping[str, Sequence[Mapping]],
+    pictures: Mapping[str, str | Path | Sequence[str | Path]],
+    first: str = "",
 ) -> Path:
     """Write `report.html` into the folder: tables (heading -> rows) and pictures (caption -> file), all inside it.
 
-    The first table leads and the pictures follow; further tables, which may have one row per class, come last.
+    `first` is HTML that comes first of all. The first table leads and the pictures follow; further tables, which may
+    have one row per class, come last.
     """
     parts = [f"<h2>{html.escape(heading)}</h2>\n{_html_table(rows)}" for heading, rows in tables.items()]
-    parts[1:1] = [_picture(caption, path) for caption, path in pictures.items()]
+    parts[1:1] = [_pictures(caption, paths) for caption, paths in pictures.items()]
     body = "\n".join(parts)
     # The policy makes the browser itself refuse anything that is not in this file.
     page = f"""<!DOCTYPE html>
@@ -101,6 +119,7 @@ def html_report(
 </head>
 <body>
 <h1>{html.escape(title)}</h1>
+{first}
 {body}
 </body>
 </html>

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -64,8 +65,20 @@ def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run 
     run = found[0]
     accelerator.project_configuration.logging_dir = str(run.folder)
     said = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
-    accelerator.init_trackers("livt_hf", said, {"wandb": {"name": str(run.folder)}})
+    place = run.folder.resolve()
+    # trackio makes folders of the name, so it must not be a path.
+    named = {"wandb": {"name": str(run.folder)}, "trackio": {"name": f"{place.parent.name}-{place.name}"}}
+    accelerator.init_trackers("livt_hf", said, named)
     return run
+
+
+def track_picture(accelerator: Accelerator, name: str, path: Path, update: int) -> None:
+    """Show a picture in trackio's dashboard, where that is among the trackers."""
+    for tracker in accelerator.trackers:
+        if tracker.name == "trackio":
+            import trackio
+
+            tracker.log({name: trackio.Image(str(path))}, step=update)
 
 
 def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:

@@ -1,0 +1,124 @@
+"""Two reports side by side: what the second model gains and loses against the first, by group and by class."""
+
+import csv
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from livt_hf.errors import LiVTError
+from livt_hf.reports.page import html_report
+from livt_hf.results import percent
+
+NUMBERS, CLASSES = "evaluation.json", "classes.csv"
+METRICS = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece")
+PICTURES = {"Accuracy against class frequency": "frequency.png", "Reliability": "reliability-0.png"}
+PICTURES |= {"Most confused classes": "confused.png", "Training": "training.png"}
+LISTED = 20  # classes that differ most
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `livt eval` left in a folder."""
+
+    name: str
+    folder: Path
+    summary: dict
+    classes: list[dict[str, str]]
+
+    @classmethod
+    def of(cls, place: str) -> "Report":
+        """The report in a folder, or the newest one in the folder of a run."""
+        found = sorted(Path(place).glob(f"report*/{NUMBERS}"), key=lambda path: path.stat().st_mtime)
+        folder = Path(place) if Path(place, NUMBERS).is_file() else found[-1].parent if found else None
+        if folder is None or not (folder / CLASSES).is_file():
+            raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval --model {place}")
+        with (folder / CLASSES).open(encoding="utf-8", newline="") as file:
+            return cls(place, folder, json.loads((folder / NUMBERS).read_text()), list(csv.DictReader(file)))
+
+    @property
+    def metrics(self) -> dict:
+        """Under the rule that the model is judged by."""
+        return next(iter(self.summary["rules"].values()))
+
+
+def write_classes(rows: list[dict], path: Path) -> None:
+    """The table of classes, one line per class; what was not measured is empty."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+
+
+def compare(first: str, second: str, folder: Path) -> Path:
+    """Write the page of a comparison into a new folder."""
+    one, other = Report.of(first), Report.of(second)
+    for name in ("dataset", "split"):
+        if one.summary[name] != other.summary[name]:
+            raise LiVTError(
+                f"the {name} of the reports differs ({one.summary[name]} and {other.summary[name]}); measure both "
+                "models on the same images."
+            )
+    if [row["name"] for row in one.classes] != [row["name"] for row in other.classes]:
+        raise LiVTError(f"{first} and {second} have other classes; only models of the same classes can be compared.")
+    folder.mkdir(parents=True)
+    tables = {
+        "Metrics (percent)": _metric_rows(one, other),
+        "All rules (percent)": [row for report in (one, other) for row in _rule_rows(report)],
+        f"The {LISTED} classes that differ most (accuracy in percent)": _class_rows(one, other),
+    }
+    files = {caption: [report.folder / name for report in (one, other)] for caption, name in PICTURES.items()}
+    pictures = {caption: paths for caption, paths in files.items() if all(path.is_file() for path in paths)}
+    title = f"{first} and {second} on {one.summary['dataset']} ({one.summary['split']})"
+    return html_report(
+        folder, title, tables, pictures, f'<p class="lead">{difference(one.metrics, other.metrics)}</p>'
+    )
+
+
+def difference(first: dict, second: dict) -> str:
+    """Which of two accuracies is higher, and whether the number of test images can tell."""
+    a, b = first["accuracy"], second["accuracy"]
+    noise = 1.96 * math.sqrt(a * (1 - a) / first["num_images"] + b * (1 - b) / second["num_images"])
+    words = f"The first is right for {percent(a)} % of the test images, the second for {percent(b)} %:"
+    if abs(b - a) <= noise:
+        return f"{words} no more apart than chance could make them ({percent(noise)} points)."
+    return f"{words} the {'second' if b > a else 'first'} is better, by more than chance ({percent(noise)} points)."
+
+
+def _metric_rows(one: Report, other: Report) -> list[dict]:
+    return [
+        {
+            "metric": name,
+            "first": percent(one.metrics[name]),
+            "second": percent(other.metrics[name]),
+            "difference": _points(one.metrics[name], other.metrics[name]),
+        }
+        for name in METRICS
+    ]
+
+
+def _rule_rows(report: Report) -> list[dict]:
+    return [
+        {"model": report.name, "rule": rule} | {name: percent(metrics[name]) for name in METRICS}
+        for rule, metrics in report.summary["rules"].items()
+    ]
+
+
+def _class_rows(one: Report, other: Report) -> list[dict]:
+    pairs = [(a, b) for a, b in zip(one.classes, other.classes, strict=True) if a["accuracy"] and b["accuracy"]]
+    pairs.sort(key=lambda pair: -abs(float(pair[1]["accuracy"]) - float(pair[0]["accuracy"])))
+    return [
+        {
+            "class": a["name"],
+            "training images": int(a["count"]),
+            "test images": int(a["images"]),
+            "first": percent(float(a["accuracy"])),
+            "second": percent(float(b["accuracy"])),
+            "difference": _points(float(a["accuracy"]), float(b["accuracy"])),
+        }
+        for a, b in pairs[:LISTED]
+    ]
+
+
+def _points(first: float | None, second: float | None) -> str:
+    return "-" if first is None or second is None else f"{100 * (second - first):+.1f}"

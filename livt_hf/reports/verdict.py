@@ -1,0 +1,212 @@
+"""The first screen of a report: is the model good enough, which classes are in doubt and why, and what to do next."""
+
+import functools
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from livt_hf.metrics import ConfusionPairs, LongTailMetrics
+from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE
+from livt_hf.reports.style import GROUP_COLOURS
+from livt_hf.results import percent
+
+DOUBTED, ACTIONS = 6, 3  # at most: one screen
+POOR = 0.5  # a class that is right less often is in doubt
+OVERCONFIDENT = 0.15  # and so is one whose mean confidence is that much above its accuracy
+ENOUGH = 10  # test images, to say so
+CONFUSED = 0.2  # the share of a class's images taken for one other class that is worth a word
+WORTH = 0.01  # what an action must promise, as a share of right answers or of calibration
+
+GROUP_WORDS = {
+    "many": f"more than {MANY_ABOVE} training images",
+    "medium": f"{FEW_BELOW} to {MANY_ABOVE} training images",
+    "few": f"fewer than {FEW_BELOW} training images",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a report knows about a model: metrics by rule, the first being the one it is judged by, and confusions."""
+
+    rules: Mapping[str, LongTailMetrics]
+    pairs: ConfusionPairs
+    names: Sequence[str]
+
+    @property
+    def first(self) -> LongTailMetrics:
+        return next(iter(self.rules.values()))
+
+    @functools.cached_property
+    def classes(self) -> list[dict]:
+        """Rows of the classes that have test images, each with the class it is taken for most often, or None."""
+        confused: dict[int, dict] = {}
+        for pair in self.pairs.top(self.first.num_images, self.names):
+            confused.setdefault(pair["label"], pair)
+        rows = [row for row in self.first.per_class(self.names) if row["images"]]
+        return [row | {"confused": confused.get(row["class"])} for row in rows]
+
+
+def groups(measured: Measured) -> list[dict]:
+    """How often each group of classes is right, with its interval; groups without classes are left out."""
+    numbers, intervals = measured.first.compute(), measured.first.intervals()
+    counted = [row["group"] for row in measured.classes]
+    return [
+        {"group": name, "classes": counted.count(name), "accuracy": numbers[name], "interval": intervals[name]}
+        for name in GROUPS
+        if numbers[name] is not None
+    ]
+
+
+def doubts(row: Mapping) -> list[str]:
+    """Why the predictions of a class are not to be relied on, in words; nothing where they are."""
+    sure = row["confidence"]
+    over = sure is not None and row["images"] >= ENOUGH and sure - row["accuracy"] > OVERCONFIDENT
+    if row["accuracy"] >= POOR and not over:
+        return []
+    words = []
+    if row["count"] < FEW_BELOW:
+        words.append(f"only {row['count']} training images")
+    pair = row["confused"]
+    if pair is not None and pair["share"] >= CONFUSED:
+        words.append(f"{percent(pair['share'])} % are taken for {pair['predicted_name']}")
+    if over:
+        words.append(f"overconfident ({percent(sure)} % sure)")
+    return words or ["no single reason was found"]
+
+
+def doubtful(measured: Measured) -> list[dict]:
+    """The classes to distrust, the worst first; one test image says too little where others have more."""
+    rows = [row for row in measured.classes if row["images"] > 1] or measured.classes
+    found = [(row, doubts(row)) for row in sorted(rows, key=lambda row: (row["accuracy"], -row["images"]))]
+    return [
+        {
+            "class": row["name"],
+            "right (%)": percent(row["accuracy"]),
+            "test images": row["images"],
+            "why": _joined(why),
+        }
+        for row, why in found
+        if why
+    ]
+
+
+def actions(measured: Measured) -> list[str]:
+    """What would help most, the most promising first."""
+    found = [*_better_rule(measured), *_more_labels(measured), *_calibration(measured), *_more_training(measured)]
+    found += [*_look_alikes(measured), *_larger_test(measured)]
+    return [words for worth, words in sorted(found, key=lambda action: -action[0]) if worth >= WORTH][:ACTIONS]
+
+
+def _better_rule(measured: Measured) -> list[tuple[float, str]]:
+    accuracy = {rule: metric.compute()["mean_class_accuracy"] for rule, metric in measured.rules.items()}
+    first, best = next(iter(accuracy)), max(accuracy, key=accuracy.get)
+    gain = accuracy[best] - accuracy[first]
+    words = (
+        f"Serve by another rule: {best} is right for {percent(accuracy[best])} % of the images of an average class,"
+    )
+    return [(gain, f"{words} {first} for {percent(accuracy[first])} %.")]
+
+
+def _more_labels(measured: Measured) -> list[tuple[float, str]]:
+    numbers, rows = measured.first.compute(), measured.classes
+    rare = sorted((row for row in rows if row["count"] < FEW_BELOW), key=lambda row: row["accuracy"])
+    if not rare or numbers["many"] is None:
+        return []
+    gain = (numbers["many"] - numbers["few"]) * len(rare) / len(rows)
+    named = _listed([row["name"] for row in rare])
+    words = f"Label more images of {named}: classes with fewer than {FEW_BELOW} training images"
+    return [
+        (gain, f"{words} are right in {percent(numbers['few'])} %, frequent ones in {percent(numbers['many'])} %.")
+    ]
+
+
+def _calibration(measured: Measured) -> list[tuple[float, str]]:
+    numbers = measured.first.compute()
+    if numbers["ece"] is None or len(measured.rules) == 1:  # a model that gives no probabilities has one rule
+        return []
+    over = "sure" if numbers["mean_confidence"] > numbers["accuracy"] else "unsure"
+    words = f"Calibrate it (livt calibrate): it is too {over} of its answers, by"
+    return [(numbers["ece"] / 2, f"{words} {percent(numbers['ece'])} points on average.")]
+
+
+def _more_training(measured: Measured) -> list[tuple[float, str]]:
+    many = measured.first.compute()["many"]
+    if many is None or many > 0.7:
+        return []
+    words = "Train longer, or start from a better pretraining: even classes with more than"
+    return [((1 - many) / 2, f"{words} {MANY_ABOVE} training images are right in only {percent(many)} %.")]
+
+
+def _look_alikes(measured: Measured) -> list[tuple[float, str]]:
+    images = measured.first.num_images
+    pairs = [pair for pair in measured.pairs.top(50, measured.names) if pair["share"] >= CONFUSED]
+    if not pairs:
+        return []
+    pair = pairs[0]
+    words = f"Look at images of {pair['label_name']} and {pair['predicted_name']} side by side:"
+    words += f" {pair['images']} of the first are taken for the second. Are the labels right?"
+    return [(pair["images"] / images, words)]
+
+
+def _larger_test(measured: Measured) -> list[tuple[float, str]]:
+    rows = measured.classes
+    rough = sum(row["images"] < ENOUGH for row in rows)
+    words = f"Test on more images: {rough:,} of {len(rows):,} classes have fewer than {ENOUGH} test images, so that"
+    return [(0.02 * rough / len(rows), f"{words} their numbers are rough.")]
+
+
+def first_screen(measured: Measured) -> str:
+    """All of it as HTML."""
+    numbers = measured.first.compute()
+    rule, escape = next(iter(measured.rules)), html.escape
+    lead = f"{percent(numbers['accuracy'])} % of {numbers['num_images']:,} test images are right"
+    if percent(numbers["accuracy"]) != percent(numbers["mean_class_accuracy"]):  # the test set is imbalanced
+        lead += f", and {percent(numbers['mean_class_accuracy'])} % in an average class"
+    lead += f", by the rule “{rule}”."
+    cards = "".join(map(_card, groups(measured)))
+    found = doubtful(measured)
+    items = "".join(
+        f"<li><b>{escape(row['class'])}</b>: {row['right (%)']} % right; {escape(row['why'])}</li>"
+        for row in found[:DOUBTED]
+    )
+    more = f"<p>and {len(found) - DOUBTED:,} more, in the table of classes.</p>" if len(found) > DOUBTED else ""
+    steps = "".join(f"<li>{escape(words)}</li>" for words in actions(measured))
+    return (
+        f'<section class="first"><p class="lead">{escape(lead)}</p><div class="cards">{cards}</div>'
+        f'<div class="halves"><div><h2>Classes to distrust</h2>'
+        f"{f'<ul>{items}</ul>{more}' if found else '<p>No class stands out.</p>'}</div>"
+        f"<div><h2>What to do next</h2>"
+        f"{f'<ol>{steps}</ol>' if steps else '<p>Nothing stands out.</p>'}</div></div></section>"
+    )
+
+
+def _card(group: Mapping) -> str:
+    low, high = (100 * bound for bound in group["interval"])
+    name, share = group["group"], 100 * group["accuracy"]
+    return (
+        f'<div class="card"><b>{share:.1f} %</b> <span>({low:.1f} to {high:.1f})</span>'
+        f'<div class="track"><div style="width: {share:.1f}%; background: {GROUP_COLOURS[name]}"></div></div>'
+        f"<div>{name}: {group['classes']:,} classes with {GROUP_WORDS[name]}</div></div>"
+    )
+
+
+def first_screen_text(measured: Measured) -> str:
+    """The same in Markdown."""
+    lines = [
+        f"- {name} ({row['classes']:,} classes, {GROUP_WORDS[name]}): {percent(row['accuracy'])} % right"
+        for row in groups(measured)
+        for name in [row["group"]]
+    ]
+    found = [f"- {row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(measured)[:DOUBTED]]
+    steps = [f"{number}. {words}" for number, words in enumerate(actions(measured), start=1)]
+    parts = {"Is it good enough?": lines, "Classes to distrust": found, "What to do next": steps}
+    return "\n\n".join(f"## {title}\n\n" + "\n".join(rows or ["Nothing stands out."]) for title, rows in parts.items())
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    return "; ".join(reasons)

@@ -1,0 +1,140 @@
+"""The first screen of a report, and two reports side by side."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from livt_hf.errors import LiVTError
+from livt_hf.metrics import ConfusionPairs, LongTailMetrics
+from livt_hf.recipes.eval import main
+from livt_hf.reports.comparison import difference, write_classes
+from livt_hf.reports.verdict import Measured, actions, doubtful, first_screen, first_screen_text, groups
+
+NAMES = ["common <b>", "usual", "rare", "rarer"]
+COUNTS = [500, 200, 12, 6]
+
+
+def measured(*rules, counts=COUNTS, names=NAMES) -> Measured:
+    """Of rules given as (label, prediction, confidence) of every image."""
+    metrics, pairs = {}, None
+    for number, rows in enumerate(rules):
+        label, predicted, confidence = (torch.tensor(column) for column in zip(*rows, strict=True))
+        scores = torch.zeros(len(rows), len(counts)).scatter_(1, predicted[:, None], confidence[:, None].float())
+        metrics[f"rule {number}"] = LongTailMetrics(counts, confidence="given")
+        metrics[f"rule {number}"].update(scores, label)
+        if pairs is None:
+            pairs = ConfusionPairs(counts)
+            pairs.update(predicted, label)
+    return Measured(metrics, pairs, names)
+
+
+# Ten images per class: the frequent ones right, of the rare ones most are taken for a frequent one.
+WEAK = [(0, 0, 0.9)] * 10 + [(1, 1, 0.9)] * 9 + [(1, 0, 0.5)] + [(2, 0, 0.8)] * 7 + [(2, 2, 0.6)] * 3
+WEAK += [(3, 1, 0.2)] * 4 + [(3, 0, 0.2)] * 2 + [(3, 3, 0.3)] * 4
+
+
+def test_groups_are_right_as_often_as_their_classes_are_on_average():
+    many, few = groups(measured(WEAK))
+    assert (many["group"], many["classes"], many["accuracy"]) == ("many", 2, pytest.approx(0.95))
+    assert (few["group"], few["classes"], few["accuracy"]) == ("few", 2, pytest.approx(0.35))
+
+
+def test_a_class_is_doubted_for_few_images_for_a_class_it_is_taken_for_and_for_overconfidence():
+    rare, rarer = doubtful(measured(WEAK))
+    assert rare["why"] == "only 12 training images; 70.0 % are taken for common <b>; overconfident (74.0 % sure)"
+    assert rarer["why"] == "only 6 training images; 40.0 % are taken for usual"
+    assert doubtful(measured([(label, label, 0.95) for label in range(4) for _ in range(10)])) == []
+
+
+def test_what_is_to_be_done_is_what_promises_most():
+    better = [(label, label, 0.9) for label, _, _ in WEAK]
+    steps = actions(measured(WEAK, better))
+    assert steps[0].startswith("Serve by another rule: rule 1 is right for 100.0 %")
+    assert steps[1].startswith("Label more images of rare, rarer: ")
+    assert len(steps) == 3
+    assert not any("another rule" in step for step in actions(measured(WEAK)))
+
+
+def test_a_perfect_model_has_nothing_to_be_done():
+    perfect = measured([(label, label, 1.0) for label in range(4) for _ in range(10)])
+    assert actions(perfect) == []
+    assert "No class stands out" in first_screen(perfect) and "Nothing stands out" in first_screen(perfect)
+
+
+def test_names_are_never_read_as_html_and_the_text_says_the_same():
+    page, text = first_screen(measured(WEAK)), first_screen_text(measured(WEAK))
+    assert "common &lt;b&gt;" in page and "<b>common" not in page
+    for step in actions(measured(WEAK)):
+        assert step in text
+    assert "- few (2 classes, fewer than 20 training images): 35.0 % right" in text
+
+
+def test_thousands_of_classes_still_fit_one_screen():
+    classes, rng = 8142, np.random.default_rng(0)
+    counts = (1000 * 500 ** (-np.arange(classes) / (classes - 1))).astype(int).tolist()
+    label = np.arange(classes).repeat(2)
+    predicted = np.where(rng.random(len(label)) < 0.5, label, rng.integers(classes, size=len(label)))
+    metric, pairs = LongTailMetrics(counts, confidence="given"), ConfusionPairs(counts)
+    for start in range(0, len(label), 1000):
+        rows = torch.zeros(len(label[start : start + 1000]), classes)
+        rows[torch.arange(len(rows)), torch.from_numpy(predicted[start : start + 1000])] = 0.5
+        metric.update(rows, torch.from_numpy(label[start : start + 1000]))
+    pairs.update(torch.from_numpy(predicted), torch.from_numpy(label))
+    page = first_screen(Measured({"rule": metric}, pairs, [f"species {i}" for i in range(classes)]))
+    assert page.count("<li>") <= 9 and "more, in the table of classes" in page
+
+
+def write_report(folder, accuracy, dataset="glyphs", names=("a", "b")):
+    folder.mkdir(parents=True)
+    shown = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece")
+    metrics = dict.fromkeys(shown, accuracy) | {"few": None, "num_images": 1000}
+    summary = {"dataset": dataset, "split": "test", "rules": {"paper (argmax z)": metrics}}
+    (folder / "evaluation.json").write_text(json.dumps(summary))
+    rows = [
+        {"class": i, "name": name, "count": 9, "group": "few", "images": 5, "accuracy": value}
+        for i, (name, value) in enumerate(zip(names, (accuracy, None), strict=True))
+    ]
+    write_classes(rows, folder / "classes.csv")
+    Image.new("RGB", (30, 20), (255, 0, 255)).save(folder / "frequency.png")
+    return folder
+
+
+def test_two_reports_stand_side_by_side_with_their_differences(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_report(tmp_path / "one" / "report", 0.5)
+    write_report(tmp_path / "other" / "report-2", 0.75)
+    main(["--compare", "one", "other"])
+    assert capsys.readouterr().out == "Comparison: comparison/report.html\n"
+    page = (tmp_path / "comparison" / "report.html").read_text()
+    assert page.count("data:image/png") == 2 and "<script" not in page
+    assert "50.0" in page and "75.0" in page and "+25.0" in page
+    assert "the second is better, by more than chance" in page
+    main(["--compare", "other/report-2", "one", "--report", "again"])
+    assert "-25.0" in (tmp_path / "again" / "report.html").read_text()
+
+
+def test_what_chance_can_make_is_called_so():
+    assert "no more apart than chance" in difference(
+        {"accuracy": 0.50, "num_images": 100}, {"accuracy": 0.55, "num_images": 100}
+    )
+
+
+def test_reports_of_other_data_or_classes_are_not_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_report(tmp_path / "one" / "report", 0.5)
+    with pytest.raises(LiVTError, match="other has no report .*livt eval --model other"):
+        main(["--compare", "one", "other"])
+    write_report(tmp_path / "other" / "report", 0.5, dataset="birds")
+    with pytest.raises(LiVTError, match="the dataset of the reports differs .glyphs and birds."):
+        main(["--compare", "one", "other"])
+    shutil.rmtree(tmp_path / "other")
+    write_report(tmp_path / "other" / "report", 0.5, names=("a", "c"))
+    with pytest.raises(LiVTError, match="one and other have other classes"):
+        main(["--compare", "one", "other"])
+    with pytest.raises(LiVTError, match="--compare puts two runs side by side, not 1"):
+        main(["--compare", "one"])
+    assert not (tmp_path / "comparison").exists()
