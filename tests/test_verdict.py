@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from livt_hf.errors import LiVTError
-from livt_hf.metrics import ConfusionPairs, LongTailMetrics
+from livt_hf.metrics import GROUPS, ConfusionPairs, LongTailMetrics
 from livt_hf.recipes.eval import main
 from livt_hf.reports.comparison import difference, write_classes
 from livt_hf.reports.verdict import Measured, actions, doubtful, first_screen, first_screen_text, groups
@@ -29,7 +29,7 @@ def measured(*rules, counts=COUNTS, names=NAMES) -> Measured:
         if pairs is None:
             pairs = ConfusionPairs(counts)
             pairs.update(predicted, label)
-    return Measured(metrics, pairs, names)
+    return Measured(metrics, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9)))
 
 
 # Ten images per class: the frequent ones right, of the rare ones most are taken for a frequent one.
@@ -84,7 +84,9 @@ def test_thousands_of_classes_still_fit_one_screen():
         rows[torch.arange(len(rows)), torch.from_numpy(predicted[start : start + 1000])] = 0.5
         metric.update(rows, torch.from_numpy(label[start : start + 1000]))
     pairs.update(torch.from_numpy(predicted), torch.from_numpy(label))
-    page = first_screen(Measured({"rule": metric}, pairs, [f"species {i}" for i in range(classes)]))
+    page = first_screen(
+        Measured({"rule": metric}, pairs, [f"species {i}" for i in range(classes)], dict.fromkeys(GROUPS, (0.1, 0.9)))
+    )
     assert page.count("<li>") <= 9 and "more, in the table of classes" in page
 
 

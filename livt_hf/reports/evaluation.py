@@ -84,7 +84,7 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
     write_classes(per_class, folder / CLASSES)
     (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"{settings.model} on {settings.dataset} ({settings.split})"
-    known = Measured(found.measured, found.pairs, names)
+    known = Measured(found.measured, found.pairs, names, next(iter(summary["intervals"].values())))
     text = [
         f"# {title}",
         first_screen_text(known),

@@ -31,6 +31,7 @@ class Measured:
     rules: Mapping[str, LongTailMetrics]
     pairs: ConfusionPairs
     names: Sequence[str]
+    intervals: Mapping[str, tuple[float, float] | None]  # of the first rule's accuracies
 
     @property
     def first(self) -> LongTailMetrics:
@@ -48,10 +49,10 @@ class Measured:
 
 def groups(measured: Measured) -> list[dict]:
     """How often each group of classes is right, with its interval; groups without classes are left out."""
-    numbers, intervals = measured.first.compute(), measured.first.intervals()
+    numbers, intervals = measured.first.compute(), measured.intervals
     counted = [row["group"] for row in measured.classes]
     return [
-        {"group": name, "classes": counted.count(name), "accuracy": numbers[name], "interval": intervals[name]}
+        {"group": name, "classes": counted.count(name), "accuracy": numbers[name], "interval": intervals.get(name)}
         for name in GROUPS
         if numbers[name] is not None
     ]
