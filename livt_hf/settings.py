@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -404,11 +405,8 @@ def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[st
     if not cls.names("positional"):
         return list(argv)
     flags = {f"--{f.name}" for f in dataclasses.fields(cls) if _kind(cls, f) is bool}
-    following = [*argv[1:], ""]
-    return [
-        f"{word}=true" if word in flags and after.lower() not in _TRUTHS else word
-        for word, after in zip(argv, following, strict=True)
-    ]
+    pairs = itertools.zip_longest(argv, argv[1:], fillvalue="")
+    return [f"{word}=true" if word in flags and after.lower() not in _TRUTHS else word for word, after in pairs]
 
 
 class _Parser(argparse.ArgumentParser):
