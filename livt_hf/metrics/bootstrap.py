@@ -34,8 +34,8 @@ def bootstrap_intervals(
     if not 0 < level < 1:
         raise LiVTError(f"level={level} is not between 0 and 1; 0.95 is usual.")
     draw = _by_class(labels) if clusters is None else _by_cluster(clusters)
-    rng, shots = np.random.default_rng(0), shots.numpy()
-    values = np.array([_measured(labels, predictions, shots, *draw(rng)) for _ in range(resamples)])
+    rng = np.random.default_rng(0)
+    values = np.array([_measured(labels, predictions, shots.numpy(), *draw(rng)) for _ in range(resamples)])
     tails = [(1 - level) / 2, (1 + level) / 2]
     return {
         name: tuple(np.nanquantile(column, tails).tolist()) if np.isfinite(column).any() else None

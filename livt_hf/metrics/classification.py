@@ -220,8 +220,11 @@ class LongTailMetrics:
 def recall_precision_f1(images: Tensor, correct: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each class, from its test images, those predicted right, and how often it is predicted; 0 / 0 is 0."""
     images, correct, predicted = images.double(), correct.double(), predicted.double()
-    divisors = images, predicted, (images + predicted) / 2
-    return tuple(correct / divisor.where(divisor > 0, torch.ones_like(divisor)) for divisor in divisors)
+    one = torch.ones_like(images)
+    recall, precision, f1 = (
+        correct / divisor.where(divisor > 0, one) for divisor in (images, predicted, (images + predicted) / 2)
+    )
+    return recall, precision, f1
 
 
 def long_tail_metrics(predictions, labels, class_counts, **settings) -> dict[str, float | int | None]:

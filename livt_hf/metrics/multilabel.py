@@ -51,19 +51,18 @@ class MultiLabelMetrics:
         scores, targets = self._all()
         columns = max(1, _BLOCK // max(1, len(scores)))
         blocks = list(zip(scores.split(columns, 1), targets.long().split(columns, 1), strict=True))
-        positives = targets.sum(dim=0)
+        positives, areas = targets.sum(dim=0), torch.cat([auroc(*block) for block in blocks])
         precisions = known(torch.cat([average_precision(*block) for block in blocks]), positives > 0)
-        areas = torch.cat([auroc(*block) for block in blocks])
-        areas, positives = known(areas, areas.isfinite()), positives.tolist()
+        known_areas = known(areas, areas.isfinite())
         return [
             {
                 "class": i,
                 "name": str(i) if names is None else names[i],
                 "count": int(self.class_counts[i]),
                 "group": GROUPS[self.groups[i]],
-                "images": positives[i],
+                "images": int(positives[i]),
                 "average_precision": precisions[i],
-                "auroc": areas[i],
+                "auroc": known_areas[i],
             }
             for i in range(self.num_classes)
         ]

@@ -56,7 +56,8 @@ def one_against_rest(
     A ranking needs the scores of all images, so blocks of classes are looked at one by one: `scores` may lie in a
     mapped file, and `gather` puts together the parts that several processes hold.
     """
-    labels, results = gather(labels), {"auroc": [], "average_precision": []}
+    labels = gather(labels)
+    results: dict[str, list[Tensor]] = {"auroc": [], "average_precision": []}
     width = max(1, _BLOCK // max(1, len(labels)))
     for start in range(0, scores.shape[1], width):
         block = gather(scores[:, start : start + width].contiguous())
