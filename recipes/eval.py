@@ -82,12 +82,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split} | provenance()
     counts = class_counts(data["train"])
+    thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
     if isinstance(model, LiViTForPreTraining):
         summary |= measure_encoder(model, loader, accelerator, counts, settings)
         write_numbers(folder, summary, accelerator)
         return
     if is_multi_label(model):
-        measured = evaluate_multi_label(model, loader(settings.split), accelerator, counts)
+        measured = evaluate_multi_label(model, loader(settings.split), accelerator, counts, **thresholds)
         summary["macro and group mAP"] = measured.compute()
         accelerator.print(json.dumps(summary["macro and group mAP"], indent=2))
         write_numbers(folder, summary, accelerator)
@@ -95,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     dataset = data[settings.split]
     shifted = planned_shifts(settings, dataset, counts)
-    thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
     clusters = group_codes(dataset) if "group" in dataset.column_names else None
     outputs = run_model(model, loader(settings.split), accelerator)
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
@@ -162,7 +162,8 @@ def measure_encoder(
         "kNN": knn_scores(train, test, len(counts)),
         "linear probe": linear_probe_scores(train, test, len(counts), seed=settings.seed),
     }
-    measured = {name: long_tail_metrics(score, test.labels, counts) for name, score in scores.items()}
+    thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
+    measured = {name: long_tail_metrics(score, test.labels, counts, **thresholds) for name, score in scores.items()}
     for name, metrics in measured.items():
         print(f"{name:14s} {accuracy_line(metrics)}")
     return measured

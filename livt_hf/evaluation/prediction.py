@@ -22,7 +22,7 @@ from livt_hf.evaluation.models import (
     why_no_posterior,
     why_uncalibrated,
 )
-from livt_hf.evaluation.rules import OWN, headline, posterior_rule, standard_rules
+from livt_hf.evaluation.rules import headline, own_rule, posterior_rule, standard_rules
 from livt_hf.evaluation.running import scores_under
 from livt_hf.long_tail.priors import Prior
 
@@ -50,7 +50,7 @@ class Predictor:
             self.rule_name = headline(self.model)
             self.rule = standard_rules(self.model)[self.rule_name]
         elif why_no_posterior(self.model) is None:
-            self.rule_name, self.rule = OWN, posterior_rule(self.model, None)
+            self.rule_name, self.rule = own_rule(self.model), posterior_rule(self.model, None)
         else:
             self.rule_name, self.rule = "each class by its own logit", None
 

@@ -21,7 +21,8 @@ from livt_hf.evaluation.running import Rule
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, read_prior
 
 PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
-OWN, TRUE = "posterior, the model's test prior", "posterior, true prior"
+TRAINING, TRUE = "posterior, training prior", "posterior, true prior"
+OWN = "posterior, the model's test prior"
 ESTIMATED = "posterior, estimated prior"
 
 
@@ -37,9 +38,18 @@ def headline(model: PreTrainedModel) -> str:
     The posterior under the model's own test prior once it is calibrated; until then the paper's rule, which needs no
     calibrated posterior.
     """
-    if not is_calibrated(model):
-        return PAPER
-    return UNIFORM if head_of(model).settings.test_prior in (None, "uniform") else OWN
+    return own_rule(model) if is_calibrated(model) else PAPER
+
+
+def own_rule(model: PreTrainedModel) -> str:
+    """What the posterior under the model's own test prior is called.
+
+    Without one a model serves under the uniform prior, or under the training prior if its images have several labels.
+    """
+    prior = head_of(model).settings.test_prior
+    if prior is None and is_multi_label(model):
+        return TRAINING
+    return UNIFORM if prior in (None, "uniform") else OWN
 
 
 def standard_rules(model: PreTrainedModel) -> dict[str, Rule]:

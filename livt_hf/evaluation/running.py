@@ -124,10 +124,10 @@ def _merged(mine):
 
 
 def evaluate_multi_label(
-    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, class_counts
+    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, class_counts, **thresholds: int
 ) -> MultiLabelMetrics:
     """Average precision by class; scores of all images are kept, as a ranking needs them."""
-    metrics = MultiLabelMetrics(class_counts)
+    metrics = MultiLabelMetrics(class_counts, **thresholds)
     for logits, batch in logits_of(model, loader, accelerator):
         metrics.update(logits, batch["labels"])
     return _merged(metrics) if accelerator.num_processes > 1 else metrics

@@ -21,7 +21,7 @@ _BLOCK = 2**20  # posteriors looked at in one piece
 # Of EM: how often it is repeated with disturbed evidence, by which standard deviation of the log evidence for a class
 # (what calibration leaves open, see `calibration.OFFSET_SPREAD`), and when it ends.
 _DISTURBED, _DISTURBANCE = 6, 0.3
-_STEPS, _TOLERANCE = 1000, 1e-5
+_STEPS, _TOLERANCE = 1000, 1e-4
 
 Prior = Literal["uniform"] | Sequence[float] | Tensor | None
 
