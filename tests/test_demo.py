@@ -369,7 +369,8 @@ def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_s
     example = save_image(tmp_path / "given" / "image.png")
     (tmp_path / "secret.txt").write_text("secret")
     with app.private_files():
-        blocks = app.start([app.show(str(tmp_path / "model"), images=str(tmp_path / "given"))])
+        shown = app.show(str(tmp_path / "model"), images=str(tmp_path / "given"))
+        blocks = app.start([shown])
         try:
             url = blocks.local_url
 
@@ -383,6 +384,7 @@ def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_s
             assert status("/etc/passwd") == 403
             assert status(tmp_path / "model" / "config.json") == 403
             assert status(f"{tmp_path}/given/../secret.txt") == 403
+            assert status(example) == 403 and status(shown.examples[0]) == 200  # a copy of it
             answer = urllib.request.urlopen(url)
             assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
             page = answer.read().decode()
@@ -393,7 +395,7 @@ def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_s
             assert "secret" not in json.dumps(answer.get("data")) and "not uploaded by a user" in json.dumps(answer)
         finally:
             blocks.close()
-    assert example.exists()
+    assert not shown.examples[0].exists()  # nothing is left
 
 
 def call(url, body):

@@ -76,6 +76,11 @@ class Page:
         part = self.wait(lambda: self.driver.find_element(By.CSS_SELECTOR, f"{selector} input[type=file]"))
         part.send_keys("\n".join(map(str, paths)))
 
+    def clear(self) -> None:
+        """Take the image away."""
+        self.one('#image button[aria-label="Clear"]').click()
+        self.wait(lambda: not self.bars())
+
     def tab(self, name: str) -> None:
         self.wait(lambda: [tab for tab in self.all("button[role=tab]") if tab.text == name])[0].click()
 
@@ -172,7 +177,7 @@ def test_the_bars_follow_the_image_the_slider_the_table_and_the_file(tmp_path, t
     first, second = save_image(tmp_path / "first.png", 1), save_image(tmp_path / "second.jpg", 2)
     with demo(tmp_path, tmp_path / "model") as page:
         page.one("#tilt")
-        page.upload(".tabitem", first)
+        page.upload("#image", first)
         assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilted(1)), TEN))
 
         slider = page.one("#tilt input[type=range]")
@@ -200,9 +205,8 @@ def test_the_bars_follow_the_image_the_slider_the_table_and_the_file(tmp_path, t
         page.upload("#open", saved)
         assert page.wait(lambda: page.shows(expected(served, first, edited), TEN))
 
-        page.one('button[aria-label="Clear"]').click()
-        page.wait(lambda: not page.bars())
-        page.upload(".tabitem", second)
+        page.clear()
+        page.upload("#image", second)
         assert page.wait(lambda: page.shows(expected(served, second, edited), TEN))
         page.driver.save_screenshot(str(tmp_path / "try.png"))
 
@@ -218,16 +222,15 @@ def test_what_cannot_be_used_is_said_and_the_demo_goes_on(tmp_path, tiny):
     good = save_image(tmp_path / "good.png")
     with demo(tmp_path, tmp_path / "model") as page:
         page.one("#tilt")
-        page.upload(".tabitem", tmp_path / "notes.png")
+        page.upload("#image", tmp_path / "notes.png")
         assert page.message("notes.png is not an image that can be read")
         page.upload("#open", tmp_path / "other.json")
         assert page.message("disagree on the classes")
-        page.one('button[aria-label="Clear"]').click()
-        page.upload(".tabitem", tmp_path / "large.jpg")
+        page.clear()
+        page.upload("#image", tmp_path / "large.jpg")
         assert page.wait(page.bars)
-        page.one('button[aria-label="Clear"]').click()
-        page.wait(lambda: not page.bars())
-        page.upload(".tabitem", good)
+        page.clear()
+        page.upload("#image", good)
         assert page.wait(lambda: page.shows(expected(served, good, served.classes.tilted(1)), TEN))
         page.tab("Your world")
         page.upload("#world-folder", tmp_path / "empty")
@@ -250,7 +253,7 @@ def test_a_folder_gives_a_world_that_can_be_tried_and_downloaded(tmp_path, tiny)
             shares = json.loads(page.download(links[1], "prior.json").read_text())
             page.one("#use").click()
             page.tab("Try")
-            page.upload(".tabitem", images[0])
+            page.upload("#image", images[0])
             frequencies = served.classes.images * np.array([shares[name] for name in TEN])
             assert page.wait(lambda: page.shows(expected(served, images[0], frequencies), TEN))
 
@@ -262,7 +265,7 @@ def test_a_thousand_classes_fit_a_phone_and_are_found_by_name(tmp_path, tiny):
     image = save_image(tmp_path / "image.png")
     with demo(tmp_path, tmp_path / "model", width=390, height=844) as page:
         page.one("#tilt")
-        page.upload(".tabitem", image)
+        page.upload("#image", image)
         assert page.wait(lambda: page.shows(expected(served, image, served.classes.tilted(1)), names))
         assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390
         page.one("#tilt input[type=range]").send_keys(Keys.END)
@@ -295,8 +298,8 @@ def test_a_click_on_a_class_shows_its_wrong_images_and_their_neighbours(tmp_path
     table = pa.table({"index": np.arange(44), "label": label, "predicted": predicted, "confidence": confidence})
     pq.write_table(table, run / "report" / "predictions.parquet")
     with demo(tmp_path, run) as page:
-        page.wait(lambda: len(page.all(".gallery-item")) == 4)  # an example of every class
-        page.all(".gallery-item")[0].click()
+        page.wait(lambda: len(page.all("#examples button")) == 4)  # an example of every class
+        page.all("#examples button")[0].click()
         assert page.wait(page.bars)
         page.tab("Errors")
         page.one('#errors [data-testid="cell-0-1"]').click()
@@ -312,7 +315,7 @@ def test_hidden_patches_are_filled_in_again_when_the_share_or_the_seed_changes(t
     run = make_run(save_pretraining(tmp_path / "run", tiny), make_pictures(tmp_path / "pictures"))
     with demo(tmp_path, run) as page:
         page.one("#ratio")
-        page.wait(lambda: page.all(".gallery-item"))[0].click()
+        page.wait(lambda: page.all("#examples button"))[0].click()
 
         def pictures():
             return [image.get_attribute("src") for image in page.all("#pictures img")]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -39,9 +40,7 @@ def show(path: str, images: str | None = None, report: str | None = None, device
     except LiVTError as error:
         shown.notes.append(f"No images of its dataset are shown: {error}")
     if images is not None:
-        shown.examples = find_images([images])[:EXAMPLES]
-        if not shown.examples:
-            raise LiVTError(f"there is no image in {images}; name a folder with images, or leave --images out.")
+        shown.examples = _copied_examples(images)
     elif shown.data is not None:
         shown.examples = _written_examples(shown.data)
     if isinstance(shown.served, ServedClassifier):
@@ -51,6 +50,14 @@ def show(path: str, images: str | None = None, report: str | None = None, device
         except LiVTError as error:
             shown.notes.append(f"There is no tab Errors: {error}")
     return shown
+
+
+def _copied_examples(folder: str) -> list[Path]:
+    """Image files of a folder. Copies, so that nothing else of the folder is served."""
+    found = find_images([folder])[:EXAMPLES]
+    if not found:
+        raise LiVTError(f"there is no image in {folder}; name a folder with images, or leave --images out.")
+    return [Path(shutil.copy(path, private_folder())) for path in found]
 
 
 def _written_examples(data: DatasetDict) -> list[Path]:

@@ -66,13 +66,37 @@ def written(text: str, name: str) -> str:
     return str(path)
 
 
-def pick_image(shown: Shown) -> gr.Image:
-    """Where an image is dropped, with examples below it."""
-    image = gr.Image(label="Image", sources=["upload", "clipboard"], height=280)
-    image.preprocess = lambda uploaded: uploaded and uploaded.path  # Gradio would decode it, and fail in its own words
-    if shown.examples:
-        gr.Examples([[str(path)] for path in shown.examples], image, examples_per_page=16, label="Examples")
-    return image
+class ImageChoice:
+    """Where an image file is dropped or an example is picked, and the image itself.
+
+    Not Gradio's own component for both: that opens the file, and fails in its own words on one that is no image.
+    """
+
+    def __init__(self, shown: Shown):
+        self.path = gr.State(None)
+        self.file = gr.File(label="Image", file_types=["image"], height=120, elem_id="image")
+        self.preview = gr.Image(interactive=False, show_label=False, height=240, buttons=[], elem_id="preview")
+        self.files = list(map(str, shown.examples))
+        self.examples = gr.Gallery(
+            self.files, show_label=False, columns=6, height="auto", allow_preview=False, interactive=False,
+            visible=bool(self.files), buttons=[], elem_id="examples",
+        )  # fmt: skip
+
+    def then(self, handler: Callable[..., tuple], inputs: list, outputs: list) -> None:
+        """Call `handler(path, *inputs)` when the image changes; it is shown unless it is refused."""
+
+        @refusing
+        def dropped(path, *values):
+            return path, path, *handler(path, *values)
+
+        @refusing
+        def picked(event: gr.SelectData, *values):
+            return dropped(self.files[event.index], *values)
+
+        outputs, quiet = [self.path, self.preview, *outputs], {"show_progress": "hidden"}
+        self.file.upload(dropped, [self.file, *inputs], outputs, **quiet)
+        self.file.clear(dropped, [self.file, *inputs], outputs, **quiet)
+        self.examples.select(picked, inputs, outputs, **quiet)
 
 
 class TryTab:
@@ -84,12 +108,12 @@ class TryTab:
         self.frequencies = gr.State(None if self.classes is None else self.classes.tilted(1))
         with gr.Row():
             with gr.Column(scale=2, min_width=260):
-                image = pick_image(shown)
+                image = ImageChoice(shown)
             with gr.Column(scale=5, min_width=320):
                 tilted = self.classes is not None and not self.classes.several
                 slider = self._slider() if tilted else None
                 self.bars = gr.HTML(self.served.panels(None, None), elem_id="bars")
-        image.change(self.see, [image, self.frequencies], [self.logits, self.bars], show_progress="hidden")
+        image.then(self.see, [self.frequencies], [self.logits, self.bars])
         if self.classes is not None:
             self._table()
         if slider is not None:
@@ -130,7 +154,6 @@ class TryTab:
         opened.upload(self.open, [opened, self.search, self.logits], self.outputs)
         save.click(lambda frequencies: written(known.to_json(frequencies), "prior.json"), self.frequencies, saved)
 
-    @refusing
     def see(self, path, frequencies):
         logits = None if path is None else self.served.logits(path)
         return logits, self.served.panels(logits, frequencies)
@@ -261,7 +284,7 @@ def reconstruction_tab(shown: Shown) -> None:
     """Hide patches of an image and let a pretrained model fill them in."""
     with gr.Row():
         with gr.Column(scale=2, min_width=260):
-            image = pick_image(shown)
+            image = ImageChoice(shown)
             usual = shown.served.model.config.mask_ratio
             ratio = gr.Slider(
                 0.1, 0.95, usual, step=0.05, label="Share of hidden patches", buttons=[], elem_id="ratio"
@@ -271,9 +294,9 @@ def reconstruction_tab(shown: Shown) -> None:
             titles = ("As the model sees it", "Visible patches", "Reconstruction")
             pictures = [gr.Image(label=title, interactive=False, buttons=[], min_width=200) for title in titles]
 
-    @refusing
     def reconstruct(path, ratio, seed):
-        return [None] * 3 if path is None else shown.served.reconstruct(path, ratio, seed)
+        return tuple([None] * 3 if path is None else shown.served.reconstruct(path, ratio, seed))
 
-    for part in (image, ratio, seed):
-        part.change(reconstruct, [image, ratio, seed], pictures, show_progress="hidden")
+    image.then(reconstruct, [ratio, seed], pictures)
+    for part in (ratio, seed):
+        part.change(refusing(reconstruct), [image.path, ratio, seed], pictures, show_progress="hidden")
