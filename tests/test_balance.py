@@ -118,13 +118,26 @@ def livit_head(**config) -> LongTailHead:
 # Loss and gradients
 
 
+@pytest.mark.parametrize(
+    ("family", "last"), [("resnet", True), ("timm resnet", True), ("vit", False), ("livit", False)]
+)
+def test_convolutional_models_compute_with_channels_last(family, last):
+    model, batch, seen = balance(build(family), class_counts=COUNTS), inputs(family), []
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_forward_hook(lambda _, arguments, __: seen.append(arguments[0]))
+    model(batch["pixel_values"])
+    model(**batch)
+    assert {pixels.is_contiguous(memory_format=torch.channels_last) for pixels in seen} == {last}
+
+
 @pytest.mark.parametrize("loss", ["bal_bce", "bal_ce", "cb_bce", "ib"])  # biased, weighted, with features
 def test_loss_and_gradients_are_those_of_the_livit_head_on_the_same_features(family, loss):
     model, batch = build(family), inputs(family)
     plain = model(**batch).logits
     assert balance(model, class_counts=COUNTS, loss=loss) is model
     outputs = model(**batch, labels=LABELS)
-    assert torch.equal(outputs.logits, plain)
+    torch.testing.assert_close(outputs.logits, plain)  # convolutions add up in another order
     features = pooled_features(model, **batch)
     expected = livit_head(loss=loss)(classifier_of(model)(features), LABELS, features)
     torch.testing.assert_close(outputs.loss, expected)

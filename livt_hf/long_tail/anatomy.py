@@ -68,6 +68,12 @@ def undecayed_parameters(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.ndim <= 1 or id(p) not in decayed}
 
 
+def has_overlapping_convolutions(model: nn.Module) -> bool:
+    """Whether a model is convolutional: the patch embedding of a transformer has patches side by side."""
+    convolutions = (layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
+    return any(layer.kernel_size > layer.stride for layer in convolutions)
+
+
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks in order: the elements of the largest list of layers, or of the lists within its stages."""
     outer: list[nn.ModuleList] = []
