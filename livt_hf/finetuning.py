@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,11 @@ from livt_hf.data import DeviceTransform, class_counts, eval_loader, has_carved_
 from livt_hf.data.labels import number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.rules import headline, standard_rules
 from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
 from livt_hf.long_tail.anatomy import classifier_of
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.results import Results
+from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import common_results, counts_summary, is_local, shared_batches, training_batches
 from livt_hf.training.checkpoints import STATE, checkpoints
@@ -127,14 +127,12 @@ def _on_features(
 
 
 def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
-    """Metrics of the paper's rule and, where the head gives probabilities, of the posterior rule."""
+    """Metrics of the paper's rule and, where the head gives probabilities, of the posterior rule, as in `Results`."""
     if model.head.multi_label:
         return {"metrics": evaluate_multi_label(model, loader, accelerator, counts).compute(), "posterior": None}
-    rules = {"metrics": None}
-    if model.head.no_posterior is None:
-        rules["posterior"] = partial(model.head.posterior, prior="uniform")
-    measured, _ = evaluate_classifier(model, loader, accelerator, counts, rules)
-    return {name: measured[name].compute() if name in measured else None for name in ("metrics", "posterior")}
+    measured, _ = evaluate_classifier(model, loader, accelerator, counts, standard_rules(model))
+    fields = {"metrics": PAPER, "posterior": UNIFORM, "own_prior": OWN}
+    return {field: measured[rule].compute() if rule in measured else None for field, rule in fields.items()}
 
 
 class BestWeights:
@@ -178,6 +176,7 @@ def results_of(
     return Results(
         **common_results(settings, loop, model),
         **measured,
+        headline=headline(model),
         split="test",
         test_carved=has_carved_test(data),
         num_images=measured["metrics"]["num_images"],

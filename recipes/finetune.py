@@ -28,7 +28,6 @@ from livt_hf.commands import (
 from livt_hf.data import class_counts, load_data
 from livt_hf.errors import Interrupted
 from livt_hf.evaluation.estimation import calibrate
-from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.finetuning import BestWeights, check_options, measure, plan_course, results_of
 from livt_hf.runs import find_pretraining, parse_training
 from livt_hf.settings import FinetuneSettings
@@ -88,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = "scratch" if settings.pretrained == "none" else settings.pretrained
     accelerator.print(
         f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
-        f"{settings.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes.\n"
-        f"  test, {PAPER}: {accuracy_line(results.metrics)}, {results.selection}\n"
-        + (f"  test, {UNIFORM}: {accuracy_line(results.posterior)}\n" if results.posterior else "")
+        f"{settings.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes; "
+        f"{results.selection}.\n"
+        + "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in results.rules.items())
         + f"  checkpoint: {run.folder}\n"
         f"Next, look closer:\n  {next_command('eval', '--model', run)}"
     )

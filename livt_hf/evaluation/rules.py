@@ -19,10 +19,9 @@ from livt_hf.evaluation.models import (
 )
 from livt_hf.evaluation.running import Rule
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, read_prior
+from livt_hf.results import OWN, PAPER, UNIFORM
 
-PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
 TRAINING, TRUE = "posterior, training prior", "posterior, true prior"
-OWN = "posterior, the model's test prior"
 ESTIMATED = "posterior, estimated prior"
 
 

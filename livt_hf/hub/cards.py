@@ -11,7 +11,7 @@ from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec,
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.metrics import GROUPS
-from livt_hf.results import Results, number, percent
+from livt_hf.results import PAPER, Results, number, percent
 
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
 CITATION = """\
@@ -54,9 +54,11 @@ def template(name: str) -> str:
 
 def measured(results: Results) -> dict[str, tuple[str, str, float]]:
     """The metrics that were measured, with type and name; a group without classes is left out."""
-    known = MULTI_LABEL_TITLES if "map" in results.metrics else METRIC_TITLES
-    found = {key: results.metrics.get(key) for key in known}
-    return {key: (*known[key], value) for key, value in found.items() if value is not None}
+    rule, metrics = next(iter(results.rules.items()))
+    known = MULTI_LABEL_TITLES if "map" in metrics else METRIC_TITLES
+    suffix = "" if rule == PAPER else f", {rule}"
+    found = {key: (kind, name + suffix, metrics.get(key)) for key, (kind, name) in known.items()}
+    return {key: fact for key, fact in found.items() if fact[-1] is not None}
 
 
 def eval_results(results: Results, **source) -> list[EvalResult]:
@@ -181,16 +183,16 @@ def _outputs(results: Results, arguments: Mapping) -> dict:
 
 
 def _results_sections(results: Results, arguments: Mapping) -> dict:
-    metrics, posterior = results.metrics, results.posterior
     sections = dict(evaluation=_evaluation(results))
-    if "map" in metrics:
-        rows = [["this model", *(percent(metrics[name]) for name in PRECISION_COLUMNS)]]
+    if "map" in results.metrics:
+        rows = [["this model", *(percent(results.metrics[name]) for name in PRECISION_COLUMNS)]]
         return sections | dict(measure="mean average precision", accuracy_rows=rows, multi_label=True)
-    rows = [["this model, argmax z (the paper's rule)", *_percents(metrics, ACCURACY_COLUMNS)]]
-    calibration = [["softmax(z), the authors' convention", *_percents(metrics, ("ece", "mce"))]]
-    if posterior:
-        rows.append(["this model, posterior rule, uniform prior", *_percents(posterior, ACCURACY_COLUMNS)])
-        calibration.append(["`probabilities`, uniform prior", *_percents(posterior, ("ece", "mce"))])
+    rows = [[f"this model, {rule}", *_percents(values, ACCURACY_COLUMNS)] for rule, values in results.rules.items()]
+    scored = {PAPER: "softmax(z), the authors' convention"}
+    calibration = [
+        [scored.get(rule, f"`probabilities`, {rule}"), *_percents(values, ("ece", "mce"))]
+        for rule, values in results.rules.items()
+    ]
     paper = _paper_row(results, arguments)
     if paper:
         label = f"the paper, ViT-{paper['model_size'].capitalize()} at {paper['image_size']} px"
@@ -255,7 +257,7 @@ def _pretraining_evaluation(results: Results) -> str:
 
 
 def _limits(results: Results) -> str:
-    metrics, lines = results.metrics, []
+    metrics, lines = next(iter(results.rules.values()), {}), []
     if results.stage == "pretrain":
         lines.append("This is a starting point, not a classifier: its features are meant to be fine-tuned.")
     else:
