@@ -1,4 +1,4 @@
-"""Write the tables of README.md and results/README.md from the result files in recipes/results.
+"""Write the tables of README.md, results/README.md and configs/README.md from the result files in recipes/results.
 
     python recipes/paper/tables.py            # rewrites them between their markers
     python recipes/paper/tables.py --check    # fails where they are out of date
@@ -19,7 +19,7 @@ from livt_hf.reports import markdown_table
 
 RECIPES = Path(__file__).parents[1]
 RESULTS = RECIPES / "results"
-PAGES = (RECIPES.parent / "README.md", RESULTS / "README.md")
+PAGES = (RECIPES.parent / "README.md", RESULTS / "README.md", RECIPES / "configs" / "README.md")
 
 
 def results_section(which: str, page: Path) -> str:
