@@ -21,7 +21,7 @@ COMMANDS = {
     "demo": "try models in the browser, on this machine",
     "publish": "put a finished run on the Hub, with its model card",
     "publish-data": "put a long-tailed dataset on the Hub, with its card",
-    "convert": "convert checkpoints: the authors' files, BEiT, timm",
+    "convert": "convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export",
     "data": "look at a dataset before training",
     "sweep": "the paper's ablations, one command each",
 }

@@ -3,8 +3,12 @@
 livt convert FILE.pth OUT --dataset imagenet-lt   the authors' weights to LiViT, or to ViTMAE
 livt convert RUN OUT --to beit                    a LiViT to stock BEiT: plain transformers serves it
 livt convert RUN OUT --to timm                    a LiViT to timm.create_model("local-dir:OUT")
+livt convert MODEL OUT --to onnx                  any classifier to OUT/model.onnx: bytes of RGB in, logits out
+livt convert MODEL OUT --to onnx --prior FILE     with class probabilities under a prior instead
+livt convert MODEL OUT --to torch-export          the same as OUT/model.pt2, for torch.export.load
 """
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +21,12 @@ from livt_hf.commands import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import load_checkpoint, load_processor
+from livt_hf.evaluation.models import load_checkpoint, load_classifier, load_processor
+from livt_hf.evaluation.rules import serving_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.settings import REQUIRED, CommandSettings, option
 
+EXPORTED = ("onnx", "torch-export")
 # How many classes the heads of the authors' files have.
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 
@@ -33,7 +39,13 @@ class ConvertSettings(CommandSettings):
 
     source: str = option(REQUIRED, "a .pth file of the authors, or a run folder or Hub id", positional=True)
     output: str = option(REQUIRED, "folder to write", positional=True)
-    to: Literal["livit", "beit", "timm"] = option("livit", "form to write; livit is for the authors' files")
+    to: Literal["livit", "beit", "timm", "onnx", "torch-export"] = option(
+        "livit", "form to write; livit is for the authors' files"
+    )
+    prior: str | None = option(
+        None, "of onnx and torch-export: give class probabilities under this prior: training, uniform, or a file",
+        place=True,
+    )  # fmt: skip
     dataset: str | None = option(
         None, "what an authors' file was trained on, where its number of classes does not tell: sets the normalisation"
     )
@@ -44,8 +56,12 @@ class ConvertSettings(CommandSettings):
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = ConvertSettings.parse(argv)
+    if settings.prior is not None and settings.to not in EXPORTED:
+        raise LiVTError(f"--to {settings.to} writes weights, whose prior is chosen in serving; leave --prior out.")
     if settings.to == "livit":
         convert_official(settings)
+    elif settings.to in EXPORTED:
+        export(settings)
     else:
         model, processor = load_checkpoint(settings.source), load_processor(settings.source)
         if not isinstance(model, LiViTForImageClassification):
@@ -58,6 +74,26 @@ def main(argv: Sequence[str] | None = None) -> None:
             to_beit(model).save_pretrained(settings.output)
             processor.save_pretrained(settings.output)
     print(f"wrote {settings.output}")
+
+
+def export(settings: ConvertSettings) -> None:
+    """A graph that runs without this package."""
+    if settings.to == "onnx" and any(importlib.util.find_spec(name) is None for name in ("onnxruntime", "onnxscript")):
+        raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
+    from livt_hf.export import image_size, save_exported
+
+    folder = Path(settings.output)
+    if folder.exists():
+        raise LiVTError(f"{folder} exists; name a new folder.")
+    model, processor = load_classifier(settings.source), load_processor(settings.source)
+    prior = None if settings.prior is None else serving_prior(settings.prior, model)
+    off = save_exported(settings.to, folder, model, processor, prior)
+    height, width = image_size(processor)
+    given = "logits" if prior is None else "class probabilities"
+    print(
+        f"It takes bytes of RGB (images, {height}, {width}, 3), resized and cropped as preprocessor_config.json says, "
+        f"and gives {given} in the order of classes.json; on random images those of the model, within {off:.0e}."
+    )
 
 
 def convert_official(settings: ConvertSettings) -> None:

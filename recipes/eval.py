@@ -21,16 +21,17 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from livt_hf import LiViTForPreTraining
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
-from livt_hf.data.labels import group_codes, image_paths, labels_of
+from livt_hf.data.labels import class_feature, group_codes, image_paths, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.exam import Exam
+from livt_hf.evaluation.exam import Answers, Exam
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
@@ -45,7 +46,7 @@ from livt_hf.evaluation.probes import encoder_features, knn_scores, linear_probe
 from livt_hf.evaluation.rules import ESTIMATED, posterior_rule, prior_words, serving_prior, standard_rules
 from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model, scores_under
 from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
-from livt_hf.evaluation.tables import PredictionTable, check_table
+from livt_hf.evaluation.tables import ANSWERS, PredictionTable, check_table, write_answers
 from livt_hf.metrics import long_tail_metrics, ranking_means, shot_groups
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
@@ -100,15 +101,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     outputs = run_model(model, loader(settings.split), accelerator)
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
     rules = chosen_rules(exam, settings, summary)
-    found = examine(exam, rules, summary)
+    answers, index = exam.answers(rules), exam.index  # of all processes, so each of them takes part
+    found = examine(exam, rules, summary, answers)
     if shifted:
         summary["shifted"] = [measure_shift(exam, one) for one in shifted]
     if accelerator.is_main_process:
         print_findings(found, exam)
         write_report(folder, settings, found, dataset)
+        facts = image_facts(dataset, settings.split)
+        write_answers(folder / ANSWERS, index, chosen_facts(facts, index), answers, class_names(model))
         print(f"Report: {folder / 'report.html'}")
         if settings.predictions is not None:
-            write_predictions(settings, exam, rules, dataset)
+            write_predictions(settings.predictions, facts, exam, rules)
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
 
@@ -191,12 +195,12 @@ def chosen_rules(exam: Exam, settings: EvalSettings, summary: dict) -> dict[str,
     return rules
 
 
-def examine(exam: Exam, rules: dict[str, Rule], summary: dict) -> Findings:
+def examine(exam: Exam, rules: dict[str, Rule], summary: dict, answers: dict[str, Answers]) -> Findings:
     """All numbers of the test set as it is: under every rule, and class by class under the first."""
     measured, pairs = exam.metrics(rules)
     rankings = exam.rankings(next(iter(rules.values())))
     summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
-    summary["intervals"] = exam.intervals(rules)
+    summary["intervals"] = exam.intervals(answers)
     summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
     per_class = next(iter(measured.values())).per_class(class_names(exam.model))
     for row in per_class:
@@ -224,18 +228,24 @@ def print_findings(found: Findings, exam: Exam) -> None:
         print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
 
 
-def write_predictions(settings: EvalSettings, exam: Exam, rules: dict[str, Rule], dataset: Dataset) -> None:
-    names, paths = class_names(exam.model), image_paths(dataset)
-    groups = labels_of(dataset, "group").values if "group" in dataset.column_names else None
-    with PredictionTable(settings.predictions, names) as table:
+def write_predictions(path: str, facts: dict[str, list], exam: Exam, rules: dict[str, Rule]) -> None:
+    with PredictionTable(path, class_names(exam.model)) as table:
         for logits, batch in exam.outputs.batches():
-            index = batch["index"].tolist()
-            facts = {"file": [paths[row] for row in index], "label": [names[label] for label in batch["labels"]]}
-            facts["split"] = [settings.split] * len(index)
-            if groups is not None:
-                facts["group"] = [groups[row] for row in index]
-            table.write(facts, {name: scores_under(rule, logits) for name, rule in rules.items()})
-    print(f"Predictions: {settings.predictions}")
+            scores = {name: scores_under(rule, logits) for name, rule in rules.items()}
+            table.write(chosen_facts(facts, batch["index"]), scores)
+    print(f"Predictions: {path}")
+
+
+def image_facts(dataset: Dataset, split: str) -> dict[str, list]:
+    """What is known about each image of a split, by column."""
+    names = class_feature(dataset).names
+    facts = {"file": image_paths(dataset), "label": [names[label] for label in labels_of(dataset).values]}
+    facts["split"] = [split] * len(dataset)
+    return facts | ({"group": labels_of(dataset, "group").values} if "group" in dataset.column_names else {})
+
+
+def chosen_facts(facts: dict[str, list], index: Tensor) -> dict[str, list]:
+    return {name: [values[row] for row in index.tolist()] for name, values in facts.items()}
 
 
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:

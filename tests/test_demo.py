@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, SpaceCard, constants
 from PIL import Image
@@ -30,6 +31,8 @@ from livt_hf.demo.reconstruction import ServedPretraining
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
 from livt_hf.demo.unlabelled import estimate, read_world
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.exam import Answers
+from livt_hf.evaluation.tables import ANSWERS, write_answers
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.priors import class_prior
 from livt_hf.recipes.publish import main as publish_command
@@ -271,31 +274,43 @@ def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_can
 # Errors
 
 
-def saved(path, **columns):
-    pq.write_table(pa.table(columns), path)
-    return path
+def saved_answers(folder, label, predicted, index=None):
+    """A table as `livt eval` writes it, with names of classes; a predicted None is an image without an answer."""
+    labels = torch.tensor([-1 if name is None else NAMES.index(name) for name in predicted])
+    answers = {"paper (argmax z)": Answers(labels, torch.linspace(0.9, 0.5, len(labels)))}
+    index = torch.arange(len(labels)) if index is None else torch.tensor(index)
+    facts = {"file": [None] * len(labels), "label": label, "split": ["test"] * len(labels)}
+    write_answers(folder / ANSWERS, index, facts, answers, NAMES)
+    return folder / ANSWERS
 
 
-def test_predictions_are_read_by_rule_with_the_confidence_of_their_probabilities(tmp_path):
-    path = saved(
-        tmp_path / "p.parquet",
-        index=[7, 8], label=[0, 1], probabilities=[[0.9, 0.1], [0.6, 0.4]], split=["test", "test"],
-        **{"predicted: paper": [0, 1], "predicted: uniform": [0, 0]},
-    )  # fmt: skip
-    rules = read_predictions(path)
-    assert list(rules) == ["paper", "uniform"]
-    assert rules["uniform"].confidence.tolist() == pytest.approx([0.9, 0.6])
-    assert rules["paper"].confidence.tolist() == pytest.approx([0.9, 0.4])
-    assert rules["uniform"].wrong(1).tolist() == [1] and rules["uniform"].index[1] == 8
+def test_predictions_are_read_by_rule_and_images_without_one_are_left_out(tmp_path):
+    path = saved_answers(tmp_path, ["cat", "dog", "dog"], ["cat", None, "cat"], index=[7, 8, 9])
+    ((rule, found),) = read_predictions(path, NAMES).items()
+    assert rule == "paper (argmax z)" and found.split == "test"
+    assert found.index.tolist() == [7, 9] and found.label.tolist() == [0, 1] and found.predicted.tolist() == [0, 0]
+    assert found.confidence.tolist() == pytest.approx([0.9, 0.5])
 
 
-def test_logits_alone_are_enough_and_without_any_answer_the_missing_columns_are_named(tmp_path):
-    rules = read_predictions(saved(tmp_path / "a.parquet", label=[0, 1], logits=[[2.0, 0.0], [1.0, 1.5]]))
-    assert rules["largest score"].predicted.tolist() == [0, 1]
-    with pytest.raises(LiVTError, match="neither a column 'predicted' nor 'probabilities'"):
-        read_predictions(saved(tmp_path / "b.parquet", label=[0, 1]))
-    with pytest.raises(LiVTError, match="no column 'label'"):
-        read_predictions(saved(tmp_path / "c.parquet", logits=[[2.0, 0.0]]))
+def test_a_table_of_another_model_or_of_something_else_is_refused(tmp_path):
+    path = saved_answers(tmp_path, ["cat"], ["dog"])
+    with pytest.raises(LiVTError, match="speaks of 'cat', which is no class of this model"):
+        read_predictions(path, ["wolf", "dog"])
+    pq.write_table(pa.table({"label": ["cat"]}), tmp_path / "other.parquet")
+    with pytest.raises(LiVTError, match="is no table of predictions of a report"):
+        read_predictions(tmp_path / "other.parquet", NAMES)
+    with pytest.raises(LiVTError, match="does not exist; write a report"):
+        read_predictions(tmp_path / "nowhere.parquet", NAMES)
+
+
+def test_predictions_about_other_images_are_noticed(tmp_path):
+    features = Features({"label": ClassLabel(names=NAMES)})
+    data = DatasetDict(test=Dataset.from_dict({"label": [0, 1, 1]}, features))
+    mine = read_predictions(saved_answers(tmp_path, ["cat", "dog"], ["cat"] * 2, index=[0, 2]), NAMES)
+    assert mine["paper (argmax z)"].belong_to(data)
+    for label, index in (("cat", 1), ("dog", 3)):
+        other = read_predictions(saved_answers(tmp_path, [label], ["cat"], [index]), NAMES)
+        assert not other["paper (argmax z)"].belong_to(data)
 
 
 def test_without_a_report_the_command_that_writes_one_is_named(tmp_path):

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +17,9 @@ from recipe_runs import make_pictures
 from test_demo import save_image, save_model, save_pretraining
 
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
+from livt_hf.evaluation.exam import Answers
+from livt_hf.evaluation.rules import PAPER
+from livt_hf.evaluation.tables import ANSWERS, write_answers
 
 pytest.importorskip("gradio")
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -291,12 +292,12 @@ def test_a_click_on_a_class_shows_its_wrong_images_and_their_neighbours(tmp_path
     names = [f"class{label}" for label in range(4)]
     save_model(tmp_path / "run", tiny, [30, 18, 10, 6], names)
     run = make_run(tmp_path / "run", data)
-    label = np.arange(4).repeat(11)
-    predicted = np.where(label == 2, 0, label)
+    label = torch.arange(4).repeat_interleave(11)
+    predicted = torch.where(label == 2, 0, label)
     (run / "report").mkdir()
-    confidence = np.linspace(0.4, 0.9, 44)
-    table = pa.table({"index": np.arange(44), "label": label, "predicted": predicted, "confidence": confidence})
-    pq.write_table(table, run / "report" / "predictions.parquet")
+    answers = {PAPER: Answers(predicted, torch.linspace(0.4, 0.9, 44))}
+    facts = {"label": [names[i] for i in label], "split": ["test"] * 44}
+    write_answers(run / "report" / ANSWERS, torch.arange(44), facts, answers, names)
     with demo(tmp_path, run) as page:
         page.wait(lambda: len(page.all("#examples button")) == 4)  # an example of every class
         page.all("#examples button")[0].click()

@@ -19,9 +19,11 @@ from transformers import ViTConfig, ViTForImageClassification
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.conversion import to_beit
 from livt_hf.data import Batches, eval_loader, eval_processor, load_long_tailed
+from livt_hf.demo.mistakes import read_predictions
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import lent_by_run
 from livt_hf.evaluation.rules import PAPER, UNIFORM
+from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.recipes.calibrate import main as calibrate
@@ -168,6 +170,7 @@ def test_evaluating_a_run_gives_its_results_and_a_report_beside_it(workplace, ev
         "report.html",
         "evaluation.json",
         "classes.csv",
+        ANSWERS,
     }
     for name in PICTURES:
         with Image.open(folder / name) as picture:
@@ -400,10 +403,14 @@ def test_two_processes_count_each_image_once_and_measure_what_one_measures(workp
     assert numbers(rules[PAPER]) == pytest.approx(numbers(results["metrics"]), rel=1e-5)
     assert numbers(rules[UNIFORM]) == pytest.approx(numbers(results["posterior"]), rel=1e-5)
     assert rules[PAPER]["num_images"] == 44
-    alone = evaluate("--model", workplace.finetuned).summary
+    result = evaluate("--model", workplace.finetuned)
+    alone = result.summary
     together = json.loads((run.folder / "evaluation.json").read_text())
     assert together["rankings"] == pytest.approx(alone["rankings"])
     assert together["intervals"][PAPER] == alone["intervals"][PAPER]
+    mine, theirs = (read_predictions(place / ANSWERS, NAMES)[UNIFORM] for place in (run.folder, result.report))
+    order = mine.index.argsort()
+    assert (mine.index[order] == theirs.index).all() and (mine.predicted[order] == theirs.predicted).all()
     assert run.printed.count("44 images of") == run.printed.count("Report: ") == 1
 
 
@@ -460,6 +467,15 @@ def test_numbers_of_a_report_are_those_of_scikit_learn(workplace, evaluate):
     low, high = result.summary["intervals"][PAPER]["macro_f1"]
     assert low <= metrics["macro_f1"] <= high
     assert "macro_f1" in (result.report / "report.md").read_text() and "macro_f1" in result.printed
+
+
+def test_a_report_has_the_predictions_that_the_demo_shows(workplace, evaluate):
+    result = evaluate("--model", workplace.finetuned)
+    for rule, found in read_predictions(result.report / ANSWERS, NAMES).items():
+        metrics = result.summary["rules"][rule]
+        assert found.belong_to(load_long_tailed(str(workplace.pictures))) and len(found.label) == 44
+        assert found.right.mean() == pytest.approx(metrics["accuracy"])
+        assert ((found.confidence > 0.2) & (found.confidence <= 1)).all()  # of four classes, the most probable
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])

@@ -16,13 +16,14 @@ from torchvision.io import encode_png
 
 from livt_hf.demo import bars, tabs
 from livt_hf.demo.images import data_of_run, decoded, example_rows
-from livt_hf.demo.mistakes import PREDICTIONS, newest_predictions, read_predictions
+from livt_hf.demo.mistakes import newest_predictions, read_predictions
 from livt_hf.demo.reconstruction import ServedPretraining
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.demo.tabs import Shown, private_folder
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import is_pretraining
 from livt_hf.evaluation.prediction import find_images
+from livt_hf.evaluation.tables import ANSWERS
 
 EXAMPLES = 12
 # The browser itself refuses to load or send anything elsewhere. Gradio needs its inline parts and evaluated functions.
@@ -44,12 +45,20 @@ def show(path: str, images: str | None = None, report: str | None = None, device
     elif shown.data is not None:
         shown.examples = _written_examples(shown.data)
     if isinstance(shown.served, ServedClassifier):
-        try:
-            predictions = newest_predictions(Path(path)) if report is None else Path(report, PREDICTIONS)
-            shown.predictions = read_predictions(predictions)
-        except LiVTError as error:
-            shown.notes.append(f"There is no tab Errors: {error}")
+        _add_predictions(shown, path, report)
     return shown
+
+
+def _add_predictions(shown: Shown, path: str, report: str | None) -> None:
+    try:
+        predictions = newest_predictions(Path(path)) if report is None else Path(report, ANSWERS)
+        shown.predictions = read_predictions(predictions, shown.served.names)
+    except LiVTError as error:
+        shown.notes.append(f"There is no tab Errors: {error}")
+        return
+    if shown.data is not None and not next(iter(shown.predictions.values())).belong_to(shown.data):
+        shown.data = None
+        shown.notes.append(f"The tab Errors shows no images: {predictions} is about other data than the run's.")
 
 
 def _copied_examples(folder: str) -> list[Path]:

@@ -1,36 +1,48 @@
 """Where a model errs, from the predictions that `livt eval` saved: by class and image by image."""
 
+import itertools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
+from datasets import DatasetDict
 
+from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.tables import ANSWERS
 
-PREDICTIONS = "predictions.parquet"
+_COLUMN = re.compile(r"prediction \((?P<rule>.*)\)")
 BINS = 15  # as the metrics have them
 COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "confidence (%)", "most often taken for")
 
 
 def newest_predictions(folder: Path) -> Path:
     """Of the reports in a run's folder, the predictions that were saved last."""
-    found = sorted(folder.glob(f"report*/{PREDICTIONS}"), key=lambda path: path.stat().st_mtime)
+    found = sorted(folder.glob(f"report*/{ANSWERS}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise LiVTError(f"{folder} has no report with a {PREDICTIONS}; write one with: livt eval --model {folder}")
+        raise LiVTError(f"{folder} has no report with a {ANSWERS}; write one with: livt eval --model {folder}")
     return found[-1]
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What one decision rule said of the test images. `confidence` is None where it was not saved."""
+    """What one decision rule said of the test images."""
 
     index: np.ndarray  # (N,): which image of the split
     label: np.ndarray
     predicted: np.ndarray
-    confidence: np.ndarray | None
+    confidence: np.ndarray
     split: str
+
+    def belong_to(self, data: DatasetDict) -> bool:
+        """Whether they are about the images of this data."""
+        if self.split not in data or self.index.max(initial=-1) >= len(data[self.split]):
+            return False
+        return bool((labels_of(data[self.split]).values[self.index] == self.label).all())
 
     @property
     def right(self) -> np.ndarray:
@@ -41,7 +53,7 @@ class Predictions:
         rows = []
         for label in np.unique(self.label).tolist():
             own = self.label == label
-            sure = None if self.confidence is None else round(100 * self.confidence[own].mean().item(), 1)
+            sure = round(100 * self.confidence[own].mean().item(), 1)
             taken = self.taken_for(label)
             count = None if counts is None else int(counts[label])
             accuracy = round(100 * self.right[own].mean().item(), 1)
@@ -58,7 +70,7 @@ class Predictions:
     def wrong(self, label: int) -> np.ndarray:
         """Rows of the class's images that were taken for another, the surest mistakes first."""
         rows = np.flatnonzero((self.label == label) & ~self.right)
-        return rows if self.confidence is None else rows[np.argsort(-self.confidence[rows], kind="stable")]
+        return rows[np.argsort(-self.confidence[rows], kind="stable")]
 
     def bins(self, label: int) -> list[dict]:
         """The reliability diagram of the images of one class, as `reliability_diagram` draws it."""
@@ -74,41 +86,25 @@ class Predictions:
         return rows
 
 
-def read_predictions(path: Path) -> dict[str, Predictions]:
-    """Rule -> its predictions. Columns that are missing are made from others where that can be done, or named."""
+def read_predictions(path: Path, names: list[str]) -> dict[str, Predictions]:
+    """Rule -> its predictions, from the table in a report of `livt eval`; images without a prediction are left out."""
+    if not path.is_file():
+        raise LiVTError(f"{path} does not exist; write a report with: livt eval --model MODEL")
     table = pq.read_table(path)
-    columns = {name: table.column(name) for name in table.column_names}
-    if "label" not in columns:
-        raise LiVTError(f"{path} has no column 'label', so nobody knows which predictions are right; write it anew.")
-    label = columns["label"].to_numpy()
-    index = columns["index"].to_numpy() if "index" in columns else np.arange(len(label))
-    split = str(columns["split"][0]) if "split" in columns and len(label) else "test"
-    scores = _scores(columns)
-    rules = {}
-    for name in columns:
-        if name.startswith("predicted"):
-            rule = name.removeprefix("predicted").strip(" :_")
-            predicted = columns[name].to_numpy()
-            confidence = columns.get(name.replace("predicted", "confidence", 1))
-            sure = _confidence(predicted, scores) if confidence is None else confidence.to_numpy()
-            rules[rule or "prediction"] = Predictions(index, label, predicted, sure, split)
-    if not rules and scores is not None:
-        predicted = scores.argmax(1)
-        rules["largest score"] = Predictions(index, label, predicted, _confidence(predicted, scores), split)
-    if not rules:
-        raise LiVTError(f"{path} has neither a column 'predicted' nor 'probabilities' nor 'logits'; write it anew.")
-    return rules
+    matched = [_COLUMN.fullmatch(name) for name in table.column_names]
+    rules = [match["rule"] for match in matched if match]
+    if not {"index", "label", "split"} <= set(table.column_names) or not rules:
+        raise LiVTError(f"{path} is no table of predictions of a report; write one with: livt eval --model MODEL")
+    return {rule: _under(table, rule, names, path) for rule in rules}
 
 
-def _scores(columns: dict) -> np.ndarray | None:
-    """Probabilities (N, C), or the softmax of the logits."""
-    for name in ("probabilities", "logits"):
-        if name in columns:
-            flat = columns[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            scores = torch.from_numpy(flat.reshape(len(columns[name]), -1).astype(np.float32))
-            return (scores if name == "probabilities" else scores.softmax(-1)).numpy()
-    return None
-
-
-def _confidence(predicted: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
-    return None if scores is None else scores[np.arange(len(predicted)), predicted]
+def _under(table: pa.Table, rule: str, names: list[str], path: Path) -> Predictions:
+    table = table.filter(pc.is_valid(table[f"prediction ({rule})"]))
+    known = {name: label for label, name in enumerate(names)}
+    found = [table[name].to_pylist() for name in ("label", f"prediction ({rule})")]
+    strange = next((name for name in itertools.chain(*found) if name not in known), None)
+    if strange is not None:
+        raise LiVTError(f"{path} speaks of {strange!r}, which is no class of this model; evaluate this model anew.")
+    label, predicted = (np.array([known[name] for name in column], dtype=np.int64) for column in found)
+    split = table["split"][0].as_py() if len(table) else "test"
+    return Predictions(table["index"].to_numpy(), label, predicted, table[f"score ({rule})"].to_numpy(), split)

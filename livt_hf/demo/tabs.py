@@ -252,12 +252,8 @@ class ErrorsTab:
         predictions, names, data = self.shown.predictions[rule], self.served.names, self.shown.data
         taken = ", ".join(f"{names[other]} ({images})" for other, images in predictions.taken_for(label)[:8])
         words = f"### {names[label]}\n\n" + (f"Taken for {taken}." if taken else "Every test image is right.")
-        diagram = None
-        if predictions.confidence is not None:
-            picture = private_folder() / "reliability.png"
-            diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
-        else:
-            words += "\n\nNo confidence was saved, so there is no reliability diagram."
+        picture = private_folder() / "reliability.png"
+        diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
         if data is None:
             return label, words + "\n\nImages cannot be shown: the data of this model is not here.", [], diagram, []
         rows = predictions.wrong(label)[:SHOWN]

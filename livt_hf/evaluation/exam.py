@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,13 @@ from livt_hf.evaluation.models import head_of
 from livt_hf.evaluation.running import Outputs, Rule, evaluate_rules, on_disk, scores_under
 from livt_hf.long_tail.priors import PriorEstimate
 from livt_hf.metrics import ConfusionPairs, LongTailMetrics, bootstrap_intervals, one_against_rest, shot_groups
+
+
+class Answers(NamedTuple):
+    """The class that a rule chose for each image, -1 where there is no score, and the score of that class. (N,)"""
+
+    labels: Tensor
+    scores: Tensor
 
 
 @dataclass
@@ -47,26 +55,39 @@ class Exam:
     def estimated_prior(self, chosen: Tensor | None = None) -> PriorEstimate:
         return estimated_prior(head_of(self.model), self.outputs.batches(chosen), self.accelerator)
 
-    def intervals(self, rules: dict[str, Rule]) -> dict[str, dict]:
+    @cached_property
+    def index(self) -> Tensor:
+        """The rows of the dataset that `labels` belong to."""
+        return self._gathered(self.outputs.index)
+
+    def answers(self, rules: dict[str, Rule]) -> dict[str, Answers]:
+        """What every rule says of the images of all processes."""
+        return {
+            name: Answers(*map(self._gathered, map(torch.cat, zip(*self._answers(rule), strict=True))))
+            for name, rule in rules.items()
+        }
+
+    def intervals(self, answers: dict[str, Answers]) -> dict[str, dict]:
         """Bootstrap intervals of the numbers under every rule, over clusters where there are any."""
-        clusters = None if self.clusters is None else self.clusters[self._gathered(self.outputs.index).numpy()]
-        labels, found = self.labels.numpy(), {}
-        for name, rule in rules.items():
-            predictions = self._gathered(torch.cat(list(self._predictions(rule))))
-            found[name] = bootstrap_intervals(labels, predictions.numpy(), self.shots, clusters)
-        return found
+        clusters = None if self.clusters is None else self.clusters[self.index.numpy()]
+        return {
+            name: bootstrap_intervals(self.labels.numpy(), answer.labels.numpy(), self.shots, clusters)
+            for name, answer in answers.items()
+        }
 
     def rankings(self, rule: Rule) -> dict[str, Tensor]:
         """AUROC and average precision of every class against the rest, by the scores of a rule."""
         batches = (scores_under(rule, logits) for logits, _ in self.outputs.batches())
         return one_against_rest(on_disk(batches, len(self.train_counts)), self.outputs.labels, self._gathered)
 
-    def _predictions(self, rule: Rule) -> Iterator[Tensor]:
-        """Class ids; -1 where there is no score."""
-        yield torch.zeros(0, dtype=torch.long)
+    def _answers(self, rule: Rule) -> Iterator[Answers]:
+        yield Answers(torch.zeros(0, dtype=torch.long), torch.zeros(0))
         for logits, _ in self.outputs.batches():
-            scores = logits if rule is None else rule(logits)
-            yield torch.where(scores.isnan().any(-1), -1, scores.argmax(-1)).cpu()
+            scores = scores_under(rule, logits)
+            ranked = logits if rule is None else scores
+            best = ranked.argmax(-1, keepdim=True)
+            labels = best[:, 0].masked_fill(ranked.isnan().any(-1), -1)
+            yield Answers(labels.cpu(), scores.gather(-1, best)[:, 0].float().cpu())
 
     def _gathered(self, part: Tensor) -> Tensor:
         """The parts of all processes, one after another."""

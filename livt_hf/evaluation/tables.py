@@ -10,7 +10,9 @@ import pyarrow.parquet
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.exam import Answers
 
+ANSWERS = "predictions.parquet"  # in every report
 _TOGETHER = 1000  # images written at once
 _WRITERS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
@@ -47,15 +49,12 @@ class PredictionTable:
 
     def write(self, facts: dict[str, list], scores: dict[str, Tensor]) -> None:
         """What is known about some images, by column, with their (B, C) scores under each rule."""
-        columns = {name: pa.array(values, pa.string()) for name, values in facts.items()}
+        columns = _fact_columns(facts)
         for rule, rows in scores.items():
             rows = rows.cpu().float()
             best = rows.max(-1)  # NaN, where a score is
-            pairs = zip(best.indices.tolist(), best.values.isnan().tolist(), strict=True)
-            predicted = [None if missing else self.classes[label] for label, missing in pairs]
-            columns[f"prediction ({rule})"] = pa.array(predicted, pa.string())
-            columns[f"score ({rule})"] = _numbers(best.values)
-            columns |= self._all_scores(rule, rows)
+            labels = best.indices.masked_fill(best.values.isnan(), -1)
+            columns |= _answer_columns(rule, Answers(labels, best.values), self.classes) | self._all_scores(rule, rows)
         self._waiting.append(pa.table(columns))
         if sum(map(len, self._waiting)) >= _TOGETHER:
             self._flush()
@@ -73,6 +72,28 @@ class PredictionTable:
             return {f"{name} ({rule})": _numbers(rows[:, label]) for label, name in enumerate(self.classes)}
         lists = pa.FixedSizeListArray.from_arrays(_numbers(rows.reshape(-1)), len(self.classes))
         return {f"scores ({rule})": lists}
+
+
+def write_answers(
+    path: Path, index: Tensor, facts: dict[str, list], answers: dict[str, Answers], classes: list[str]
+) -> None:
+    """The predicted class and its score under every rule, without the scores of the other classes.
+
+    `index` says which row of the dataset an image is.
+    """
+    columns = {"index": pa.array(index.numpy())} | _fact_columns(facts)
+    for rule, answer in answers.items():
+        columns |= _answer_columns(rule, answer, classes)
+    pyarrow.parquet.write_table(pa.table(columns), path)
+
+
+def _fact_columns(facts: dict[str, list]) -> dict[str, pa.Array]:
+    return {name: pa.array(values, pa.string()) for name, values in facts.items()}
+
+
+def _answer_columns(rule: str, answer: Answers, classes: list[str]) -> dict[str, pa.Array]:
+    names = [None if label < 0 else classes[label] for label in answer.labels.tolist()]
+    return {f"prediction ({rule})": pa.array(names, pa.string()), f"score ({rule})": _numbers(answer.scores)}
 
 
 def _numbers(values: Tensor) -> pa.Array:

@@ -1,0 +1,125 @@
+"""A classifier as a graph that runs without this package: ONNX, or a program of torch.export.
+
+The graph takes bytes of RGB at the model's own size, (images, height, width, 3) with any number of images. Rescaling
+and normalisation are inside; resizing and cropping are not, for no runtime resizes as the image processor does.
+It gives the logits, or with a prior the class probabilities under it, calibrated where the model is.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import BaseImageProcessor, PreTrainedModel
+
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import check_posterior, class_names, head_of, is_multi_label
+from livt_hf.long_tail.priors import class_prior, shift_odds, shift_prior
+
+TOLERANCE = 1e-4
+_LARGEST = 2**30  # bytes of weights in one ONNX file; its format ends at 2 GiB
+
+
+Runner = Callable[[Tensor], Tensor]
+BATCH = ({0: torch.export.Dim("batch")},)  # any number of images
+
+
+class ServingGraph(nn.Module):
+    """From bytes (B, H, W, 3) to logits or, under a prior, to class probabilities. (B, C)"""
+
+    def __init__(self, model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None):
+        super().__init__()
+        self.model, self.prior, self.output = model, prior, "logits" if prior is None else "probabilities"
+        factor = processor.rescale_factor if processor.do_rescale else 1.0
+        mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0] * 3, [1.0] * 3)
+        self.register_buffer("scale", factor / torch.tensor(std))
+        self.register_buffer("offset", -torch.tensor(mean) / torch.tensor(std))
+        if prior is not None:
+            check_posterior(model)
+            settings = head_of(model).settings
+            self.source = class_prior(settings.shown_counts, settings.num_images)
+            self.shift = shift_odds if is_multi_label(model) else shift_prior
+
+    def pixel_values(self, images: Tensor) -> Tensor:
+        return (images.float() * self.scale + self.offset).permute(0, 3, 1, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.model(self.pixel_values(images)).logits.float()
+        if self.prior is None:
+            return logits
+        return self.shift(head_of(self.model).training_posterior(logits), self.source, self.prior)
+
+
+def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
+    """Height and width of what a processor makes of any image."""
+    sizes = {
+        tuple(processor(torch.zeros(3, *shape, dtype=torch.uint8), return_tensors="pt")["pixel_values"].shape[-2:])
+        for shape in ((300, 400), (400, 300))
+    }
+    if len(sizes) > 1:
+        raise LiVTError("the image processor gives images of different sizes, and a graph takes one; let it crop.")
+    return sizes.pop()
+
+
+def serving_graph(model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None) -> ServingGraph:
+    """The graph, after a look whether its first step is what the processor does to an image of the right size."""
+    graph = ServingGraph(model.eval(), processor, prior).eval()
+    images = example_images(processor)
+    steps = {"do_resize": False, "do_center_crop": False, "return_tensors": "pt"}
+    expected = processor(list(images.permute(0, 3, 1, 2)), **steps)["pixel_values"]
+    if not torch.allclose(graph.pixel_values(images), expected, atol=1e-5):
+        raise LiVTError(f"{type(processor).__name__} does more than rescale and normalise; export the logits by hand.")
+    return graph
+
+
+def example_images(processor: BaseImageProcessor, images: int = 2) -> Tensor:
+    noise = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (images, *image_size(processor), 3), dtype=torch.uint8, generator=noise)
+
+
+def save_torch_export(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
+    """`model.pt2`, a program for `torch.export.load`."""
+    program = torch.export.export(graph, (images,), dynamic_shapes=BATCH)
+    torch.export.save(program, folder / "model.pt2")
+    return torch.export.load(folder / "model.pt2").module()
+
+
+def save_onnx(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
+    """`model.onnx`, with the weights in a file of their own where they are too many for one."""
+    import onnxruntime
+
+    path = folder / "model.onnx"
+    weights = sum(parameter.nbytes for parameter in graph.parameters())
+    torch.onnx.export(
+        graph, (images,), path, input_names=["images"], output_names=[graph.output], dynamic_shapes=BATCH,
+        dynamo=True, external_data=weights > _LARGEST, verbose=False,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+FORMS: dict[str, Callable[[ServingGraph, Tensor, Path], Runner]] = {
+    "onnx": save_onnx,
+    "torch-export": save_torch_export,
+}
+
+
+@torch.no_grad()
+def save_exported(
+    form: str, folder: Path, model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None
+) -> float:
+    """Write a form with the image processor and the class names. Returns how far the answers of the file are off.
+
+    The file is read back and asked about other numbers of images than it was made with.
+    """
+    graph = serving_graph(model.eval(), processor, prior)
+    folder.mkdir(parents=True)
+    run = FORMS[form](graph, example_images(processor), folder)
+    processor.save_pretrained(folder)
+    (folder / "classes.json").write_text(json.dumps(class_names(model), indent=2, ensure_ascii=False) + "\n")
+    images = example_images(processor, 5)
+    off = max((run(batch) - graph(batch)).abs().max().item() for batch in images.split([4, 1]))
+    if not off < TOLERANCE:
+        raise LiVTError(f"{folder} gives {graph.output} that differ by {off:.1e} from the model's; do not serve it.")
+    return off

@@ -1,0 +1,106 @@
+"""Graphs that run without this package: ONNX and torch.export."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import ConvNextImageProcessor, ResNetConfig, ResNetForImageClassification
+
+from livt_hf import LiViTConfig, LiViTForImageClassification, balance
+from livt_hf.data import eval_processor
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.prediction import Predictor
+from livt_hf.export import image_size, serving_graph
+from livt_hf.recipes.convert import main
+
+COUNTS, NAMES = [900, 90, 10], {0: "cat", 1: "dog", 2: "newt"}
+CALIBRATION = {"scale": 1.3, "odds": 0.2, "offsets": [0.1, -0.1, 0.3], "num_images": 30}
+
+
+def saved_livit(folder, tiny):
+    sizes = tiny | {"num_hidden_layers": 1}
+    config = LiViTConfig(**sizes, class_counts=COUNTS, id2label=NAMES, calibration=CALIBRATION)
+    return saved(folder, LiViTForImageClassification(config), eval_processor(16, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
+
+
+def saved_resnet(folder, _):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", id2label=NAMES)
+    model = balance(ResNetForImageClassification(config), class_counts=COUNTS, loss="bal_ce")
+    return saved(folder, model, ConvNextImageProcessor(size={"shortest_edge": 32}, crop_pct=0.875))
+
+
+def saved(folder, model, processor):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.eval().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def images_as_read(predictor: Predictor, folder, number: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Files as the package classifies them, and the bytes that are left of them once resized and cropped."""
+    noise = np.random.default_rng(0)
+    read = []
+    for i in range(number):
+        Image.fromarray(noise.integers(0, 256, (50, 70, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        read.append(folder / f"{i}.png")
+    steps = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+    cropped = [predictor.processor(Image.open(path), **steps)["pixel_values"][0] for path in read]
+    scores = torch.stack([scores for _, scores in predictor.predict(read)])
+    return scores, torch.stack(cropped).byte().permute(0, 2, 3, 1).numpy()
+
+
+FAMILIES = pytest.mark.parametrize("save", [saved_livit, saved_resnet])
+
+
+@FAMILIES
+def test_bytes_of_the_right_size_are_all_that_the_graph_needs(tmp_path, tiny, save):
+    predictor = Predictor(str(save(tmp_path / "model", tiny)), prior=[0.3, 0.2, 0.5])
+    expected, images = images_as_read(predictor, tmp_path, 3)
+    graph = serving_graph(predictor.model, predictor.processor, torch.tensor([0.3, 0.2, 0.5]))
+    torch.testing.assert_close(graph(torch.from_numpy(images)).detach(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@FAMILIES
+def test_onnx_gives_the_calibrated_posterior_of_any_number_of_images_under_the_prior_of_a_file(tmp_path, tiny, save):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, prior = save(tmp_path / "model", tiny), {"newt": 5, "cat": 3, "dog": 2}
+    (tmp_path / "prior.json").write_text(json.dumps(prior))
+    main([str(model), str(tmp_path / "out"), "--to", "onnx", "--prior", str(tmp_path / "prior.json")])
+    session = runtime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
+    expected, images = images_as_read(Predictor(str(model), prior=[0.3, 0.2, 0.5]), tmp_path, 3)
+    for number in (1, 3):
+        [found] = session.run(["probabilities"], {"images": images[:number]})
+        torch.testing.assert_close(torch.from_numpy(found), expected[:number], atol=1e-4, rtol=0)
+    assert json.loads((tmp_path / "out" / "classes.json").read_text()) == list(NAMES.values())
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+
+
+def test_torch_export_gives_the_logits_where_no_prior_is_asked_for(tmp_path, tiny, capsys):
+    model = saved_livit(tmp_path / "model", tiny)
+    main([str(model), str(tmp_path / "out"), "--to", "torch-export"])
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    predictor = Predictor(str(model))
+    predictor.rule = lambda logits: logits
+    expected, images = images_as_read(predictor, tmp_path, 3)
+    torch.testing.assert_close(program(torch.from_numpy(images)), expected, atol=1e-4, rtol=0)
+    assert "bytes of RGB (images, 16, 16, 3)" in capsys.readouterr().out
+    with pytest.raises(LiVTError, match="out exists; name a new folder"):
+        main([str(model), str(tmp_path / "out"), "--to", "torch-export"])
+
+
+def test_what_no_graph_can_hold_is_refused(tmp_path, tiny):
+    livit = LiViTForImageClassification(LiViTConfig(**tiny, num_labels=3))
+    processor = eval_processor(16, (0.5,) * 3, (0.5,) * 3)
+    with pytest.raises(LiVTError, match="does not know its training prior"):
+        serving_graph(livit, processor, torch.tensor([0.2, 0.3, 0.5]))
+    processor.do_center_crop = False
+    with pytest.raises(LiVTError, match="images of different sizes"):
+        image_size(processor)
+    with pytest.raises(LiVTError, match="--to beit writes weights"):
+        main([str(tmp_path), str(tmp_path / "out"), "--to", "beit", "--prior", "uniform"])
