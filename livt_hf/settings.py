@@ -365,6 +365,10 @@ class EvalSettings(DataSettings):
     prior: str | None = option(
         None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
     )
+    probe: bool = option(
+        False,
+        "measure the features by kNN and a linear probe, whatever classes the model has; a pretraining always is",
+    )
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
     test_imbalance: str | None = option(
         None,
