@@ -209,6 +209,9 @@ class TrainingSettings(DataSettings):
     image_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     patch_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     epochs: int = option(100, "passes over the training set", at_least=1)
+    hours: float | None = option(
+        None, "train for as many epochs as fit into these hours, start-up included; evaluation comes on top"
+    )
     warmup_epochs: float = option(10, "epochs of linear warm-up", at_least=0)
     batch_size: int = option(1024, "images per update, over all processes and accumulation steps", at_least=1)
     accumulation: int = option(1, "micro-batches per update on each process", at_least=1)
