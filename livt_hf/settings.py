@@ -209,6 +209,9 @@ class TrainingSettings(DataSettings):
     image_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     patch_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     epochs: int = option(100, "passes over the training set", at_least=1)
+    hours: float | None = option(
+        None, "train for as many epochs as fit into these hours, start-up included; evaluation comes on top"
+    )
     warmup_epochs: float = option(10, "epochs of linear warm-up", at_least=0)
     batch_size: int = option(1024, "images per update, over all processes and accumulation steps", at_least=1)
     accumulation: int = option(1, "micro-batches per update on each process", at_least=1)
@@ -364,6 +367,10 @@ class EvalSettings(DataSettings):
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
     prior: str | None = option(
         None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
+    )
+    probe: bool = option(
+        False,
+        "measure the features by kNN and a linear probe, whatever classes the model has; a pretraining always is",
     )
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
     test_imbalance: str | None = option(

@@ -7,6 +7,7 @@
     livt eval --model RUN --test_imbalance      # test sets whose classes are frequent and rare, in both directions
     livt eval --model RUN --predictions p.csv   # what each rule says of each image
     livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
+    livt eval --model org/any-backbone --dataset FOLDER --probe    # the same for any model, before anyone trains it
     livt eval --compare RUN_A RUN_B             # the newest reports of two runs side by side
 
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from livt_hf import LiViTForPreTraining
+from livt_hf.backbones import load_backbone
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
 from livt_hf.data.labels import class_feature, group_codes, image_paths, labels_of
@@ -37,12 +38,13 @@ from livt_hf.evaluation.models import (
     check_posterior,
     class_names,
     is_multi_label,
+    is_pretraining,
     lent_by_run,
     load_checkpoint,
     load_processor,
     why_uncalibrated,
 )
-from livt_hf.evaluation.probes import encoder_features, knn_scores, linear_probe_scores
+from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
 from livt_hf.evaluation.rules import ESTIMATED, posterior_rule, prior_words, serving_prior, standard_rules
 from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model, scores_under
 from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
@@ -70,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)
     folder = choose_folder(settings)
-    model, processor = load_checkpoint(settings.model), load_processor(settings.model)
+    pretraining = is_pretraining(settings.model)
+    settings.probe = settings.probe or pretraining  # which has no classifier of its own
+    model = load_backbone(settings.model) if settings.probe and not pretraining else load_checkpoint(settings.model)
+    processor = load_processor(settings.model)
     check_options(model, settings, accelerator.num_processes)
     model.to(accelerator.device)
     with accelerator.main_process_first():
@@ -84,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split} | provenance()
     counts = class_counts(data["train"])
     thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
-    if isinstance(model, LiViTForPreTraining):
-        summary |= measure_encoder(model, loader, accelerator, counts, settings)
+    if settings.probe:
+        summary |= measure_features(model, loader, accelerator, counts, settings)
         write_numbers(folder, summary, accelerator)
         return
     if is_multi_label(model):
@@ -119,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:
     """What cannot be measured is refused before the data are read."""
+    if settings.probe:
+        check_probe(settings, num_processes)
     if settings.prior is not None or settings.adapt_prior:
         check_posterior(model)
         if is_multi_label(model):
@@ -135,7 +142,13 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
             raise LiVTError("--predictions are written by one process, for images with one label; leave them out.")
         check_table(settings.predictions)
     shot_groups([1], settings.many_above, settings.few_below)
-    if num_processes > 1 and isinstance(model, LiViTForPreTraining):
+
+
+def check_probe(settings: EvalSettings, num_processes: int) -> None:
+    asked = [name for name in ("prior", "adapt_prior", "test_imbalance", "predictions") if getattr(settings, name)]
+    if asked:
+        raise LiVTError(f"kNN and the linear probe measure features and know no prior; leave --{asked[0]} out.")
+    if num_processes > 1:
         raise LiVTError("kNN and the linear probe look at all images at once; run it on one process.")
 
 
@@ -143,7 +156,7 @@ def check_data(model: PreTrainedModel, data: DatasetDict, settings: EvalSettings
     """Refuse data that a checkpoint cannot be measured on."""
     if settings.split not in data:
         raise LiVTError(f"{settings.dataset} has no split {settings.split!r}; it has {', '.join(data)}.")
-    if not isinstance(model, LiViTForPreTraining):
+    if not settings.probe:
         check_classes_match(model, data["train"])
     elif has_several_labels(data["train"]):
         raise LiVTError(
@@ -158,10 +171,10 @@ def planned_shifts(settings: EvalSettings, dataset: Dataset, counts: np.ndarray)
     return shifted_sets(settings.test_imbalance, labels_of(dataset).values, counts, settings.seed)
 
 
-def measure_encoder(
-    model: LiViTForPreTraining, loader: Loaders, accelerator: Accelerator, counts, settings: EvalSettings
+def measure_features(
+    model: PreTrainedModel, loader: Loaders, accelerator: Accelerator, counts: np.ndarray, settings: EvalSettings
 ) -> dict:
-    train, test = (encoder_features(model, loader(split), accelerator) for split in ("train", settings.split))
+    train, test = (frozen_features(model, loader(split), accelerator) for split in ("train", settings.split))
     scores = {
         "kNN": knn_scores(train, test, len(counts)),
         "linear probe": linear_probe_scores(train, test, len(counts), seed=settings.seed),

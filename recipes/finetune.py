@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from livt_hf import budget
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
 from livt_hf.commands import (
     accuracy_line,
@@ -32,11 +33,13 @@ from livt_hf.finetuning import BestWeights, check_options, measure, plan_course,
 from livt_hf.runs import find_pretraining, parse_training
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run
+from livt_hf.training.trial import choose_epochs
 
 CONFIGS = Path(__file__).parent / "configs"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    began = budget.clock()
     settings, resumed = parse_training(FinetuneSettings, argv, CONFIGS, inherit=lent_by_checkpoint)
     settings.pretrained = find_pretraining(settings)
     check_publishing(settings)
@@ -50,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)
     course = plan_course(settings, data, model, processor, accelerator)
+    if resumed is None:
+        choose_epochs(settings, accelerator, began, course.module, course.loader, course.loss_of)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, course.module, course.loader, course.loss_of)
     loop.resume()

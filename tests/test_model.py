@@ -192,10 +192,11 @@ def test_class_ids_may_be_any_integers(build, dtype):
 # The start of the head and what follows from it
 
 
-def test_the_classifier_starts_at_the_test_prior_under_sigmoid_losses_and_at_zero_otherwise(build):
-    uniform = torch.full((3,), -math.log(2))
-    for loss in ("bal_bce", "bce", "cb_bce", "nt_bce", "bal_nt_bce"):
-        torch.testing.assert_close(build(loss=loss).classifier.bias.data, uniform)
+def test_the_classifier_starts_at_the_prior_that_its_sigmoid_loss_means_and_at_zero_otherwise(build):
+    uniform, training = torch.full((3,), -math.log(2)), torch.logit(torch.tensor([0.6, 0.3, 0.1]))
+    losses = {"bal_bce": uniform, "bal_nt_bce": uniform, "bce": training, "cb_bce": training, "nt_bce": training}
+    for loss, start in losses.items():
+        torch.testing.assert_close(build(loss=loss).classifier.bias.data, start)
         assert not build(loss=loss, head_start="zero").classifier.bias.any()
     for loss in ("ce", "bal_ce", "ldam"):
         assert not build(loss=loss).classifier.bias.any()
@@ -204,9 +205,9 @@ def test_the_classifier_starts_at_the_test_prior_under_sigmoid_losses_and_at_zer
 
 
 @pytest.mark.parametrize("loss", ["bce", "bal_bce", "nt_bce", "bal_nt_bce"])
-@pytest.mark.parametrize("several", [False, True])
-def test_without_a_test_prior_a_fresh_sigmoid_model_predicts_the_training_prior(build, loss, several):
-    config = dict(loss=loss, test_prior=None)
+@pytest.mark.parametrize(("several", "test_prior"), [(False, None), (True, None), (False, "uniform")])
+def test_a_fresh_sigmoid_model_predicts_the_training_prior(build, loss, several, test_prior):
+    config = dict(loss=loss, test_prior=test_prior)
     if several:
         config |= dict(problem_type="multi_label_classification", num_train_images=200)
     model = build(**config)
@@ -214,13 +215,6 @@ def test_without_a_test_prior_a_fresh_sigmoid_model_predicts_the_training_prior(
     frequency = torch.tensor([0.3, 0.15, 0.05] if several else [0.6, 0.3, 0.1])
     torch.testing.assert_close(predicted, frequency.expand(4, 3), atol=1e-3, rtol=0)
     assert not build(**config, head_start="zero").classifier.bias.any()
-
-
-def test_a_fresh_model_predicts_the_test_prior_as_its_training_share(build):
-    """sigma(z + B) = pi_s at the start: the loss begins at the entropy of the labels, not at hundreds."""
-    model = build()
-    trained = (model(pixels()).logits + model.head.logit_bias).sigmoid()
-    torch.testing.assert_close(trained, torch.tensor([[0.6, 0.3, 0.1]] * 4), atol=1e-3, rtol=0)
 
 
 def fifty_adamw_losses(model: LiViTForImageClassification) -> torch.Tensor:
@@ -253,6 +247,18 @@ def test_the_constant_with_the_prior_start_trains_like_neither_and_with_the_zero
     assert losses[0][-1] < 0.6 * losses[0][0]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)
     assert (losses[0] - losses[2]).abs().max() > 0.05
+
+
+def test_plain_bce_trains_the_posterior_of_bal_bce_and_its_logits_differ_by_the_bias(build):
+    plain, balanced = build(loss="bce"), build(loss="bal_bce")
+    bias = plain.classifier.bias.detach().clone()
+    plain.load_state_dict(balanced.state_dict())
+    plain.classifier.bias.data = bias
+    torch.testing.assert_close(*(fifty_adamw_losses(model) for model in (plain, balanced)), rtol=1e-3, atol=1e-4)
+    x = pixels()
+    with torch.no_grad():
+        z, shifted = plain.eval()(x).logits, balanced.eval()(x).logits + balanced.head.logit_bias
+    torch.testing.assert_close(z, shifted, rtol=1e-2, atol=1e-2)
 
 
 def test_probabilities_apply_the_posterior_rule_to_the_logits(build):

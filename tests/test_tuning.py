@@ -1,5 +1,6 @@
 """Any backbone: where it starts, what is trained of it, and that kept features are those of the whole model."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import (
     ConvNextImageProcessor,
     Dinov2Config,
     Dinov2ForImageClassification,
+    Dinov2Model,
     ResNetConfig,
     ResNetForImageClassification,
     TimmWrapperConfig,
@@ -28,6 +30,7 @@ from livt_hf.data import Batches, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.long_tail.anatomy import pooled_features
+from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
@@ -110,6 +113,28 @@ def test_training_the_head_leaves_the_backbone_as_it_was(pictures, checkpoint, t
     after = AutoModelForImageClassification.from_pretrained(run.folder).state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all("classifier" in name or ".fc." in name for name in changed)
+
+
+def probed(pictures: Path, model: Path, folder: Path, *options) -> dict:
+    words = ["--model", model, "--dataset", pictures, "--probe", "--report", folder, "--threads", 1, *options]
+    evaluation.main([str(word) for word in words])
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def test_a_backbone_of_other_classes_is_judged_by_knn_and_a_linear_probe(pictures, checkpoint, tmp_path):
+    measured = probed(pictures, checkpoint, tmp_path / "report")
+    for name in ("kNN", "linear probe"):
+        assert measured[name]["num_images"] == 44 and measured[name]["accuracy"] > 0.4  # chance is 0.25
+
+
+def test_features_are_measured_with_or_without_a_classifier_and_equal(pictures, tmp_path):
+    whole = dinov2(tmp_path / "whole")
+    Dinov2Model.from_pretrained(whole).save_pretrained(tmp_path / "bare")
+    load_processor(str(whole)).save_pretrained(tmp_path / "bare")
+    one, two = (probed(pictures, tmp_path / name, tmp_path / f"{name}-report") for name in ("whole", "bare"))
+    assert one["kNN"] == two["kNN"] and one["linear probe"] == two["linear probe"]
+    with pytest.raises(LiVTError, match="know no prior; leave --test_imbalance out"):
+        probed(pictures, whole, tmp_path / "refused", "--test_imbalance")
 
 
 def test_a_checkpoint_of_another_family_lends_its_name_and_the_recipe_for_backbones(tmp_path):

@@ -120,7 +120,10 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
     """Refuse to measure a model on classes that are not its own."""
     names, known = class_feature(dataset).names, class_names(model)
     if len(names) != len(known):
-        raise LiVTError(f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first.")
+        raise LiVTError(
+            f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first, or measure "
+            "its features (livt eval --probe)."
+        )
     unnamed = known == [f"LABEL_{i}" for i in range(len(known))]
     if not unnamed and known != names:
         first = next(i for i in range(len(names)) if names[i] != known[i])

@@ -137,7 +137,8 @@ def card_data(results: Results, model_name: str, source: Mapping | None = None, 
     """The metadata of a card; `source` says who measured, where it was not the run itself."""
     classifier = results.stage == "finetune"
     hub_id = dataset_names(results)[1]
-    tags = ["livt", "long-tailed-recognition", "imbalanced-data", "vit"] + ([] if classifier else ["vit_mae", "mae"])
+    tags = ["livt", "long-tailed-recognition", "imbalanced-data"] + (["vit"] if is_vit(results) else [])
+    tags += [] if classifier else ["vit_mae", "mae"]
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="image-classification" if classifier else "image-feature-extraction",
@@ -269,14 +270,25 @@ def _limits(results: Results) -> str:
         if worst is not None:
             lines.append(f"The worst class reaches {percent(worst)} %.")
         lines.append("The numbers were measured on images from the same source as the training data.")
-    lines.append(f"Trained at {results.image_size} px; other sizes interpolate positions and were not measured.")
+    other = "other sizes interpolate positions and were" if is_vit(results) else "other sizes were"
+    lines.append(f"Trained at {results.image_size} px; {other} not measured.")
     if results.seed is not None:
         lines.append("One run with one seed.")
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _training(results: Results, arguments: Mapping) -> str:
-    names = ("model_size", "epochs", "batch_size", "base_lr", "weight_decay", "layer_decay", "drop_path", "mask_ratio")
+    names = (
+        "model_size",
+        "tune",
+        "epochs",
+        "batch_size",
+        "base_lr",
+        "weight_decay",
+        "layer_decay",
+        "drop_path",
+        "mask_ratio",
+    )
     names += ("loss", "tau", "test_prior", "mixup", "cutmix", "seed")
     lines = [f"- `{name}`: {arguments[name]}" for name in names if arguments.get(name) is not None]
     if results.pretrained not in (None, "none"):

@@ -203,7 +203,7 @@ class Loop:
                 self.model.train()
                 batches = iter(self.loader.epoch(epoch, start_update=first))
                 for step in range(first, min(self.per_epoch, self.total - epoch * self.per_epoch)):
-                    self._update(batches, epoch)
+                    self.update(batches, epoch)
                     bar.update()
                     self.progress.seconds = seconds_before + time.monotonic() - started
                     if self.progress.update % self.settings.log_steps == 0 or self.progress.update == self.total:
@@ -223,7 +223,7 @@ class Loop:
                     if stop and not finished:
                         raise Interrupted
 
-    def _update(self, batches: Iterable[dict], epoch: int) -> None:
+    def update(self, batches: Iterable[dict], epoch: int) -> None:
         """One update: all micro-batches, each weighted alike, then one optimizer step."""
         accelerator, settings, update = self.accelerator, self.settings, self.progress.update
         self._lr = self.schedule.set(update)

@@ -1,0 +1,58 @@
+"""How much training fits into a given time."""
+
+import pytest
+import torch
+from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
+
+from livt_hf import budget
+
+
+def test_epochs_that_fit_are_whole_and_never_fewer_than_one():
+    assert budget.epochs_within(60, 25) == 2
+    assert budget.epochs_within(50, 25) == 2
+    assert budget.epochs_within(10, 25) == budget.epochs_within(-5, 25) == 1
+
+
+def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):
+    options = ["--dataset", make_pictures(tmp_path / "pictures"), *TINY, "--pretrained", "none", "--mixup", 0.5]
+    options += ["--drop_path", 0.5, "--ema_decay", 0.5]
+    short = RecipeRun("finetune", tmp_path / "hours", *options, "--hours", 2 / 3600).finish()
+    epochs = short.arguments["epochs"]
+    assert epochs >= 1 and short.results.epochs == epochs
+    same = RecipeRun("finetune", tmp_path / "epochs", *options, "--epochs", epochs).finish()
+    assert_same_weights(short.folder, same.folder)
+
+
+def test_resnet32_has_its_464_thousand_weights_and_31_convolutions():
+    from livt_hf.recipes.benchmarks.race import resnet32
+
+    model = resnet32(classes=10)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
+    assert len(convolutions) == 31  # with the classifier 32 layers
+    assert sum(p.numel() for p in model.parameters()) == 464_154  # 0.46 million in He et al., Table 6
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_a_plain_loop_of_the_race_ends_with_its_budget(monkeypatch):
+    """A clock of one second per look: the rate rises over the first twentieth (5.05 s) and falls to 0."""
+    from livt_hf.recipes.benchmarks import race
+
+    ticks = iter(range(1000))
+    monkeypatch.setattr(race, "core_seconds", lambda: next(ticks))
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates = []
+    losses = (rates.append(optimizer.param_groups[0]["lr"]) or model(torch.ones(1)).sum() for _ in range(1000))
+    assert race.train(model, optimizer, losses, until=101) == 100
+    assert rates.index(max(rates)) == 5 and rates[0] == pytest.approx(1 / 5.05)
+    assert rates[-1] < 0.001
+
+
+def test_the_table_of_the_race_has_a_column_per_budget_and_the_range_of_seeds():
+    from livt_hf.recipes.benchmarks.race import race_table
+
+    rows = [{"entry": "ours", "budget": 5.0, "accuracy": value} for value in (10.0, 12.0)]
+    rows.append({"entry": "resnet32", "budget": 15.0, "accuracy": 20.0})
+    ours, resnet = race_table(rows)
+    assert (ours["5"], ours["15"]) == ("11.0 (10.0 to 12.0)", "-")
+    assert (resnet["5"], resnet["15"]) == ("-", "20.0")
