@@ -15,7 +15,6 @@
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +26,10 @@ from transformers import PreTrainedModel
 from livt_hf import LiViTForPreTraining
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
-from livt_hf.data.labels import group_codes, image_paths, labels_of
+from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.exam import Exam
+from livt_hf.evaluation.exam import Exam, Findings, examine
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
@@ -43,13 +42,13 @@ from livt_hf.evaluation.models import (
 )
 from livt_hf.evaluation.probes import encoder_features, knn_scores, linear_probe_scores
 from livt_hf.evaluation.rules import ESTIMATED, posterior_rule, prior_words, serving_prior, standard_rules
-from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model, scores_under
+from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model
 from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
-from livt_hf.evaluation.tables import PredictionTable, check_table
-from livt_hf.metrics import long_tail_metrics, ranking_means, shot_groups
+from livt_hf.evaluation.tables import check_table, write_predictions
+from livt_hf.metrics import long_tail_metrics, shot_groups
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
-from livt_hf.reports.evaluation import Findings, choose_folder, write_report
+from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.reports.shifts import shift_rows
 from livt_hf.results import percent, provenance
 from livt_hf.settings import EvalSettings
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     outputs = run_model(model, loader(settings.split), accelerator)
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
     rules = chosen_rules(exam, settings, summary)
-    found = examine(exam, rules, summary)
+    found = examine(exam, rules, class_names(model), summary)
     if shifted:
         summary["shifted"] = [measure_shift(exam, one) for one in shifted]
     if accelerator.is_main_process:
@@ -108,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_report(folder, settings, found, dataset)
         print(f"Report: {folder / 'report.html'}")
         if settings.predictions is not None:
-            write_predictions(settings, exam, rules, dataset)
+            write_predictions(settings.predictions, outputs.batches(), rules, dataset, settings.split)
+            print(f"Predictions: {settings.predictions}")
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
 
@@ -191,20 +191,6 @@ def chosen_rules(exam: Exam, settings: EvalSettings, summary: dict) -> dict[str,
     return rules
 
 
-def examine(exam: Exam, rules: dict[str, Rule], summary: dict) -> Findings:
-    """All numbers of the test set as it is: under every rule, and class by class under the first."""
-    measured, pairs = exam.metrics(rules)
-    rankings = exam.rankings(next(iter(rules.values())))
-    summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
-    summary["intervals"] = exam.intervals(rules)
-    summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
-    per_class = next(iter(measured.values())).per_class(class_names(exam.model))
-    for row in per_class:
-        values = {name: values[row["class"]].item() for name, values in rankings.items()}
-        row |= {name: value if row["images"] and isfinite(value) else None for name, value in values.items()}
-    return Findings(summary, measured, pairs, per_class)
-
-
 def print_findings(found: Findings, exam: Exam) -> None:
     summary, rules = found.summary, found.summary["rules"]
     first = next(iter(rules))
@@ -222,20 +208,6 @@ def print_findings(found: Findings, exam: Exam) -> None:
         print(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
     if "shifted" in summary:
         print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
-
-
-def write_predictions(settings: EvalSettings, exam: Exam, rules: dict[str, Rule], dataset: Dataset) -> None:
-    names, paths = class_names(exam.model), image_paths(dataset)
-    groups = labels_of(dataset, "group").values if "group" in dataset.column_names else None
-    with PredictionTable(settings.predictions, names) as table:
-        for logits, batch in exam.outputs.batches():
-            index = batch["index"].tolist()
-            facts = {"file": [paths[row] for row in index], "label": [names[label] for label in batch["labels"]]}
-            facts["split"] = [settings.split] * len(index)
-            if groups is not None:
-                facts["group"] = [groups[row] for row in index]
-            table.write(facts, {name: scores_under(rule, logits) for name, rule in rules.items()})
-    print(f"Predictions: {settings.predictions}")
 
 
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:

@@ -10,12 +10,12 @@ import pytest
 from livt_hf.data.splits import (
     balanced_counts,
     exponential_counts,
-    stratified_folds,
     grouped_split,
     label_counts,
     largest_fitting,
     long_tail_indices,
     pareto_counts,
+    stratified_folds,
     stratified_split,
 )
 

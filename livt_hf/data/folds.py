@@ -62,7 +62,9 @@ def _say_rare(fold: np.ndarray, labels: Labels, names: list[str], unit: str) -> 
             *(len(never), unit, _listed(never)),
         )
     if partly:
-        logger.warning("%d classes have too few %ss to be tested in every fold: %s", len(partly), unit, _listed(partly))
+        logger.warning(
+            "%d classes have too few %ss to be tested in every fold: %s", len(partly), unit, _listed(partly)
+        )
     if never and (fold < 0).any():
         logger.warning("%d of %d images are tested, each once", (fold >= 0).sum(), len(fold))
 
