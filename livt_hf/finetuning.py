@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.backbones import InputFacts, input_facts
-from livt_hf.data import DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
+from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
 from livt_hf.data.labels import number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
@@ -37,7 +37,8 @@ _AUGMENTATION = {
 
 
 def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
-    """What cannot work is refused before anything is written."""
+    """What cannot work is refused before anything is computed or written."""
+    Batches(settings.batch_size).updates(len(data["train"]))
     if not LOSSES[settings.loss].soft_labels and (settings.mixup or settings.cutmix):
         raise LiVTError(f"loss {settings.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
     if settings.tune == "head" and (settings.mixup or settings.cutmix or settings.erase):

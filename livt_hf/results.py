@@ -49,6 +49,7 @@ class Results:
     num_classes: int | None = None
     class_counts: dict | None = None
     split: str | None = None
+    folds: dict | None = None  # of a cross-validation: metrics of `each` fold, their `mean` and their `deviation`
     test_carved: bool = False  # the dataset has no test split of its own: `test` was set aside from the training data
     num_images: int | None = None
     # The training.

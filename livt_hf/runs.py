@@ -14,6 +14,7 @@ from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
+FOLD = "fold-"
 WITHOUT_PRETRAINING = (
     "run `livt pretrain` first, name a checkpoint with --pretrained, or train from scratch with --pretrained none."
 )
@@ -40,6 +41,17 @@ class Run:
     @property
     def results(self) -> Results:
         return Results.read(self.folder / RESULTS)
+
+    @property
+    def whole(self) -> "Run":
+        """The run to resume: of a fold, the cross-validation that it belongs to."""
+        around = Run(self.folder.parent)
+        is_fold = self.folder.name.startswith(FOLD) and (around.folder / ARGUMENTS).exists()
+        return around if is_fold else self
+
+    def fold(self, number: int) -> "Run":
+        """The run of one fold of a cross-validation."""
+        return Run(self.folder / f"{FOLD}{number}")
 
     def begin(self, settings: TrainingSettings) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

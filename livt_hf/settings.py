@@ -192,6 +192,12 @@ class DataSettings(CommandSettings):
     validation_fraction: float | None = option(
         0.0, "share of each class held out of the training images, to calibrate and to select on", before=0.0
     )
+    fold: str | None = option(
+        None,
+        "test on one part of a cross-validation and train on the others: 2/5 is the second of five; `finetune "
+        "--folds 5` goes through all",
+        selects_data=True,
+    )
     on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be read")
     num_workers: int = option(0, "data loading processes per training process", free=True, at_least=0)
 
@@ -199,6 +205,16 @@ class DataSettings(CommandSettings):
         super().__post_init__()
         if self.dataset is not None:
             self.dataset = self.dataset.rstrip("/") or "/"  # as shells complete folders; runs are found by this name
+        if self.fold is not None:
+            number, _, folds = self.fold.partition("/")
+            if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
+                raise LiVTError(f"fold is {self.fold!r}; it must be one of several parts, such as 2/5.")
+
+    @property
+    def fold_numbers(self) -> tuple[int, int]:
+        """Of fold 2/5: 2 and 5."""
+        number, _, folds = str(self.fold).partition("/")
+        return int(number), int(folds)
 
 
 @dataclass
@@ -338,6 +354,11 @@ class FinetuneSettings(TrainingSettings):
     mixup: float = option(0.8, "mixup alpha; 0 is off", at_least=0)
     cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
     mixup_off_epochs: int = option(0, "number of last epochs without mixup and cutmix", at_least=0)
+    folds: int | None = option(
+        None,
+        "cross-validate: train this many models, each tested on images (and groups) that only it has not seen",
+        at_least=2,
+    )
     validation_fraction: float | None = option(
         None,
         "share of each class held out of the training images, to calibrate and to select on; default: 0.1 of own "

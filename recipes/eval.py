@@ -16,23 +16,21 @@
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from math import isfinite
 from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from livt_hf.backbones import load_backbone
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
-from livt_hf.data.labels import class_feature, group_codes, image_paths, labels_of
+from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.exam import Answers, Exam
+from livt_hf.evaluation.exam import Exam, Findings, examine
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
@@ -46,13 +44,13 @@ from livt_hf.evaluation.models import (
 )
 from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
 from livt_hf.evaluation.rules import ESTIMATED, posterior_rule, prior_words, serving_prior, standard_rules
-from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model, scores_under
+from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model
 from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
-from livt_hf.evaluation.tables import ANSWERS, PredictionTable, check_table, write_answers
-from livt_hf.metrics import long_tail_metrics, ranking_means, shot_groups
+from livt_hf.evaluation.tables import check_table, write_predictions
+from livt_hf.metrics import long_tail_metrics, shot_groups
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
-from livt_hf.reports.evaluation import Findings, choose_folder, write_report
+from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.reports.shifts import shift_rows
 from livt_hf.results import percent, provenance
 from livt_hf.settings import EvalSettings
@@ -106,18 +104,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     outputs = run_model(model, loader(settings.split), accelerator)
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
     rules = chosen_rules(exam, settings, summary)
-    answers, index = exam.answers(rules), exam.index  # of all processes, so each of them takes part
-    found = examine(exam, rules, summary, answers)
+    found = examine(exam, rules, class_names(model), summary)
     if shifted:
         summary["shifted"] = [measure_shift(exam, one) for one in shifted]
     if accelerator.is_main_process:
         print_findings(found, exam)
         write_report(folder, settings, found, dataset)
-        facts = image_facts(dataset, settings.split)
-        write_answers(folder / ANSWERS, index, chosen_facts(facts, index), answers, class_names(model))
         print(f"Report: {folder / 'report.html'}")
         if settings.predictions is not None:
-            write_predictions(settings.predictions, facts, exam, rules)
+            write_predictions(settings.predictions, outputs.batches(), rules, dataset, settings.split)
+            print(f"Predictions: {settings.predictions}")
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
 
@@ -208,20 +204,6 @@ def chosen_rules(exam: Exam, settings: EvalSettings, summary: dict) -> dict[str,
     return rules
 
 
-def examine(exam: Exam, rules: dict[str, Rule], summary: dict, answers: dict[str, Answers]) -> Findings:
-    """All numbers of the test set as it is: under every rule, and class by class under the first."""
-    measured, pairs = exam.metrics(rules)
-    rankings = exam.rankings(next(iter(rules.values())))
-    summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
-    summary["intervals"] = exam.intervals(answers)
-    summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
-    per_class = next(iter(measured.values())).per_class(class_names(exam.model))
-    for row in per_class:
-        values = {name: values[row["class"]].item() for name, values in rankings.items()}
-        row |= {name: value if row["images"] and isfinite(value) else None for name, value in values.items()}
-    return Findings(summary, measured, pairs, per_class)
-
-
 def print_findings(found: Findings, exam: Exam) -> None:
     summary, rules = found.summary, found.summary["rules"]
     first = next(iter(rules))
@@ -239,26 +221,6 @@ def print_findings(found: Findings, exam: Exam) -> None:
         print(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
     if "shifted" in summary:
         print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
-
-
-def write_predictions(path: str, facts: dict[str, list], exam: Exam, rules: dict[str, Rule]) -> None:
-    with PredictionTable(path, class_names(exam.model)) as table:
-        for logits, batch in exam.outputs.batches():
-            scores = {name: scores_under(rule, logits) for name, rule in rules.items()}
-            table.write(chosen_facts(facts, batch["index"]), scores)
-    print(f"Predictions: {path}")
-
-
-def image_facts(dataset: Dataset, split: str) -> dict[str, list]:
-    """What is known about each image of a split, by column."""
-    names = class_feature(dataset).names
-    facts = {"file": image_paths(dataset), "label": [names[label] for label in labels_of(dataset).values]}
-    facts["split"] = [split] * len(dataset)
-    return facts | ({"group": labels_of(dataset, "group").values} if "group" in dataset.column_names else {})
-
-
-def chosen_facts(facts: dict[str, list], index: Tensor) -> dict[str, list]:
-    return {name: [values[row] for row in index.tolist()] for name, values in facts.items()}
 
 
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:

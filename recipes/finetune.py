@@ -3,6 +3,7 @@
     livt finetune                                                      # the newest finished pretraining under runs/
     livt finetune --dataset FOLDER --pretrained runs/pretrain-FOLDER-base/1
     livt finetune --dataset FOLDER --pretrained org/any-classifier --tune head
+    livt finetune --dataset labels.csv --group_column patient --folds 5
     livt finetune --dataset cifar100-lt --source FOLDER --pretrained none --loss ce
 
 The run folder ends up holding the checkpoint, its image processor, log.jsonl and results.json. `--help` lists the
@@ -10,10 +11,13 @@ options.
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
+from datasets import DatasetDict
 from tqdm.auto import tqdm
 
 from livt_hf import budget
@@ -26,13 +30,19 @@ from livt_hf.commands import (
     resume_message,
     run_command,
 )
+from livt_hf.crossvalidation import examine_folds, fold_settings, write_fold, write_whole
 from livt_hf.data import class_counts, load_data
-from livt_hf.errors import Interrupted
+from livt_hf.data.sources import load_images
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.estimation import calibrate
-from livt_hf.finetuning import BestWeights, check_options, measure, plan_course, results_of
-from livt_hf.runs import find_pretraining, parse_training
+from livt_hf.evaluation.tables import ANSWERS
+from livt_hf.finetuning import BestWeights, Course, check_options, measure, plan_course, results_of
+from livt_hf.reports import markdown_table
+from livt_hf.reports.evaluation import fold_rows
+from livt_hf.results import Results
+from livt_hf.runs import ARGUMENTS, Run, find_pretraining, parse_training
 from livt_hf.settings import FinetuneSettings
-from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run
+from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
 from livt_hf.training.trial import choose_epochs
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -43,21 +53,62 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings, resumed = parse_training(FinetuneSettings, argv, CONFIGS, inherit=lent_by_checkpoint)
     settings.pretrained = find_pretraining(settings)
     check_publishing(settings)
+    if settings.folds is not None:
+        if settings.hours is not None:
+            raise LiVTError("--hours fits the epochs of one model to a time; with --folds give --epochs instead.")
+        cross_validate(settings, resumed)
+        return
     accelerator = make_accelerator(settings)
     with accelerator.main_process_first():
         data = load_data(settings)
+
+    def opened(course: Course) -> Run:
+        if resumed is None:
+            choose_epochs(settings, accelerator, began, course.module, course.loader, course.loss_of)
+        return open_run(accelerator, settings, resumed)
+
+    run, results = finetune(settings, data, accelerator, opened)
+    accelerator.end_training()
+    start = "scratch" if settings.pretrained == "none" else settings.pretrained
+    accelerator.print(
+        f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
+        f"{settings.dataset}, from {start}, in {results.seconds / 60:.1f} minutes; {results.selection}.\n"
+        + "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in results.rules.items())
+        + f"  checkpoint: {run.folder}\n"
+        f"Next, look closer:\n  {next_command('eval', '--model', run)}"
+    )
+    if accelerator.is_main_process:
+        publish_if_asked(settings, run)
+
+
+def finetune(
+    settings: FinetuneSettings, data: DatasetDict, accelerator: Accelerator, opened: Callable[[Course], Run]
+) -> tuple[Run, Results]:
+    """One model from its start to its results. `opened` gives the run's folder once all is ready to train."""
     check_options(settings, data)
     torch.manual_seed(settings.seed)
-
-    counts = class_counts(data["train"])
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)
     course = plan_course(settings, data, model, processor, accelerator)
-    if resumed is None:
-        choose_epochs(settings, accelerator, began, course.module, course.loader, course.loss_of)
-    run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
+    run = opened(course)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, course.module, course.loader, course.loss_of)
     loop.resume()
+    fit(loop, course, data)
+    if "validation" in data and loop.final_model.head.no_posterior is None:
+        calibrate(loop.final_model, course.batches_of("validation"), accelerator)
+    measured = measure(loop.final_model, course.batches_of("test"), accelerator, class_counts(data["train"]))
+    if settings.fold is not None:
+        write_fold(run, loop.final_model, course.batches_of("test"), data, accelerator)
+    published = course.published(loop.final_model)
+    results = results_of(settings, data, loop, published, measured)
+    results.image_size = input_facts(processor).size
+    finish_run(loop, published, processor, results)
+    return run, results
+
+
+def fit(loop: Loop, course: Course, data: DatasetDict) -> None:
+    """Train, with a look at the validation split now and then."""
+    settings, accelerator, counts = loop.settings, loop.accelerator, class_counts(data["train"])
     best = BestWeights(loop) if settings.select == "best" else None
     watched = "validation" if "validation" in data else "test"
 
@@ -77,29 +128,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         loop.fit(before_epoch, after_epoch)
     except Interrupted:
-        accelerator.print(resume_message(run, "finetune"))
+        accelerator.print(resume_message(loop.run, "finetune"))
         raise
-
     if best is not None:
         best.restore()
-    if "validation" in data and loop.final_model.head.no_posterior is None:
-        calibrate(loop.final_model, course.batches_of("validation"), accelerator)
-    measured = measure(loop.final_model, course.batches_of("test"), accelerator, counts)
-    published = course.published(loop.final_model)
-    results = results_of(settings, data, loop, published, measured)
-    results.image_size = input_facts(processor).size
-    finish_run(loop, published, processor, results)
-    start = "scratch" if settings.pretrained == "none" else settings.pretrained
-    accelerator.print(
-        f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
-        f"{settings.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes; "
-        f"{results.selection}.\n"
-        + "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in results.rules.items())
-        + f"  checkpoint: {run.folder}\n"
-        f"Next, look closer:\n  {next_command('eval', '--model', run)}"
-    )
+
+
+def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
+    """One model for each fold, in a folder of its own below the run's; then the numbers of all folds together."""
+    started, accelerator = time.monotonic(), make_accelerator(settings)
+    with accelerator.main_process_first():
+        images = load_images(fold_settings(settings, 1))
+    folds = [fold_settings(settings, number) for number in range(1, settings.folds + 1)]
+    for number, fold in enumerate(folds, 1):
+        if run is not None and run.fold(number).finished:
+            continue
+        accelerator = make_accelerator(settings)  # a new one: it keeps the models that it has seen
+        if settings.max_hours is not None:
+            fold.max_hours = max(0.0, settings.max_hours - (time.monotonic() - started) / 3600)
+
+        def opened(_course, fold=fold, number=number, accelerator=accelerator):
+            nonlocal run
+            run = run or claim_folder(accelerator, settings, None)
+            own = run.fold(number)
+            fold.output_dir = str(own.folder)
+            return open_run(accelerator, fold, own if (own.folder / ARGUMENTS).exists() else None)
+
+        accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)
+        finetune(fold, images.divided(fold), accelerator, opened)
+    found, tested = examine_folds(run, [images.divided(fold) for fold in folds], accelerator)
     if accelerator.is_main_process:
-        publish_if_asked(settings, run)
+        report = write_whole(run, settings, found, tested)
+        print(
+            f"\nCross-validated {settings.model_size} with {settings.loss} on {settings.dataset}, in percent, by the "
+            f"rule “{next(iter(found.measured))}”:\n{markdown_table(fold_rows(found.summary))}"
+            f"Report: {report / 'report.html'}\nPredictions: {run.folder / ANSWERS}"
+        )
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metrics={"loss": loss, "zero_prediction_loss": zero_loss},
     )
     finish_run(loop, loop.final_model, processor, results)
+    accelerator.end_training()
     advice = update_advice(loss, zero_loss, loop.progress.update)
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
     default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size

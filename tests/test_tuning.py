@@ -34,7 +34,7 @@ from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
-from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, merge_lora
+from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, KeptFeatures, add_lora, merge_lora
 
 SHORT = "--epochs 3 --warmup_epochs 1 --batch_size 16 --threads 1 --eval_epochs 3 --image_size 16".split()
 
@@ -194,21 +194,32 @@ def test_a_classifier_trained_on_standardised_features_fits_the_backbone_s_own(f
                                before, atol=1e-4, rtol=1e-4)  # fmt: skip
 
 
-def test_features_are_computed_once_and_never_reused_for_other_weights_images_or_sizes(frozen, monkeypatch):
+def test_features_are_computed_once_per_image_and_never_reused_for_other_weights_or_sizes(frozen, monkeypatch):
     settings, train, model, backbone = frozen
     computed = []
     original = FrozenBackbone._compute
-    monkeypatch.setattr(FrozenBackbone, "_compute", lambda *a: (computed.append(1), original(*a)))
-    backbone.features(train, settings)
-    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
-    assert len(computed) == 1
-    backbone.features(train.select(range(10)), settings)
-    assert len(computed) == 2
+    monkeypatch.setattr(FrozenBackbone, "_compute", lambda *a: (computed.append(len(a[1])), original(*a)))
+    whole = backbone.features(train.select(range(60)), settings)
+    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train.select(range(60)), settings)
+    assert computed == [60]
+    order = [63, 5, 7, 7, 61, 0]  # a split or fold in any order, with two images that are new
+    some = backbone.features(train.select(order), settings)
+    assert computed == [60, 2]
+    np.testing.assert_array_equal(some[:, [1, 2, 3, 5]], whole[:, [5, 7, 7, 0]])
+    np.testing.assert_array_equal(backbone.features(train, settings)[:, order], some)
+    assert computed == [60, 2, 2]
     FrozenBackbone(model, resized(backbone.processor, 32), backbone.accelerator).features(train, settings)
-    assert len(computed) == 3
     next(p for n, p in model.named_parameters() if "embedder" in n).data += 1
     FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
-    assert len(computed) == 4
+    assert computed == [60, 2, 2, 64, 64]
+
+
+def test_a_part_of_kept_features_that_was_interrupted_counts_for_nothing(tmp_path):
+    kept, digests = KeptFeatures(tmp_path / "features"), [bytes([i]) * 32 for i in range(4)]
+    kept.write(np.ones((1, 4, 2), np.float32), digests)
+    for file in kept.folder.glob("*.digests"):
+        file.unlink()
+    assert kept.missing(digests) == [0, 1, 2, 3]
 
 
 def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(frozen):

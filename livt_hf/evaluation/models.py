@@ -152,7 +152,7 @@ def lent_by_run(asked: dict) -> dict:
     """What an evaluation takes from a run where it was not told: the model, its data, its plugin."""
     lent = {}
     if asked.get("model", "auto") == "auto":
-        run = newest_finished(FinetuneSettings)
+        run = newest_finished(FinetuneSettings, folds=None)  # a cross-validation has no model of its own
         if run is None:
             raise LiVTError(f"there is no finished fine-tuning under {runs_folder()}; name a checkpoint with --model.")
         lent["model"] = str(run.folder)

@@ -68,6 +68,13 @@ class Outputs:
         for rows in chosen.split(max(1, _BLOCK // self.logits.shape[1])):
             yield self.logits[rows].to(self.device), {"labels": self.labels[rows], "index": self.index[rows]}
 
+    def gathered(self, accelerator: Accelerator) -> "Outputs":
+        """Those of all processes, in the order of the images."""
+        if accelerator.num_processes == 1:
+            return self
+        parts = gather_object([(self.logits.clone(), self.labels, self.index)])
+        return Outputs(*(torch.cat(column) for column in zip(*parts, strict=True)), self.device)
+
 
 def run_model(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator) -> Outputs:
     labels, index = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]

@@ -4,15 +4,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from datasets import Dataset
 from torch import Tensor
 
+from livt_hf.data.labels import class_feature, image_paths, labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Answers
+from livt_hf.evaluation.running import Batches, Rule, scores_under
 
 ANSWERS = "predictions.parquet"  # in every report
+SEPARATOR = "|"  # between the labels of an image that has several
 _TOGETHER = 1000  # images written at once
 _WRITERS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
@@ -99,3 +104,31 @@ def _answer_columns(rule: str, answer: Answers, classes: list[str]) -> dict[str,
 def _numbers(values: Tensor) -> pa.Array:
     """What is not a number is empty."""
     return pa.array(values.numpy(), from_pandas=True)
+
+
+def write_predictions(
+    path: str | Path, batches: Batches, rules: dict[str, Rule], dataset: Dataset, split: str
+) -> None:
+    """What each rule says of each image of a split."""
+    facts = image_facts(dataset, split)
+    with PredictionTable(str(path), class_feature(dataset).names) as table:
+        for logits, batch in batches:
+            scores = {name: scores_under(rule, logits) for name, rule in rules.items()}
+            table.write(facts_of(facts, batch["index"]), scores)
+
+
+def image_facts(dataset: Dataset, split: str) -> dict[str, np.ndarray]:
+    """What a table says of the images besides their scores; several labels of an image stand in one cell."""
+    labels, names = labels_of(dataset), np.array(class_feature(dataset).names, dtype=object)
+    texts = names[labels.values]
+    if labels.offsets is not None:
+        texts = [SEPARATOR.join(part) for part in np.split(texts, labels.offsets[1:-1])]
+    facts = {"file": image_paths(dataset), "label": texts, "split": [split] * len(dataset)}
+    if "group" in dataset.column_names:
+        facts["group"] = labels_of(dataset, "group").values
+    return {name: np.array(values, dtype=object) for name, values in facts.items()}
+
+
+def facts_of(facts: dict[str, np.ndarray], index: Tensor) -> dict[str, list]:
+    """Those of some images."""
+    return {name: values[index].tolist() for name, values in facts.items()}

@@ -55,14 +55,19 @@ def make_accelerator(settings: TrainingSettings) -> Accelerator:
     return accelerator
 
 
-def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
+def claim_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
     """The folder this command works in, the same on every process: a new one, or the one to resume."""
     found = [resumed]
     if accelerator.is_main_process and resumed is None:
         found = [new_run(settings)]
         found[0].begin(settings)
     broadcast_object_list(found)
-    run = found[0]
+    return found[0]
+
+
+def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
+    """The folder of a training, with the trackers that write there."""
+    run = claim_folder(accelerator, settings, resumed)
     accelerator.project_configuration.logging_dir = str(run.folder)
     said = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
     place = run.folder.resolve()
@@ -324,11 +329,16 @@ class Loop:
 
 
 def finish_run(loop: Loop, model: PreTrainedModel, processor: BaseImageProcessor, results: Results) -> None:
-    """Write the final model and its processor, then the results that mark the run as finished."""
+    """Write the final model and its processor, then the results that mark the run as finished.
+
+    The process group stays: the next fold needs it.
+    """
     accelerator = loop.accelerator
     if accelerator.is_main_process:
         model.save_pretrained(loop.run.folder)
         processor.save_pretrained(loop.run.folder)
         loop.run.write_results(results)
     accelerator.wait_for_everyone()
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.trackers = []

@@ -1,0 +1,127 @@
+"""Cross-validation of fine-tuning: a run of its own for each fold, and what all folds say together.
+
+Every image is predicted once, by a model that saw neither it nor its group. A fold leaves its predictions beside its
+model, so the numbers of all images together need no second look at the images.
+"""
+
+import dataclasses
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict, concatenate_datasets
+from torch import nn
+
+from livt_hf.data import class_counts
+from livt_hf.data.labels import class_feature, group_codes, labels_of
+from livt_hf.evaluation.exam import Exam, Findings, examine
+from livt_hf.evaluation.rules import standard_rules
+from livt_hf.evaluation.running import Outputs, Rule, run_model
+from livt_hf.evaluation.tables import ANSWERS, write_predictions
+from livt_hf.reports.evaluation import write_report
+from livt_hf.results import OWN, PAPER, UNIFORM, provenance
+from livt_hf.runs import Run
+from livt_hf.settings import EvalSettings, FinetuneSettings
+from livt_hf.stages import counts_summary
+
+_SCORES = "scores ("  # how the columns begin that hold the scores of all classes under a rule
+
+
+def fold_settings(settings: FinetuneSettings, number: int) -> FinetuneSettings:
+    """Those of one fold, from those of the whole cross-validation."""
+    own = {"folds": None, "fold": f"{number}/{settings.folds}", "push_to_hub": False}
+    return dataclasses.replace(settings, **own, output_dir=None, resume=None)
+
+
+def write_fold(run: Run, model: nn.Module, batches, data: DatasetDict, accelerator: Accelerator) -> None:
+    """What a fold's model says of the images that it has not seen."""
+    outputs = run_model(model, batches, accelerator).gathered(accelerator)
+    if accelerator.is_main_process:
+        path = run.folder / ANSWERS
+        path.unlink(missing_ok=True)  # of a run that was killed before it had results
+        write_predictions(path, outputs.batches(), standard_rules(model), data["test"], "test")
+
+
+def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerator) -> tuple[Findings, Dataset]:
+    """The numbers of each fold and of all test images together, and these images. `parts` are the data of all folds.
+
+    Groups of classes are those of the mean number of training images.
+    """
+    tables = [pq.read_table(run.fold(number).folder / ANSWERS) for number in range(1, len(parts) + 1)]
+    if accelerator.is_main_process:
+        numbered = [
+            table.append_column("fold", pa.array([number] * len(table))) for number, table in enumerate(tables, 1)
+        ]
+        pq.write_table(pa.concat_tables(numbered), run.folder / ANSWERS)
+    tested = concatenate_datasets([part["test"] for part in parts])
+    counts = np.mean([class_counts(part["train"]) for part in parts], axis=0).round().astype(np.int64)
+    rules, scores = _pooled_scores(tables, len(counts))
+    mine = torch.arange(len(tested)).tensor_split(accelerator.num_processes)[accelerator.process_index]
+    outputs = Outputs(scores[mine], torch.from_numpy(labels_of(tested).values)[mine], mine, accelerator.device)
+    clusters = group_codes(tested) if "group" in tested.column_names else None
+    exam = Exam(None, outputs, counts, accelerator, clusters=clusters)
+    summary = {"model": str(run.folder), "split": f"{len(parts)} folds"} | provenance()
+    found = examine(exam, rules, class_feature(tested).names, summary)
+    fold = torch.repeat_interleave(torch.tensor([len(part["test"]) for part in parts]))[mine]
+    summary["folds"] = _spread([_of_fold(exam, rules, fold == number) for number in range(len(parts))])
+    return found, tested
+
+
+def _pooled_scores(tables: Sequence[pa.Table], classes: int) -> tuple[dict[str, Rule], torch.Tensor]:
+    """The scores under all rules side by side, (N, rules x C), and for each rule what picks its own."""
+    columns = [name for name in tables[0].column_names if name.startswith(_SCORES)]
+    scores = [
+        torch.from_numpy(np.concatenate([table[name].combine_chunks().flatten().to_numpy() for table in tables]))
+        for name in columns
+    ]
+
+    def pick(place: int) -> Rule:
+        return lambda rows: rows[:, place * classes : (place + 1) * classes]
+
+    rules = {name.removeprefix(_SCORES)[:-1]: pick(place) for place, name in enumerate(columns)}
+    return rules, torch.cat([part.reshape(-1, classes) for part in scores], dim=1)
+
+
+def _of_fold(exam: Exam, rules: dict[str, Rule], chosen: torch.Tensor) -> dict:
+    first = dict(list(rules.items())[:1])
+    measured, _ = exam.metrics(first, chosen.nonzero()[:, 0])
+    return next(iter(measured.values())).compute()
+
+
+def _spread(each: list[dict]) -> dict:
+    """Mean and standard deviation over folds; a number that some folds lack is that of the others."""
+    values = {name: [row[name] for row in each if row[name] is not None] for name in each[0]}
+    mean = {name: statistics.mean(some) if some else None for name, some in values.items()}
+    deviation = {name: statistics.stdev(some) if len(some) > 1 else None for name, some in values.items()}
+    return {"each": each, "mean": mean, "deviation": deviation}
+
+
+def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: Dataset) -> Path:
+    """The report of all folds, and last of all the results that mark the cross-validation as finished."""
+    summary, report = found.summary, run.folder / "report"
+    summary["dataset"] = settings.dataset
+    shutil.rmtree(report, ignore_errors=True)  # of a run that was killed before it had results
+    named = EvalSettings(model=str(run.folder), dataset=settings.dataset, split=summary["split"])
+    write_report(report, named, found, tested)
+    folds = [run.fold(number).results for number in range(1, settings.folds + 1)]
+    counts = np.array([row["count"] for row in found.per_class])
+    whole = dict(
+        metrics=summary["rules"][PAPER],
+        posterior=summary["rules"].get(UNIFORM),
+        own_prior=summary["rules"].get(OWN),
+        folds=summary["folds"],
+        split=summary["split"],
+        num_images=len(tested),
+        num_train_images=round(statistics.mean(fold.num_train_images for fold in folds)),
+        class_counts=counts_summary(counts),
+        updates=sum(fold.updates for fold in folds),
+        seconds=sum(fold.seconds for fold in folds),
+    )
+    run.write_results(dataclasses.replace(folds[0], **whole))
+    return report
