@@ -1,6 +1,6 @@
 """Constraints for pip: `oldest` holds every dependency at the release of its lower bound, `newest` holds none.
 
-    python .ci/versions.py oldest > versions.txt && pip install -e ".[test]" -c versions.txt
+python .ci/versions.py oldest > versions.txt && pip install -e ".[test]" -c versions.txt
 """
 
 import re
