@@ -17,6 +17,7 @@ STYLE = """
 .bar .track { background: rgba(128, 128, 128, .18); border-radius: 3px; }
 .bar .fill { height: .6rem; border-radius: 3px; min-width: 1px; }
 .bar .note { font-size: .75rem; opacity: .75; }
+@media (max-width: 600px) { .panel:last-child { order: -1; } }  /* a phone shows first what the slider moves */
 """
 PLAIN = "#777777"  # of a model that does not know how many training images a class had
 
