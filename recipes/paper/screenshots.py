@@ -62,22 +62,27 @@ def save_picture(driver: webdriver.Chrome, path: Path) -> None:
         picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
+def found(driver: webdriver.Chrome, selector: str) -> list:
+    return driver.find_elements(By.CSS_SELECTOR, selector)
+
+
+def pick_example(driver: webdriver.Chrome, number: int) -> None:
+    """Click an example of the demo and wait for its bars."""
+    wait_for(lambda: len(found(driver, "#examples button")) > number)
+    found(driver, "#examples button")[number].click()
+    wait_for(lambda: found(driver, "#bars .panel") and found(driver, "#preview img"))
+
+
 def demo_picture(run: str, driver: webdriver.Chrome, path: Path) -> None:
     """An example of a rare class, with the slider moved."""
-
-    def found(selector: str) -> list:
-        return driver.find_elements(By.CSS_SELECTOR, selector)
-
     with private_files():
         blocks = start([show(run)])
         try:
             driver.get(blocks.local_url)
-            wait_for(lambda: len(found("#examples button")) > EXAMPLE)
-            found("#examples button")[EXAMPLE].click()
-            wait_for(lambda: found("#bars .panel") and found("#preview img"))
-            before = found("#bars")[0].get_attribute("innerHTML")
-            found("#tilt input[type=range]")[0].send_keys(*[Keys.ARROW_RIGHT] * STEPS)
-            wait_for(lambda: found("#bars")[0].get_attribute("innerHTML") != before)
+            pick_example(driver, EXAMPLE)
+            before = found(driver, "#bars")[0].get_attribute("innerHTML")
+            found(driver, "#tilt input[type=range]")[0].send_keys(*[Keys.ARROW_RIGHT] * STEPS)
+            wait_for(lambda: found(driver, "#bars")[0].get_attribute("innerHTML") != before)
             time.sleep(2)  # the last of many moves
             save_picture(driver, path)
         finally:
@@ -89,11 +94,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("run", help="a finished fine-tuning with a report")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
+    report = Path(arguments.run, "report", "report.html")
+    if not report.is_file():
+        raise LiVTError(f"{report} does not exist; write it with: livt eval --model {arguments.run}")
     with tempfile.TemporaryDirectory() as temporary:
         driver = open_browser(Path(temporary), 1200, 900)
         try:
             demo_picture(arguments.run, driver, arguments.folder / "demo.png")
-            driver.get((Path(arguments.run) / "report" / "report.html").resolve().as_uri())
+            driver.get(report.resolve().as_uri())
             save_picture(driver, arguments.folder / "report.png")
         finally:
             driver.quit()
