@@ -8,7 +8,7 @@ from livt_hf.reports.style import GROUP_COLOURS
 
 STYLE = """
 .panels { display: flex; flex-wrap: wrap; gap: 1rem; }
-.panel { flex: 1 1 15rem; min-width: 0; }
+.panel { flex: 1 1 12rem; min-width: 0; }
 .panel h4 { margin: 0; font-size: 1rem; }
 .panel p { margin: 0 0 .4rem; font-size: .8rem; opacity: .75; min-height: 2.4em; }
 .bar { margin: .35rem 0; }

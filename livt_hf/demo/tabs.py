@@ -30,7 +30,7 @@ STYLE = """
 .legend span:last-child { text-align: right; }
 .grid-wrap.fixed-height { min-height: 0; }
 .grid-wrap .grid-container {
-    grid-template-columns: repeat(auto-fill, minmax(5rem, 1fr)); grid-template-rows: none; grid-auto-rows: auto;
+    grid-template-columns: repeat(auto-fill, minmax(4rem, 1fr)); grid-template-rows: none; grid-auto-rows: auto;
 }
 .grid-wrap .caption-label { left: 0; right: 0; bottom: 0; max-width: 100%; }
 """

@@ -6,6 +6,7 @@ Needs Chromium with its driver, and selenium (`pip install 'livt-hf[dev]'`).
 """
 
 import argparse
+import io
 import shutil
 import tempfile
 import time
@@ -55,11 +56,11 @@ def wait_for(what: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
-def save_picture(driver: webdriver.Chrome, path: Path) -> None:
-    """As a PNG of 256 colours, which is a third of the size."""
-    driver.save_screenshot(str(path))
-    with Image.open(path) as picture:
-        picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+def save_picture(driver: webdriver.Chrome, path: Path, height: int) -> None:
+    """The top of the page, as a PNG of 256 colours, which is a third of the size."""
+    with Image.open(io.BytesIO(driver.get_screenshot_as_png())) as picture:
+        top = picture.convert("RGB").crop((0, 0, picture.width, height))
+    top.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def found(driver: webdriver.Chrome, selector: str) -> list:
@@ -84,7 +85,8 @@ def demo_picture(run: str, driver: webdriver.Chrome, path: Path) -> None:
             found(driver, "#tilt input[type=range]")[0].send_keys(*[Keys.ARROW_RIGHT] * STEPS)
             wait_for(lambda: found(driver, "#bars")[0].get_attribute("innerHTML") != before)
             time.sleep(2)  # the last of many moves
-            save_picture(driver, path)
+            driver.execute_script("window.scrollTo(0, 0)")
+            save_picture(driver, path, 830)
         finally:
             blocks.close()
 
@@ -98,11 +100,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not report.is_file():
         raise LiVTError(f"{report} does not exist; write it with: livt eval --model {arguments.run}")
     with tempfile.TemporaryDirectory() as temporary:
-        driver = open_browser(Path(temporary), 1200, 900)
+        driver = open_browser(Path(temporary), 1280, 860)
         try:
             demo_picture(arguments.run, driver, arguments.folder / "demo.png")
             driver.get(report.resolve().as_uri())
-            save_picture(driver, arguments.folder / "report.png")
+            save_picture(driver, arguments.folder / "report.png", 670)
         finally:
             driver.quit()
 
