@@ -13,7 +13,8 @@ STYLE = """
 .panel p { margin: 0 0 .4rem; font-size: .8rem; opacity: .75; min-height: 2.4em; }
 .bar { margin: .35rem 0; }
 .bar .words { display: flex; justify-content: space-between; gap: .5rem; font-size: .9rem; }
-.bar .name { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.bar .words span { white-space: nowrap; }
+.bar .name { overflow: hidden; text-overflow: ellipsis; }
 .bar .track { background: rgba(128, 128, 128, .18); border-radius: 3px; }
 .bar .fill { height: .6rem; border-radius: 3px; min-width: 1px; }
 .bar .note { font-size: .75rem; opacity: .75; }

@@ -32,7 +32,8 @@ STYLE = """
 .grid-wrap .grid-container {
     grid-template-columns: repeat(auto-fill, minmax(4rem, 1fr)); grid-template-rows: none; grid-auto-rows: auto;
 }
-.grid-wrap .caption-label { left: 0; right: 0; bottom: 0; max-width: 100%; }
+#wrong .grid-container, #near .grid-container { grid-template-columns: repeat(auto-fill, minmax(7rem, 1fr)); }
+.grid-wrap .caption-label { left: 0; right: 0; bottom: 0; max-width: 100%; white-space: normal; }
 """
 
 

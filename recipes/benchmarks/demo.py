@@ -91,7 +91,7 @@ def in_browser(folder: Path, repeats: int) -> list[dict]:
             try:
                 driver.get(blocks.local_url)
                 pick_example(driver, 0)
-                driver.set_script_timeout(repeats)
+                driver.set_script_timeout(30 + repeats)
                 moves[name] = statistics.median(driver.execute_async_script(MOVES, repeats))
                 paints[name] = driver.execute_script(PAINT)
             finally:
