@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="fewer and smaller rounds: shows that it runs, not how fast"
     )
-    parser.add_argument("--output", default=None, help="JSON file for the rows")
+    parser.add_argument("--output", type=Path, help="JSON file for the rows; those of other questions stay in it")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(available_cores())
     rows = []
@@ -54,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += getattr(importlib.import_module(f"livt_hf.recipes.benchmarks.{module}"), function)(arguments.quick)
     print(markdown_table([_readable(row) for row in rows]))
     if arguments.output is not None:
-        Path(arguments.output).write_text(json.dumps(rows, indent=2) + "\n")
+        record(arguments.output, rows)
+
+
+def record(path: Path, rows: list[dict]) -> None:
+    """Rows of a question that was asked again replace the old ones."""
+    asked, old = {row["question"] for row in rows}, json.loads(path.read_text()) if path.exists() else []
+    path.write_text(json.dumps([row for row in old if row["question"] not in asked] + rows, indent=2) + "\n")
 
 
 def _readable(row: dict) -> dict:

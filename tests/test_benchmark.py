@@ -81,3 +81,10 @@ def test_each_question_is_answered(benchmark, question):
     if question == "metrics":
         pytest.importorskip("sklearn")
     assert_readable(*benchmark(question))
+
+
+def test_recorded_rows_replace_those_of_their_question_and_leave_the_others(tmp_path):
+    file = tmp_path / "rows.json"
+    recipe.record(file, [{"question": "a", "ours": 1}, {"question": "b", "ours": 2}])
+    recipe.record(file, [{"question": "a", "ours": 3}])
+    assert json.loads(file.read_text()) == [{"question": "b", "ours": 2}, {"question": "a", "ours": 3}]

@@ -35,6 +35,7 @@ from livt_hf.evaluation.exam import Answers
 from livt_hf.evaluation.tables import ANSWERS, write_answers
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.priors import class_prior
+from livt_hf.recipes.demo import main as demo_command
 from livt_hf.recipes.publish import main as publish_command
 
 ROOT = Path(__file__).parents[1]
@@ -378,7 +379,23 @@ def test_a_busy_port_is_refused_with_a_sentence(app):
             app.check_port(port)
 
 
-def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_stay(app, tmp_path, tiny):
+@pytest.fixture
+def asked(monkeypatch) -> set[str]:
+    """The hosts that this process asks for anything."""
+    hosts, find = set(), socket.getaddrinfo
+
+    def recorded(host, *rest, **more):
+        hosts.add(host)
+        return find(host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", recorded)
+    return hosts
+
+
+def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_stay(
+    app, asked, tmp_path, monkeypatch, tiny
+):
+    monkeypatch.chdir(tmp_path)  # the folder that somebody works in is not served either
     save_model(tmp_path / "model", tiny)
     (tmp_path / "given").mkdir()
     example = save_image(tmp_path / "given" / "image.png")
@@ -395,7 +412,7 @@ def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_s
                 except urllib.error.HTTPError as error:
                     return error.code
 
-            assert status(tmp_path / "secret.txt") == 403
+            assert status(tmp_path / "secret.txt") == status("secret.txt") == 403
             assert status("/etc/passwd") == 403
             assert status(tmp_path / "model" / "config.json") == 403
             assert status(f"{tmp_path}/given/../secret.txt") == 403
@@ -405,6 +422,7 @@ def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_s
             page = answer.read().decode()
             assert "fonts.googleapis.com" not in page and "cdnjs" not in page
             assert blocks.share_url is None and not blocks.analytics_enabled
+            assert url.startswith("http://127.0.0.1:") and asked <= {"127.0.0.1", "localhost"}
             body = {"data": [{"path": str(tmp_path / "secret.txt"), "meta": {"_type": "gradio.FileData"}}, None]}
             answer = call(url, body)
             assert "secret" not in json.dumps(answer.get("data")) and "not uploaded by a user" in json.dumps(answer)
@@ -421,6 +439,22 @@ def call(url, body):
         return json.load(urllib.request.urlopen(request))
     except urllib.error.HTTPError as error:
         return json.load(error)
+
+
+def test_a_public_link_is_made_only_where_it_is_asked_for(app, tmp_path, tiny, monkeypatch):
+    save_model(tmp_path, tiny)
+    started = []
+    monkeypatch.setattr(app, "start", lambda _models, _port, share, browser: started.append((share, browser)))
+    monkeypatch.setattr(app, "serve", lambda _: None)
+    demo_command([str(tmp_path)])
+    demo_command([str(tmp_path), "--share", "--browser", "no"])
+    assert started == [(False, True), (True, False)]
+
+
+def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):
+    save_model(tmp_path / "model", tiny)
+    with pytest.raises(LiVTError, match="there is no image in .*leave --images out"):
+        app.show(str(tmp_path / "model"), images=str(tmp_path / "model"))
 
 
 def test_a_model_that_is_no_run_is_shown_with_what_is_missing(app, tmp_path, tiny):

@@ -14,30 +14,42 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor
+from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.recipes import cli
+from livt_hf.recipes import cli, convert
 from livt_hf.recipes.paper import tables
 from livt_hf.settings import CommandSettings, command_line
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
+<<<<<<< HEAD
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/configs/README.md", "recipes/results/README.md"]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
 INLINE = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", PROSE)]
+=======
+README, HOW_TO = (ROOT / "README.md").read_text(), (RECIPES / "README.md").read_text()
+>>>>>>> demo
 # What commands in the text stand for something with.
 STAND_INS = {"IMAGE...": "picture.png", "QUESTION": "data", "RANK": "0"}
 # Words of Accelerate and of the benchmark that the text mentions alone.
 OTHERS = {"--multi_gpu", "--num_processes", "--quick", "--utilisation"}
 
 
-def shell_commands() -> list[str]:
+def inline_code(page: str) -> list[str]:
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def shell_commands(page: str) -> list[str]:
     """Every command of the shell blocks and of the inline code, one per string."""
-    lines = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    lines = [line for text in blocks for line in text.splitlines()]
     commands = [part.strip() for line in lines for part in re.sub(r"(^|\s)#.*", "", line).split("&&") if part.strip()]
     commands = [command.replace(".venv/bin/", "") for command in commands]
-    inline = [code for code in INLINE if re.match(r"(livt|python|accelerate launch) \S", code) and " | " not in code]
+    code = inline_code(page)
+    inline = [code for code in code if re.match(r"(livt|python|accelerate launch) \S", code) and " | " not in code]
     return [command for command in dict.fromkeys(commands + inline) if command not in ("livt eval", "livt sweep")]
 
 
@@ -55,8 +67,8 @@ def check_livt(words: list[str]) -> None:
     command_line(settings_of(words[place]), words[place + 1 :])
 
 
-@pytest.mark.parametrize("command", shell_commands())
-def test_a_command_of_the_readme_exists_and_takes_these_options(command):
+@pytest.mark.parametrize("command", dict.fromkeys(shell_commands(README) + shell_commands(HOW_TO)))
+def test_a_command_of_the_documents_exists_and_takes_these_options(command):
     words = [STAND_INS.get(word, word) for word in shlex.split(command)]
     if words[:3] == ["python3", "-m", "venv"] or words[:2] == ["pip", "install"] or "pytest" in words:
         return
@@ -71,18 +83,20 @@ def test_a_command_of_the_readme_exists_and_takes_these_options(command):
 
 
 def test_the_readme_has_every_command():
-    found = {word for command in shell_commands() for word in shlex.split(command)}
+    found = {word for command in shell_commands(README) for word in shlex.split(command)}
     assert found >= set(cli.COMMANDS) - {"convert"}
 
 
-def test_every_option_the_readme_mentions_exists():
+def test_every_option_the_documents_mention_exists():
     known = {f"--{name}" for command in cli.COMMANDS for name in settings_of(command).names()} | {"--config", "--help"}
-    mentioned = {word for code in INLINE for word in code.split() if word.startswith("--")}
+    mentioned = {
+        word for code in inline_code(README) + inline_code(HOW_TO) for word in code.split() if word.startswith("--")
+    }
     assert mentioned - known - OTHERS == set()
 
 
-def python_block(heading: str) -> str:
-    section = README[README.index(f"## {heading}") :]
+def python_block(heading: str, page: str = README) -> str:
+    section = page[page.index(f"## {heading}") :]
     return re.search(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[1]
 
 
@@ -135,6 +149,31 @@ def test_a_loss_is_added_as_the_readme_says(losses_restored, tiny):
         model.probabilities(pixels)
 
 
+def test_a_loss_is_added_as_the_how_to_says(losses_restored, tiny):
+    exec(python_block("Add a loss", HOW_TO), {})
+    model = LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[50, 20, 5], loss="poly1_ce"))
+    loss = model(torch.randn(4, 3, 16, 16), labels=torch.tensor([0, 0, 1, 2])).loss
+    torch.testing.assert_close(loss, torch.tensor(3.0).log() + 2 / 3, atol=1e-3, rtol=0)  # all classes at 1 / 3
+
+
+@pytest.mark.slow
+def test_a_graph_is_asked_as_the_how_to_says(tmp_path, monkeypatch, tiny, capsys):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    model = LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[50, 20, 5], id2label=dict(enumerate("abc"))))
+    torch.nn.init.normal_(model.classifier.weight)
+    model.save_pretrained("model")
+    eval_processor(16, [0.5] * 3, [0.25] * 3).save_pretrained("model")
+    Image.effect_mandelbrot((40, 30), (-2, -1.5, 1, 1.5), 50).convert("RGB").save("picture.png")
+    convert.main(["model", "OUT", "--to", "onnx", "--prior", "uniform"])
+    capsys.readouterr()
+    exec(python_block("Export a model to ONNX", HOW_TO), {})
+    predictor = Predictor("model", prior="uniform")
+    [(_, scores)] = predictor.predict([Path("picture.png")])
+    assert capsys.readouterr().out.strip() == "abc"[scores.argmax()]
+
+
 def test_the_tree_names_only_what_exists():
     page = (ROOT / "CONTRIBUTING.md").read_text()
     section = page[page.index("## The tree") :]
@@ -156,7 +195,13 @@ def test_the_tree_names_only_what_exists():
     assert ROOT / "livt_hf" / "modeling_livit.py" in checked and RECIPES / "sweep.py" in checked and len(checked) > 30
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("page", PAGES)
+=======
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "recipes/configs/README.md"]
+)
+>>>>>>> demo
 def test_every_relative_link_resolves(page):
     text = (ROOT / page).read_text()
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith(("http", "#"))]

@@ -8,15 +8,17 @@ from livt_hf.reports.style import GROUP_COLOURS
 
 STYLE = """
 .panels { display: flex; flex-wrap: wrap; gap: 1rem; }
-.panel { flex: 1 1 15rem; min-width: 0; }
+.panel { flex: 1 1 12rem; min-width: 0; }
 .panel h4 { margin: 0; font-size: 1rem; }
 .panel p { margin: 0 0 .4rem; font-size: .8rem; opacity: .75; min-height: 2.4em; }
 .bar { margin: .35rem 0; }
 .bar .words { display: flex; justify-content: space-between; gap: .5rem; font-size: .9rem; }
-.bar .name { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.bar .words span { white-space: nowrap; }
+.bar .name { overflow: hidden; text-overflow: ellipsis; }
 .bar .track { background: rgba(128, 128, 128, .18); border-radius: 3px; }
 .bar .fill { height: .6rem; border-radius: 3px; min-width: 1px; }
 .bar .note { font-size: .75rem; opacity: .75; }
+@media (max-width: 600px) { .panel:last-child { order: -1; } }  /* a phone shows first what the slider moves */
 """
 PLAIN = "#777777"  # of a model that does not know how many training images a class had
 

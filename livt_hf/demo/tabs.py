@@ -24,8 +24,16 @@ AT_ONCE = {"show_progress": "hidden", "queue": False}
 STYLE = """
 .image-frame img { width: 100%; height: 100%; object-fit: contain; }
 #tilt .tab-like-container, #tilt .min_value, #tilt .max_value { display: none; }
-.legend { display: flex; justify-content: space-between; gap: .5rem; font-size: .85rem; padding: 0 .5rem; }
+.legend { display: flex; gap: .5rem; font-size: .85rem; padding: 0 .5rem; margin-top: -.75rem; }
+.legend span { flex: 1; text-align: center; }
+.legend span:first-child { text-align: left; }
 .legend span:last-child { text-align: right; }
+.grid-wrap.fixed-height { min-height: 0; }
+.grid-wrap .grid-container {
+    grid-template-columns: repeat(auto-fill, minmax(4rem, 1fr)); grid-template-rows: none; grid-auto-rows: auto;
+}
+#wrong .grid-container, #near .grid-container { grid-template-columns: repeat(auto-fill, minmax(7rem, 1fr)); }
+.grid-wrap .caption-label { left: 0; right: 0; bottom: 0; max-width: 100%; white-space: normal; }
 """
 
 
@@ -78,7 +86,7 @@ class ImageChoice:
         self.preview = gr.Image(interactive=False, show_label=False, height=240, buttons=[], elem_id="preview")
         self.files = list(map(str, shown.examples))
         self.examples = gr.Gallery(
-            self.files, show_label=False, columns=6, height="auto", allow_preview=False, interactive=False,
+            self.files, show_label=False, height="auto", allow_preview=False, interactive=False,
             visible=bool(self.files), buttons=[], elem_id="examples",
         )  # fmt: skip
 
@@ -141,12 +149,11 @@ class TryTab:
                 column_count=5, max_height=460, elem_id="frequencies", buttons=[],
             )  # fmt: skip
             with gr.Row():
-                opened = gr.File(
-                    label="Open a JSON or YAML file", file_types=[".json", ".yaml", ".yml"], elem_id="open"
-                )
+                kinds = [".json", ".yaml", ".yml"]
+                opened = gr.File(label="Open a JSON or YAML file", file_types=kinds, height=160, elem_id="open")
                 with gr.Column():
                     save = gr.Button("Save as prior.json", elem_id="save")
-                    saved = gr.File(label="Your world as a file", interactive=False, elem_id="saved")
+                    saved = gr.File(label="Your world as a file", interactive=False, height=100, elem_id="saved")
         self.outputs = [self.frequencies, self.bars, self.table]
         state = [self.frequencies, self.search, self.logits]
         self.table.input(self.edit, [self.table, *state], self.outputs, show_progress="hidden")
@@ -233,10 +240,10 @@ class ErrorsTab:
         plain = {"show_label": False, "buttons": []}
         with gr.Row():
             with gr.Column(scale=3, min_width=320, visible=shown.data is not None):
-                gr.Markdown("Its wrong images, the surest first. Click one to see what it is like.")
-                wrong = gr.Gallery(columns=6, height=320, allow_preview=False, elem_id="wrong", **plain)
-                gr.Markdown("The nearest training images of its class and of the class it was taken for.")
-                near = gr.Gallery(columns=NEIGHBOURS, height=180, allow_preview=False, elem_id="near", **plain)
+                gr.Markdown("Its wrong images with what they were taken for, the surest first. Click one.")
+                wrong = gr.Gallery(height="auto", allow_preview=False, elem_id="wrong", **plain)
+                gr.Markdown("The training images most like it, of its class and of the one it was taken for (cosine).")
+                near = gr.Gallery(height="auto", allow_preview=False, elem_id="near", **plain)
             reliability = gr.Image(interactive=False, scale=2, min_width=320, elem_id="reliability", **plain)
         rule.change(self.rows, rule, table)
         table.select(self.choose, [rule, table], [chosen, words, wrong, reliability, near])
@@ -258,7 +265,7 @@ class ErrorsTab:
             return label, words + "\n\nImages cannot be shown: the data of this model is not here.", [], diagram, []
         rows = predictions.wrong(label)[:SHOWN]
         pictures = decoded(data, predictions.split, predictions.index[rows])
-        captions = [f"taken for {names[predictions.predicted[row]]}" for row in rows]
+        captions = [names[predictions.predicted[row]] for row in rows]
         gallery = list(zip((picture.permute(1, 2, 0).numpy() for picture in pictures), captions, strict=True))
         return label, words, gallery, diagram, self._near(rule, label, 0) if len(rows) else []
 
@@ -272,7 +279,7 @@ class ErrorsTab:
         image = decoded(data, predictions.split, [predictions.index[row]])[0]
         found = nearest(self.served, data, image, [label, int(predictions.predicted[row])], NEIGHBOURS)
         pictures = decoded(data, "train", [index for index, _, _ in found])
-        captions = [f"{names[label]}, cosine {cosine:.2f}" for _, label, cosine in found]
+        captions = [f"{cosine:.2f} {names[label]}" for _, label, cosine in found]
         return list(zip((picture.permute(1, 2, 0).numpy() for picture in pictures), captions, strict=True))
 
 
