@@ -22,15 +22,9 @@ from livt_hf.settings import CommandSettings, command_line
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
-<<<<<<< HEAD
-README = (ROOT / "README.md").read_text()
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/configs/README.md", "recipes/results/README.md"]
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-PROSE = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
-INLINE = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", PROSE)]
-=======
 README, HOW_TO = (ROOT / "README.md").read_text(), (RECIPES / "README.md").read_text()
->>>>>>> demo
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+PAGES += [f"recipes/{folder}README.md" for folder in ("", "configs/", "results/")]
 # What commands in the text stand for something with.
 STAND_INS = {"IMAGE...": "picture.png", "QUESTION": "data", "RANK": "0"}
 # Words of Accelerate and of the benchmark that the text mentions alone.
@@ -195,13 +189,7 @@ def test_the_tree_names_only_what_exists():
     assert ROOT / "livt_hf" / "modeling_livit.py" in checked and RECIPES / "sweep.py" in checked and len(checked) > 30
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("page", PAGES)
-=======
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "recipes/configs/README.md"]
-)
->>>>>>> demo
 def test_every_relative_link_resolves(page):
     text = (ROOT / page).read_text()
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith(("http", "#"))]
