@@ -5,6 +5,7 @@ model, so the numbers of all images together need no second look at the images.
 """
 
 import dataclasses
+import logging
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings, FinetuneSettings
 from livt_hf.stages import counts_summary
 
+logger = logging.getLogger(__name__)
+
 PREDICTIONS = "predictions.parquet"
 _SCORES = "scores ("  # how the columns begin that hold the scores of all classes under a rule
 
@@ -38,6 +41,17 @@ def fold_settings(settings: FinetuneSettings, number: int) -> FinetuneSettings:
     """Those of one fold, from those of the whole cross-validation."""
     own = {"folds": None, "fold": f"{number}/{settings.folds}", "push_to_hub": False}
     return dataclasses.replace(settings, **own, output_dir=None, resume=None)
+
+
+def say_what_was_seen(settings: FinetuneSettings) -> None:
+    """Warn of a pretraining on the images that are tested."""
+    start = Run(Path(settings.pretrained))
+    if start.finished and start.arguments["dataset"] == settings.dataset:
+        logger.warning(
+            "the pretraining has seen test images of all folds, though not their labels; to rule that out, pretrain "
+            "and fine-tune fold by fold with --fold 1/%d and so on",
+            settings.folds,
+        )
 
 
 def write_fold(run: Run, model: nn.Module, batches, data: DatasetDict, accelerator: Accelerator) -> None:

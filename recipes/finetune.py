@@ -29,7 +29,14 @@ from livt_hf.commands import (
     resume_message,
     run_command,
 )
-from livt_hf.crossvalidation import PREDICTIONS, examine_folds, fold_settings, write_fold, write_whole
+from livt_hf.crossvalidation import (
+    PREDICTIONS,
+    examine_folds,
+    fold_settings,
+    say_what_was_seen,
+    write_fold,
+    write_whole,
+)
 from livt_hf.data import class_counts, load_data
 from livt_hf.data.sources import load_images
 from livt_hf.errors import Interrupted
@@ -129,6 +136,8 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
     started, accelerator = time.monotonic(), make_accelerator(settings)
     with accelerator.main_process_first():
         images = load_images(fold_settings(settings, 1))
+    if accelerator.is_main_process:
+        say_what_was_seen(settings)
     folds = [fold_settings(settings, number) for number in range(1, settings.folds + 1)]
     for number, fold in enumerate(folds, 1):
         if run is not None and run.fold(number).finished:

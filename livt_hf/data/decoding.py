@@ -33,7 +33,8 @@ DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError),
     *(struct.error, Image.DecompressionBombError),
 )
-WAY_OUT = ". Repair or remove it, or leave such images out with --on_broken skip (in Python on_broken='skip')."
+SKIP = "or leave such images out with --on_broken skip (in Python on_broken='skip')."
+WAY_OUT = f". Repair or remove it, {SKIP}"
 NAMED = 10  # broken images that a warning names
 
 
@@ -165,6 +166,14 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
                     broken[index] = error.finding
                 progress.update()
     return broken
+
+
+def with_all_broken(dataset: Dataset, met: BrokenImageError) -> LiVTError:
+    """The refusal of a broken image that was met, with all others of its dataset: one would mend them one by one."""
+    findings = find_broken(dataset).values()
+    if len(findings) < 2:
+        return met
+    return LiVTError(f"{len(findings)} images cannot be read:{listed(findings)}\nRepair or remove them, {SKIP}")
 
 
 def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
