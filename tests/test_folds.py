@@ -230,6 +230,18 @@ def test_a_livit_from_a_pretraining_is_cross_validated_on_a_folder(tmp_path, cap
     assert "Report:" in printed and "| pooled | 18 |" in printed
 
 
+def test_identical_images_on_both_sides_are_named_before_training(tmp_path, caplog):
+    pictures = make_pictures(tmp_path / "pictures", train=(12, 12)) / "train"
+    for number in range(11):
+        (pictures / "class0" / f"{number}.png").write_bytes((pictures / "class1" / "0.png").read_bytes())
+    options = ["--dataset", str(pictures), "--pretrained", "none", *TINY, "--batch_size", "512"]
+    for more in ([], ["--folds", "2"]):
+        caplog.clear()
+        with pytest.raises(LiVTError, match="batch_size is 512"):
+            finetune.main([*options, *more])
+        assert "images are in two splits:" in caplog.text and "0.png of " in caplog.text
+
+
 def test_what_is_refused_leaves_no_folder_behind(labels, backbone, tmp_path):
     with pytest.raises(LiVTError, match="batch_size is 512"):
         cross_validated(labels, backbone, tmp_path / "run", "--batch_size", "512")

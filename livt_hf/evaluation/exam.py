@@ -88,12 +88,12 @@ class Exam:
 class Findings:
     """What an evaluation found: the contents of evaluation.json, and what its pictures are drawn from.
 
-    `per_class` and `pairs` are those of the first rule.
+    `per_class` and `pairs` are those of the first rule; images with several labels have no pairs.
     """
 
     summary: dict
     measured: dict[str, LongTailMetrics]
-    pairs: ConfusionPairs
+    pairs: ConfusionPairs | None
     per_class: list[dict]
 
 
