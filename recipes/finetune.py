@@ -42,7 +42,7 @@ from livt_hf.data import class_counts, load_data
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.decoding import copies_in_words
 from livt_hf.data.sources import load_images
-from livt_hf.errors import Interrupted
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.finetuning import BestWeights, Course, check_options, measure, plan_course, results_of, selection_metric
@@ -147,6 +147,8 @@ def fit(loop: Loop, course: Course, data: DatasetDict) -> None:
 
 def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
     """One model for each fold, in a folder of its own below the run's; then the numbers of all folds together."""
+    if settings.push_to_hub:
+        raise LiVTError("a cross-validation has no model of its own to publish; leave --push_to_hub out.")
     started, accelerator = time.monotonic(), make_accelerator(settings)
     with accelerator.main_process_first():
         images = load_images(fold_settings(settings, 1))
