@@ -5,6 +5,9 @@ model, so the numbers of all images together need no second look at the images.
 """
 
 import dataclasses
+import itertools
+import json
+import logging
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -19,18 +22,22 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 from torch import nn
 
 from livt_hf.data import class_counts
-from livt_hf.data.labels import class_feature, group_codes, labels_of
+from livt_hf.data.labels import class_feature, group_codes, is_multi_label, labels_of
 from livt_hf.evaluation.exam import Exam, Findings, examine
-from livt_hf.evaluation.rules import standard_rules
+from livt_hf.evaluation.rules import label_thresholds, standard_rules
 from livt_hf.evaluation.running import Outputs, Rule, run_model
 from livt_hf.evaluation.tables import ANSWERS, write_predictions
+from livt_hf.metrics import MultiLabelMetrics
 from livt_hf.reports.evaluation import write_report
 from livt_hf.results import OWN, PAPER, UNIFORM, provenance
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings, FinetuneSettings
 from livt_hf.stages import counts_summary
 
-_SCORES = "scores ("  # how the columns begin that hold the scores of all classes under a rule
+logger = logging.getLogger(__name__)
+
+# How the columns begin that hold the scores of all classes under a rule, and the labels that are given.
+_SCORES, _LABELS = "scores (", "labels ("
 
 
 def fold_settings(settings: FinetuneSettings, number: int) -> FinetuneSettings:
@@ -39,13 +46,25 @@ def fold_settings(settings: FinetuneSettings, number: int) -> FinetuneSettings:
     return dataclasses.replace(settings, **own, output_dir=None, resume=None)
 
 
+def say_what_was_seen(settings: FinetuneSettings) -> None:
+    """Warn of a pretraining on the images that are tested."""
+    start = Run(Path(settings.pretrained))
+    if start.finished and start.arguments["dataset"] == settings.dataset:
+        logger.warning(
+            "the pretraining has seen test images of all folds, though not their labels; to rule that out, pretrain "
+            "and fine-tune fold by fold with --fold 1/%d and so on",
+            settings.folds,
+        )
+
+
 def write_fold(run: Run, model: nn.Module, batches, data: DatasetDict, accelerator: Accelerator) -> None:
     """What a fold's model says of the images that it has not seen."""
     outputs = run_model(model, batches, accelerator).gathered(accelerator)
     if accelerator.is_main_process:
         path = run.folder / ANSWERS
         path.unlink(missing_ok=True)  # of a run that was killed before it had results
-        write_predictions(path, outputs.batches(), standard_rules(model), data["test"], "test")
+        rules, thresholds = standard_rules(model), label_thresholds(model)
+        write_predictions(path, outputs.batches(), rules, data["test"], "test", thresholds)
 
 
 def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerator) -> tuple[Findings, Dataset]:
@@ -62,22 +81,47 @@ def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerat
     tested = concatenate_datasets([part["test"] for part in parts])
     counts = np.mean([class_counts(part["train"]) for part in parts], axis=0).round().astype(np.int64)
     rules, scores = _pooled_scores(tables, len(counts))
+    summary = {"model": str(run.folder), "split": f"{len(parts)} folds"} | provenance()
+    fold = torch.repeat_interleave(torch.tensor([len(part["test"]) for part in parts]))
+    if is_multi_label(tested):
+        return _examine_several(tables, scores, tested, counts, summary), tested
     mine = torch.arange(len(tested)).tensor_split(accelerator.num_processes)[accelerator.process_index]
     outputs = Outputs(scores[mine], torch.from_numpy(labels_of(tested).values)[mine], mine, accelerator.device)
     clusters = group_codes(tested) if "group" in tested.column_names else None
     exam = Exam(None, outputs, counts, accelerator, clusters=clusters)
-    summary = {"model": str(run.folder), "split": f"{len(parts)} folds"} | provenance()
     found = examine(exam, rules, class_feature(tested).names, summary)
-    fold = torch.repeat_interleave(torch.tensor([len(part["test"]) for part in parts]))[mine]
-    summary["folds"] = _spread([_of_fold(exam, rules, fold == number) for number in range(len(parts))])
+    summary["folds"] = _spread([_of_fold(exam, rules, fold[mine] == number) for number in range(len(parts))])
     return found, tested
+
+
+def _examine_several(
+    tables: Sequence[pa.Table], scores: torch.Tensor, tested: Dataset, counts: np.ndarray, summary: dict
+) -> Findings:
+    """The same where images may have several labels, of which each fold's model gives some by its own thresholds."""
+    names = class_feature(tested).names
+    (column,) = [name for name in tables[0].column_names if name.startswith(_LABELS)]
+    texts = [labels for table in tables for labels in table[column].to_pylist()]
+    given = torch.tensor([[name in labels for name in names] for labels in texts])
+    targets = torch.from_numpy(labels_of(tested).targets(range(len(tested)), len(names)))
+
+    def measured(rows: slice) -> MultiLabelMetrics:
+        metrics = MultiLabelMetrics(counts)
+        metrics.update(scores[rows], targets[rows], given[rows])
+        return metrics
+
+    pooled, ends = measured(slice(None)), np.cumsum([0, *map(len, tables)])
+    each = [measured(slice(start, end)).compute() for start, end in itertools.pairwise(ends)]
+    summary |= {"rules": {column.removeprefix(_LABELS)[:-1]: pooled.compute()}, "folds": _spread(each)}
+    return Findings(summary, {}, None, pooled.per_class(names))
 
 
 def _pooled_scores(tables: Sequence[pa.Table], classes: int) -> tuple[dict[str, Rule], torch.Tensor]:
     """The scores under all rules side by side, (N, rules x C), and for each rule what picks its own."""
     columns = [name for name in tables[0].column_names if name.startswith(_SCORES)]
     scores = [
-        torch.from_numpy(np.concatenate([table[name].combine_chunks().flatten().to_numpy() for table in tables]))
+        torch.from_numpy(
+            np.concatenate([table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False) for table in tables])
+        )
         for name in columns
     ]
 
@@ -103,18 +147,24 @@ def _spread(each: list[dict]) -> dict:
 
 
 def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: Dataset) -> Path:
-    """The report of all folds, and last of all the results that mark the cross-validation as finished."""
+    """The report of all folds, and last of all the results that mark the run as finished. Returns the report."""
     summary, report = found.summary, run.folder / "report"
     summary["dataset"] = settings.dataset
     shutil.rmtree(report, ignore_errors=True)  # of a run that was killed before it had results
     named = EvalSettings(model=str(run.folder), dataset=settings.dataset, split=summary["split"])
-    write_report(report, named, found, tested)
+    if found.measured:
+        write_report(report, named, found, tested)
+    else:  # there is no page for several labels per image
+        report.mkdir()
+        numbers = summary | {"classes": found.per_class}
+        (report / "evaluation.json").write_text(json.dumps(numbers, indent=2) + "\n")
     folds = [run.fold(number).results for number in range(1, settings.folds + 1)]
     counts = np.array([row["count"] for row in found.per_class])
+    rules = summary["rules"]
     whole = dict(
-        metrics=summary["rules"][PAPER],
-        posterior=summary["rules"].get(UNIFORM),
-        own_prior=summary["rules"].get(OWN),
+        metrics=rules.get(PAPER, next(iter(rules.values()))),
+        posterior=rules.get(UNIFORM),
+        own_prior=rules.get(OWN),
         folds=summary["folds"],
         split=summary["split"],
         num_images=len(tested),
@@ -124,4 +174,4 @@ def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: D
         seconds=sum(fold.seconds for fold in folds),
     )
     run.write_results(dataclasses.replace(folds[0], **whole))
-    return report
+    return max(report.glob("report.html"), default=report / "evaluation.json")

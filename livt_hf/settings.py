@@ -367,6 +367,13 @@ class FinetuneSettings(TrainingSettings):
     )
     eval_epochs: int = option(5, "epochs between evaluations", at_least=1)
     select: Literal["last", "best"] = option("last", "weights to keep: the last, or the best on the validation split")
+    select_metric: str | None = option(
+        None,
+        "number that the best weights are best by; default: mean_class_accuracy, or map where images have several "
+        "labels",
+        choices=("mean_class_accuracy", "accuracy", "macro_f1", "many", "medium", "few", "worst_class_accuracy")
+        + ("map", "auroc"),
+    )
 
     @classmethod
     def _own_config(cls, values: dict) -> str:

@@ -16,6 +16,7 @@
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +44,16 @@ from livt_hf.evaluation.models import (
     why_uncalibrated,
 )
 from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
-from livt_hf.evaluation.rules import ESTIMATED, posterior_rule, prior_words, serving_prior, standard_rules
-from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model
+from livt_hf.evaluation.rules import (
+    ESTIMATED,
+    given_labels,
+    label_thresholds,
+    posterior_rule,
+    prior_words,
+    serving_prior,
+    standard_rules,
+)
+from livt_hf.evaluation.running import Outputs, Rule, evaluate_multi_label, run_model
 from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
 from livt_hf.evaluation.tables import check_table, write_predictions
 from livt_hf.metrics import long_tail_metrics, shot_groups
@@ -85,20 +94,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         return eval_loader(data[split], processor, batches)
 
     summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split} | provenance()
-    counts = class_counts(data["train"])
+    counts, dataset = class_counts(data["train"]), data[settings.split]
     thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
     if settings.probe:
         summary |= measure_features(model, loader, accelerator, counts, settings)
         write_numbers(folder, summary, accelerator)
         return
     if is_multi_label(model):
-        measured = evaluate_multi_label(model, loader(settings.split), accelerator, counts, **thresholds)
+        outputs, given = run_model(model, loader(settings.split), accelerator), partial(given_labels, model)
+        measured = evaluate_multi_label(outputs.batches(), accelerator, counts, given, **thresholds)
         summary["macro and group mAP"] = measured.compute()
+        summary["classes"] = measured.per_class(class_names(model))
         accelerator.print(json.dumps(summary["macro and group mAP"], indent=2))
         write_numbers(folder, summary, accelerator)
+        if settings.predictions is not None:
+            write_table(settings, model, outputs, standard_rules(model), dataset)
         return
 
-    dataset = data[settings.split]
     shifted = planned_shifts(settings, dataset, counts)
     clusters = group_codes(dataset) if "group" in dataset.column_names else None
     outputs = run_model(model, loader(settings.split), accelerator)
@@ -112,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_report(folder, settings, found, dataset)
         print(f"Report: {folder / 'report.html'}")
         if settings.predictions is not None:
-            write_predictions(settings.predictions, outputs.batches(), rules, dataset, settings.split)
-            print(f"Predictions: {settings.predictions}")
+            write_table(settings, model, outputs, rules, dataset)
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
 
@@ -134,8 +145,8 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
             f"(livt calibrate {shlex.quote(settings.model)}), or leave --adapt_prior out."
         )
     if settings.predictions is not None:
-        if num_processes > 1 or is_multi_label(model):
-            raise LiVTError("--predictions are written by one process, for images with one label; leave them out.")
+        if num_processes > 1:
+            raise LiVTError("--predictions are written by one process; leave them out, or evaluate on one.")
         check_table(settings.predictions)
     shot_groups([1], settings.many_above, settings.few_below)
 
@@ -221,6 +232,14 @@ def print_findings(found: Findings, exam: Exam) -> None:
         print(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
     if "shifted" in summary:
         print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
+
+
+def write_table(
+    settings: EvalSettings, model: PreTrainedModel, outputs: Outputs, rules: dict[str, Rule], dataset: Dataset
+) -> None:
+    thresholds = label_thresholds(model)
+    write_predictions(settings.predictions, outputs.batches(), rules, dataset, settings.split, thresholds)
+    print(f"Predictions: {settings.predictions}")
 
 
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:

@@ -10,14 +10,15 @@ The run folder ends up holding the checkpoint, its image processor, log.jsonl an
 options.
 """
 
+import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from tqdm.auto import tqdm
 
 from livt_hf import budget
@@ -30,13 +31,15 @@ from livt_hf.commands import (
     resume_message,
     run_command,
 )
-from livt_hf.crossvalidation import examine_folds, fold_settings, write_fold, write_whole
+from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_seen, write_fold, write_whole
 from livt_hf.data import class_counts, load_data
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.decoding import copies_in_words
 from livt_hf.data.sources import load_images
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.tables import ANSWERS
-from livt_hf.finetuning import BestWeights, Course, check_options, measure, plan_course, results_of
+from livt_hf.finetuning import BestWeights, Course, check_options, measure, plan_course, results_of, selection_metric
 from livt_hf.reports import markdown_table
 from livt_hf.reports.evaluation import fold_rows
 from livt_hf.results import Results
@@ -45,6 +48,7 @@ from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
 from livt_hf.training.trial import choose_epochs
 
+logger = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -61,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = make_accelerator(settings)
     with accelerator.main_process_first():
         data = load_data(settings)
+    say_copies(settings, data, accelerator)
 
     def opened(course: Course) -> Run:
         if resumed is None:
@@ -79,6 +84,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if accelerator.is_main_process:
         publish_if_asked(settings, run)
+
+
+def say_copies(settings: FinetuneSettings, splits: Mapping[str, Dataset], accelerator: Accelerator) -> None:
+    """Warn of identical images on both sides of a split; those of benchmarks are what they are."""
+    words = None
+    if accelerator.is_main_process and settings.dataset not in BENCHMARKS:
+        words = copies_in_words(splits)
+    if words is not None:
+        logger.warning(words)
 
 
 def finetune(
@@ -120,7 +134,7 @@ def fit(loop: Loop, course: Course, data: DatasetDict) -> None:
             return None
         metrics = measure(loop.final_model, course.batches_of(watched), accelerator, counts)["metrics"]
         if best is not None:
-            best.consider(epoch + 1, metrics.get("accuracy", metrics.get("map")))
+            best.consider(epoch + 1, metrics[selection_metric(settings, loop.final_model.head.multi_label)])
         if accelerator.is_main_process:
             tqdm.write(f"epoch {epoch + 1}  {accuracy_line(metrics)}", file=sys.stderr)  # above the progress bar
         return metrics
@@ -136,9 +150,14 @@ def fit(loop: Loop, course: Course, data: DatasetDict) -> None:
 
 def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
     """One model for each fold, in a folder of its own below the run's; then the numbers of all folds together."""
+    if settings.push_to_hub:
+        raise LiVTError("a cross-validation has no model of its own to publish; leave --push_to_hub out.")
     started, accelerator = time.monotonic(), make_accelerator(settings)
     with accelerator.main_process_first():
         images = load_images(fold_settings(settings, 1))
+    say_copies(settings, images.by_fold(), accelerator)
+    if accelerator.is_main_process:
+        say_what_was_seen(settings)
     folds = [fold_settings(settings, number) for number in range(1, settings.folds + 1)]
     for number, fold in enumerate(folds, 1):
         if run is not None and run.fold(number).finished:
@@ -161,8 +180,8 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         report = write_whole(run, settings, found, tested)
         print(
             f"\nCross-validated {settings.model_size} with {settings.loss} on {settings.dataset}, in percent, by the "
-            f"rule “{next(iter(found.measured))}”:\n{markdown_table(fold_rows(found.summary))}"
-            f"Report: {report / 'report.html'}\nPredictions: {run.folder / ANSWERS}"
+            f"rule “{next(iter(found.summary['rules']))}”:\n{markdown_table(fold_rows(found.summary))}"
+            f"Report: {report}\nPredictions: {run.folder / ANSWERS}"
         )
     accelerator.end_training()
 

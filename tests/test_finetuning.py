@@ -5,14 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List
 from hub_server import hub_server
 from PIL import Image as Pictures
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.backbones import build_classifier, serving_processor
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
-from livt_hf.finetuning import BestWeights, measure, plan_course
+from livt_hf.errors import LiVTError
+from livt_hf.finetuning import BestWeights, check_options, measure, plan_course, selection_metric
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Moment, Progress
@@ -155,3 +156,43 @@ def test_mixup_ends_before_training_does_where_it_is_told_to(train, tmp_path):
         (batch,) = course.loader.epoch(epoch)
         course.loss_of(model, batch, Moment(epoch, update=epoch))
     assert seen == [True, True, False]  # mixed labels are soft
+
+
+def split_of(counts: list[int], several: bool = False) -> Dataset:
+    labels = [label for label, count in enumerate(counts) for _ in range(count)]
+    kind = ClassLabel(names=["a", "b", "c"])
+    column = [[label] for label in labels] if several else labels
+    return Dataset.from_dict({"label": column}, features=Features(label=List(kind) if several else kind))
+
+
+def test_the_best_epoch_is_chosen_by_the_mean_over_classes_unless_another_number_is_asked_for():
+    assert selection_metric(options(), several=False) == "mean_class_accuracy"
+    assert selection_metric(options(), several=True) == "map"
+    assert selection_metric(options("--select_metric", "few"), several=False) == "few"
+    with pytest.raises(LiVTError, match="select_metric is 'f1'; choose one of mean_class_accuracy, accuracy, macro"):
+        options("--select_metric", "f1")
+
+
+@pytest.mark.parametrize(
+    ("metric", "several", "complaint"),
+    [
+        ("map", False, "select_metric map is not defined for one label; choose one of accuracy, few"),
+        ("accuracy", True, "select_metric accuracy is not defined for several labels"),
+        ("many", False, "validation split has no image of a many-shot class"),
+        ("few", False, None),
+        ("macro_f1", True, None),
+    ],
+)
+def test_a_number_that_cannot_select_is_refused(metric, several, complaint):
+    data = DatasetDict(train=split_of([50, 30, 5], several), validation=split_of([5, 3, 1], several))
+    settings = options("--select", "best", "--select_metric", metric, "--batch_size", "8")
+    if complaint is None:
+        check_options(settings, data)
+        return
+    with pytest.raises(LiVTError, match=complaint):
+        check_options(settings, data)
+
+
+def test_a_selection_metric_without_selection_is_refused():
+    with pytest.raises(LiVTError, match="pass --select best with it"):
+        check_options(options("--select_metric", "few", "--batch_size", "8"), DatasetDict(train=split_of([50, 30, 5])))

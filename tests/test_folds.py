@@ -9,7 +9,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
-from recipe_runs import TINY, assert_same_weights, make_pictures
+from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
 from test_tuning import resnet
 
 from livt_hf import LiViTForPreTraining, pretraining_config
@@ -172,6 +172,8 @@ def test_every_image_is_predicted_once_by_the_model_that_did_not_see_its_group(r
     assert "mean ± deviation" in page and ">pooled<" in page
     with pytest.raises(LiVTError, match="no finished fine-tuning"):  # there is no model to evaluate
         evaluation.main([])
+    with pytest.raises(LiVTError, match="is a cross-validation; its models are in fold-1"):
+        evaluation.main(["--model", str(run.folder)])
 
 
 def test_pooled_numbers_are_those_of_the_pooled_scores(labels, backbone, tmp_path):
@@ -228,6 +230,32 @@ def test_a_livit_from_a_pretraining_is_cross_validated_on_a_folder(tmp_path, cap
     assert run.results.num_images == 18 and run.results.model_size == "micro"  # the class of one image is not tested
     printed = capsys.readouterr().out
     assert "Report:" in printed and "| pooled | 18 |" in printed
+
+
+@pytest.mark.slow
+def test_two_processes_cross_validate_to_the_same_numbers(labels, tmp_path):
+    options = ["--dataset", labels, *TINY, "--pretrained", "none", *SHORT.split(), "--mixup", 0, "--cutmix", 0]
+    options += ["--drop_path", 0, "--epochs", 1]
+    places = {processes: tmp_path / str(processes) for processes in (1, 2)}
+    one, two = (RecipeRun("finetune", place, *options, processes=n).finish() for n, place in places.items())
+    assert two.results.metrics == pytest.approx(one.results.metrics, abs=0.02)
+    assert two.results.metrics["num_images"] == 64
+    assert (
+        parquet.read_table(two.folder / "predictions.parquet")["file"]
+        == (parquet.read_table(one.folder / "predictions.parquet")["file"])
+    )
+
+
+def test_identical_images_on_both_sides_are_named_before_training(tmp_path, caplog):
+    pictures = make_pictures(tmp_path / "pictures", train=(12, 12)) / "train"
+    for number in range(11):
+        (pictures / "class0" / f"{number}.png").write_bytes((pictures / "class1" / "0.png").read_bytes())
+    options = ["--dataset", str(pictures), "--pretrained", "none", *TINY, "--batch_size", "512"]
+    for more in ([], ["--folds", "2"]):
+        caplog.clear()
+        with pytest.raises(LiVTError, match="batch_size is 512"):
+            finetune.main([*options, *more])
+        assert "images are in two splits:" in caplog.text and "0.png of " in caplog.text
 
 
 def test_what_is_refused_leaves_no_folder_behind(labels, backbone, tmp_path):

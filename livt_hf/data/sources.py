@@ -110,6 +110,11 @@ class Images:
     splits: dict
     fold: np.ndarray | None = None
 
+    def by_fold(self) -> dict[str, Dataset]:
+        """The images that each fold tests."""
+        rows = [np.flatnonzero(self.fold == number) for number in range(self.fold.max() + 1)]
+        return {f"fold {number}": self.splits["train"].select(own) for number, own in enumerate(rows, 1)}
+
     def divided(self, settings: DataSettings) -> DatasetDict:
         """The splits of a training, with images held out for validation where that is asked for or sensible."""
         splits, trained = dict(self.splits), len(self.splits["train"])

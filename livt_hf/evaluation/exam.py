@@ -110,14 +110,15 @@ class Findings:
     """What an evaluation found: the contents of evaluation.json, and what its pictures are drawn from.
 
     `per_class` and `pairs` are those of the first rule. `answers` are those to the images `index` of the dataset.
+    Images with several labels have neither pairs nor answers.
     """
 
     summary: dict
     measured: dict[str, LongTailMetrics]
-    pairs: ConfusionPairs
+    pairs: ConfusionPairs | None
     per_class: list[dict]
-    answers: dict[str, Answers]
-    index: Tensor
+    answers: dict[str, Answers] = field(default_factory=dict)
+    index: Tensor | None = None
 
 
 def examine(exam: Exam, rules: dict[str, Rule], names: Sequence[str], summary: dict) -> Findings:

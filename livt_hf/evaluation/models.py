@@ -56,6 +56,8 @@ def _refusing_what_is_not_there(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if Run(Path(path)).fold(1).folder.is_dir():
+            raise LiVTError(f"{path} is a cross-validation; its models are in fold-1, fold-2 and so on.") from error
         words = " ".join(str(error).split())
         raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
 

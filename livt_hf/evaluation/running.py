@@ -131,10 +131,13 @@ def _merged(mine):
 
 
 def evaluate_multi_label(
-    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, class_counts, **thresholds: int
+    batches: Batches, accelerator: Accelerator, class_counts, given: Callable[[Tensor], Tensor], **thresholds: int
 ) -> MultiLabelMetrics:
-    """Average precision by class; scores of all images are kept, as a ranking needs them."""
+    """Average precision by class, and F1 of the labels that are `given` to logits.
+
+    Scores of all images are kept, as a ranking needs them. `thresholds` are those of the shot groups.
+    """
     metrics = MultiLabelMetrics(class_counts, **thresholds)
-    for logits, batch in logits_of(model, loader, accelerator):
-        metrics.update(logits, batch["labels"])
+    for logits, batch in batches:
+        metrics.update(logits, batch["labels"], given(logits))
     return _merged(metrics) if accelerator.num_processes > 1 else metrics

@@ -104,7 +104,7 @@ class Progress:
     update: int = 0
     # Losses since the last line of the log, so that a resumed run writes the same line.
     pending: list[float] = field(default_factory=list)
-    # Of `select best`: the epoch and its accuracy on the validation split.
+    # Of `select best`: the epoch, and the number on the validation split that it is best by.
     best_epoch: int | None = None
     best_accuracy: float | None = None
     seconds: float = 0.0
