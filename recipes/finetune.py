@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)
     course = plan_course(settings, data, model, processor, accelerator)
+    prepared = budget.clock()
     if resumed is None:
         choose_epochs(settings, accelerator, began, course.module, course.loader, course.loss_of)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured = measure(loop.final_model, course.batches_of("test"), accelerator, counts)
     published = course.published(loop.final_model)
     results = results_of(settings, data, loop, published, measured)
-    results.image_size = input_facts(processor).size
+    results.image_size, results.preparation_seconds = input_facts(processor).size, prepared - began
     finish_run(loop, published, processor, results)
     start = "scratch" if settings.pretrained == "none" else settings.pretrained
     accelerator.print(
