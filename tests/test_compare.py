@@ -1,17 +1,22 @@
 """`livt compare`: four ways to train on the same images, at one budget."""
 
+import contextlib
+import importlib
 import json
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from accelerate.state import AcceleratorState
 from recipe_runs import make_pictures
 from test_sweep import Runs
 from test_tuning import dinov2
 
 from livt_hf.errors import LiVTError
 from livt_hf.recipes import compare as recipe
+from livt_hf.recipes import sweep
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 CONFIGS = Path(recipe.__file__).parent / "configs"
@@ -22,7 +27,7 @@ def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    make_pictures(tmp_path / "pictures")
+    make_pictures(tmp_path / "pictures", train=(160, 80, 40, 10))
     dinov2(tmp_path / "backbone")
     return tmp_path
 
@@ -66,9 +71,28 @@ def test_unknown_ways_and_a_missing_backbone_are_refused(place):
         recipe.main([str(place / "pictures")])
 
 
+def in_this_process(command: list[str], **_streams) -> SimpleNamespace:
+    """Stands in for subprocess.run: what would be launched runs here, where everything is imported already."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    place = command.index("--module") + 1
+    importlib.import_module(command[place]).main(command[place + 1 :])
+    return SimpleNamespace(returncode=0)
+
+
+class InTurn(contextlib.nullcontext):
+    """Stands in for a pool of threads: a training listens to signals, which only the main thread can."""
+
+    map = staticmethod(map)
+
+    def __init__(self, _jobs: int):
+        super().__init__(self)
+
+
 @pytest.mark.slow
-def test_a_real_comparison_measures_every_way(place):
+def test_a_real_comparison_measures_every_way(place, monkeypatch):
     pytest.importorskip("peft")
+    monkeypatch.setattr(subprocess, "run", in_this_process)
+    monkeypatch.setattr(sweep, "ThreadPoolExecutor", InTurn)
     words = [place / "pictures", "--pretrained", place / "backbone", "--minutes", 0.1]
     recipe.main([str(word) for word in words])
     folder = place / "runs" / "compare" / "pictures-backbone-0.1"
