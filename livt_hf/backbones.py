@@ -146,7 +146,8 @@ def _with_fresh_classifier(path: str, config: PreTrainedConfig) -> PreTrainedMod
             model, info = AutoModelForImageClassification.from_pretrained(path, **options)
     except ValueError as error:
         raise LiVTError(
-            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier: {error}"
+            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; name one "
+            "of an image model."
         ) from error
     classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
     fresh = {name for name, parameter in model.named_parameters() if id(parameter) in classifier}

@@ -61,6 +61,7 @@ class Results:
     weights: str = "model"
     seed: int | None = None
     seconds: float | None = None
+    preparation_seconds: float | None = None  # before the first update: data, model, features of a frozen backbone
     # Where things came from. `data/birds` could be a folder or a Hub id, and a card must not guess.
     dataset_local: bool = True
     pretrained_local: bool = True

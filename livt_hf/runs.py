@@ -178,6 +178,8 @@ def check_resumable(run: Run, settings: TrainingSettings) -> None:
 
 def check_same_settings(run: Run, settings: TrainingSettings) -> None:
     saved, free = run.settings_of(type(settings)), settings.names("free")
+    if settings.hours is not None:
+        free = [*free, "epochs"]  # which were chosen by the pace of the machine, once for all
     differing = [
         f"{name} was {saved[name]!r} and is now {value!r}"
         for name, value in dataclasses.asdict(settings).items()

@@ -396,6 +396,13 @@ class EvalSettings(DataSettings):
     prior: str | None = option(
         None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
     )
+    class_counts: str | None = option(
+        None,
+        "of a model that was trained elsewhere: its training folder, or a JSON or YAML file with the number of "
+        "training images per class; gives it probabilities under any prior",
+        place=True,
+    )
+    trained_with: Literal["ce", "bce"] = option("ce", "the loss of such a model")
     probe: bool = option(
         False,
         "measure the features by kNN and a linear probe, whatever classes the model has; a pretraining always is",

@@ -23,6 +23,7 @@ COMMANDS = {
     "publish-data": "put a long-tailed dataset on the Hub, with its card",
     "convert": "convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export",
     "data": "look at a dataset before training",
+    "compare": "which way for your images: from scratch, or a pretrained backbone's head, LoRA or all of it",
     "sweep": "the paper's ablations, one command each",
 }
 LAUNCHED = ("pretrain", "finetune", "eval")

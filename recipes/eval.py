@@ -6,6 +6,7 @@
     livt eval --model RUN --adapt_prior         # the same, estimated from the images alone
     livt eval --model RUN --test_imbalance      # test sets whose classes are frequent and rare, in both directions
     livt eval --model RUN --predictions p.csv   # what each rule says of each image
+    livt eval --model org/any-classifier --dataset FOLDER --class_counts counts.json    # one trained elsewhere
     livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
     livt eval --model org/any-backbone --dataset FOLDER --probe    # the same for any model, before anyone trains it
     livt eval --compare RUN_A RUN_B             # the newest reports of two runs side by side
@@ -41,6 +42,7 @@ from livt_hf.evaluation.models import (
     lent_by_run,
     load_checkpoint,
     load_processor,
+    told_its_counts,
     why_uncalibrated,
 )
 from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
@@ -82,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     pretraining = is_pretraining(settings.model)
     settings.probe = settings.probe or pretraining  # which has no classifier of its own
     model = load_backbone(settings.model) if settings.probe and not pretraining else load_checkpoint(settings.model)
+    if settings.class_counts is not None and not settings.probe:
+        model = told_its_counts(model, settings.class_counts, settings.trained_with)
     processor = load_processor(settings.model)
     check_options(model, settings, accelerator.num_processes)
     model.to(accelerator.device)

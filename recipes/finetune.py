@@ -99,11 +99,13 @@ def finetune(
     settings: FinetuneSettings, data: DatasetDict, accelerator: Accelerator, opened: Callable[[Course], Run]
 ) -> tuple[Run, Results]:
     """One model from its start to its results. `opened` gives the run's folder once all is ready to train."""
+    began = budget.clock()
     check_options(settings, data)
     torch.manual_seed(settings.seed)
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)
     course = plan_course(settings, data, model, processor, accelerator)
+    prepared = budget.clock()
     run = opened(course)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, course.module, course.loader, course.loss_of)
     loop.resume()
@@ -115,7 +117,7 @@ def finetune(
         write_fold(run, loop.final_model, course.batches_of("test"), data, accelerator)
     published = course.published(loop.final_model)
     results = results_of(settings, data, loop, published, measured)
-    results.image_size = input_facts(processor).size
+    results.image_size, results.preparation_seconds = input_facts(processor).size, prepared - began
     finish_run(loop, published, processor, results)
     return run, results
 

@@ -85,7 +85,7 @@ def test_another_family_is_published_served_without_this_package_and_fine_tuned_
     run, again, report = tmp_path / "run", tmp_path / "again", tmp_path / "report"
     image = next((pictures / "test" / "class2").iterdir())
     with hub_server() as server:
-        environment = server.environment(tmp_path / "home")
+        environment = server.environment(tmp_path / "home") | {"LIVT_RUNS": str(tmp_path / "runs")}
         done = launch(
             environment,
             ["finetune.py", "--dataset", pictures, "--pretrained", start, *common, *published, "--output_dir", run],

@@ -1,6 +1,7 @@
 """Any backbone: where it starts, what is trained of it, and that kept features are those of the whole model."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Pictures
 from recipe_runs import make_pictures
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageClassification,
+    BertConfig,
+    BertModel,
     ConvNextImageProcessor,
     Dinov2Config,
     Dinov2ForImageClassification,
@@ -295,6 +299,28 @@ def test_a_backbone_without_linear_layers_gets_no_lora(tmp_path):
     model = balance(AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "r")), class_counts=[3, 2, 1])
     with pytest.raises(LiVTError, match="ResNetForImageClassification has no linear layer besides its classifier"):
         add_lora(model, 2)
+
+
+def test_without_peft_lora_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    model = balance(AutoModelForImageClassification.from_pretrained(dinov2(tmp_path / "d")), class_counts=[3, 2, 1])
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(LiVTError, match=r"--tune lora needs peft; install it with: pip install 'livt-hf\[lora\]'"):
+        add_lora(model, 2)
+
+
+def test_a_checkpoint_that_is_no_image_model_is_refused(pictures, tmp_path):
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+    BertModel(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(LiVTError, match="'bert' checkpoint, for which transformers has no image classifier; name"):
+        trained(pictures, tmp_path / "bert", tmp_path / "run", "--tune", "head")
+
+
+def test_a_checkpoint_that_lacks_weights_of_its_backbone_is_no_start(pictures, tmp_path):
+    path = resnet(tmp_path / "resnet")
+    weights = load_file(path / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if "stages.1" not in name}, path / "model.safetensors")
+    with pytest.raises(LiVTError, match="lacks weights of the model it names, such as resnet.encoder.stages.1"):
+        trained(pictures, path, tmp_path / "run", "--tune", "head")
 
 
 def test_a_backbone_without_an_image_processor_is_refused(pictures, tmp_path):

@@ -15,10 +15,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from livt_hf.data import class_counts, load_long_tailed
 from livt_hf.data.labels import class_feature
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.priors import read_class_counts
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.runs import ARGUMENTS, Run, newest_finished, runs_folder
@@ -38,6 +40,17 @@ def load_checkpoint(path: str) -> PreTrainedModel:
             return LiViTForImageClassification.from_pretrained(path).eval()
         model = AutoModelForImageClassification.from_pretrained(path, use_safetensors=True).eval()
         return balance(model) if config.get("long_tail") else model
+
+
+def told_its_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrainedModel:
+    """A classifier trained elsewhere, balanced by its class counts: those of its training folder or of a file."""
+    if head_of(model) is not None:
+        raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
+    if not Path(place).is_dir():
+        return balance(model, class_counts=read_class_counts(place, class_names(model)), loss=loss)
+    train = load_long_tailed(place)["train"]
+    check_classes_match(model, train)
+    return balance(model, class_counts=class_counts(train).tolist(), loss=loss)
 
 
 def is_pretraining(path: str) -> bool:
