@@ -301,6 +301,11 @@ class FinetuneSettings(TrainingSettings):
     optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
     layer_decay: float = option(0.75, "learning rate factor from each layer to the one below")
     drop_path: float = option(0.1, "stochastic depth of the last layer")
+    keep_ratio: float = option(
+        1.0,
+        "share of an image's patches, drawn anew each epoch, that a LiViT trains on: 1 is the paper, less is faster",
+    )
+    keep_all_epochs: int = option(1, "number of last epochs with all patches", at_least=0)
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
     loss: str = option("bal_bce", "loss of the head", choices=loss_names)
     tau: float = option(1.0, "strength of the logit bias")

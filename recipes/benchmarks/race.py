@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -222,7 +222,7 @@ def run_stock(row: Row) -> dict:
     return train_classifier(row, model, adamw(model))
 
 
-def run_ours(row: Row) -> dict:
+def run_ours(row: Row, mgp: str = "--decode_ratio 0.5", bft: str = "") -> dict:
     """`livt pretrain` and `livt finetune` as they are, each told its hours; their evaluations are taken off."""
     from livt_hf.recipes import finetune, pretrain
 
@@ -245,11 +245,11 @@ def run_ours(row: Row) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         first, second = f"{folder}/mgp", f"{folder}/bft"
         hours = (PRETRAINING * row.seconds - core_seconds()) / 3600
-        pretrain.main([*common, "--hours", str(hours), "--decode_ratio", "0.5", "--output_dir", first])
+        pretrain.main([*common, "--hours", str(hours), *mgp.split(), "--output_dir", first])
         hours = (row.seconds - core_seconds() + sum(not_counted)) / 3600
         words = ["--pretrained", first, "--loss", "bal_ce", "--eval_epochs", "100000", "--output_dir", second]
         words += ["--mixup", "0.2"] if row.minutes >= MIXED else []
-        finetune.main([*common, "--hours", str(hours), *words])
+        finetune.main([*common, "--hours", str(hours), *words, *bft.split()])
         used, results = core_seconds() - sum(not_counted), Run(Path(second)).results
     parameters = {"parameters": results.parameters, "epochs": results.epochs}
     return told(used, results.epochs, nn.Module(), results.metrics) | parameters
@@ -257,6 +257,11 @@ def run_ours(row: Row) -> dict:
 
 PEERS: dict[str, tuple[str, Callable[[Row], dict]]] = {
     "ours": ("livt pretrain, livt finetune", run_ours),
+    "ours-keep": ("the same with half of the patches", partial(run_ours, bft="--keep_ratio 0.5")),
+    "ours-patch4": (
+        "the same with a quarter of patches of 4",
+        partial(run_ours, mgp="--decode_ratio 0.25 --patch_size 4", bft="--keep_ratio 0.25 --patch_size 4"),
+    ),
     "timm": ("timm's ViT, timm's augmentation", run_timm),
     "timm-pad-crop": ("timm's ViT, pad-crop and flip", run_timm_pad_crop),
     "stock": ("stock ViTMAE, then stock ViT", run_stock),
