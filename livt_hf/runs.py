@@ -152,6 +152,8 @@ def parse_training(
     settings = cls.merged(asked, configs, inherit(asked) if run is None else run.settings_of(cls))
     if run is not None:
         check_resumable(run, settings)
+        for name in _settled(settings):
+            setattr(settings, name, run.settings_of(cls)[name])
     if settings.push_to_hub and not settings.hub_model_id:
         raise LiVTError("--push_to_hub needs --hub_model_id organisation/name.")
     return settings, run
@@ -165,7 +167,7 @@ def check_resumable(run: Run, settings: TrainingSettings) -> None:
 
 
 def check_same_settings(run: Run, settings: TrainingSettings) -> None:
-    saved, free = run.settings_of(type(settings)), settings.names("free")
+    saved, free = run.settings_of(type(settings)), [*settings.names("free"), *_settled(settings)]
     differing = [
         f"{name} was {saved[name]!r} and is now {value!r}"
         for name, value in dataclasses.asdict(settings).items()
@@ -176,6 +178,11 @@ def check_same_settings(run: Run, settings: TrainingSettings) -> None:
             f"{run.folder} was started with other settings: {'; '.join(differing)}. "
             "Leave them as they were, or start a new run."
         )
+
+
+def _settled(settings: TrainingSettings) -> list[str]:
+    """What these settings leave open: it was chosen when the run began, and stays (see training/trial.py)."""
+    return ["epochs"] * (settings.hours is not None) + ["compile"] * (settings.compile == "auto")
 
 
 def newest_finished(cls: type[TrainingSettings], **settings) -> Run | None:

@@ -34,7 +34,7 @@ from livt_hf.finetuning import BestWeights, check_options, measure, plan_course,
 from livt_hf.runs import find_pretraining, parse_training
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run
-from livt_hf.training.trial import choose_epochs
+from livt_hf.training.trial import settle
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     processor = serving_processor(settings, data["train"], model)
     course = plan_course(settings, data, model, processor, accelerator)
     if resumed is None:
-        choose_epochs(settings, accelerator, began, course.module, course.loader, course.loss_of)
+        settle(settings, accelerator, began, course.module, course.loader, course.loss_of)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, course.module, course.loader, course.loss_of)
     loop.resume()

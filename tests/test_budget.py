@@ -5,6 +5,9 @@ import torch
 from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
 
 from livt_hf import budget
+from livt_hf.errors import LiVTError
+from livt_hf.runs import parse_training
+from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 
 def test_epochs_that_fit_are_whole_and_never_fewer_than_one():
@@ -13,14 +16,30 @@ def test_epochs_that_fit_are_whole_and_never_fewer_than_one():
     assert budget.epochs_within(10, 25) == budget.epochs_within(-5, 25) == 1
 
 
+def test_compiling_pays_on_a_gpu_and_after_half_an_hour_of_a_cpu():
+    assert budget.compiling_pays(1, "cuda") and budget.compiling_pays(1800, "cpu")
+    assert not budget.compiling_pays(1799, "cpu") and not budget.compiling_pays(9999, "mps")
+
+
+def test_compile_is_a_truth_or_auto():
+    words = {"": False, "--compile": True, "--compile false": False, "--compile auto": "auto"}
+    assert {text: PretrainSettings.parse(text.split()).compile for text in words} == words
+    with pytest.raises(LiVTError, match="'maybe'; it must be true, false or auto"):
+        PretrainSettings.parse(["--compile", "maybe"])
+
+
 def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):
     options = ["--dataset", make_pictures(tmp_path / "pictures"), *TINY, "--pretrained", "none", "--mixup", 0.5]
     options += ["--drop_path", 0.5, "--ema_decay", 0.5]
-    short = RecipeRun("finetune", tmp_path / "hours", *options, "--hours", 2 / 3600).finish()
+    short = RecipeRun("finetune", tmp_path / "hours", *options, "--hours", 2 / 3600, "--compile", "auto").finish()
     epochs = short.arguments["epochs"]
-    assert epochs >= 1 and short.results.epochs == epochs
+    assert epochs >= 1 and short.results.epochs == epochs and short.arguments["compile"] is False
     same = RecipeRun("finetune", tmp_path / "epochs", *options, "--epochs", epochs).finish()
     assert_same_weights(short.folder, same.folder)
+    (short.folder / "results.json").unlink()
+    words = [*map(str, options), "--hours", str(2 / 3600), "--compile", "auto", "--resume", str(short.folder)]
+    settings, _ = parse_training(FinetuneSettings, words[2:])  # the same command goes on with what was chosen
+    assert (settings.epochs, settings.compile) == (epochs, False)
 
 
 def test_resnet32_has_its_464_thousand_weights_and_31_convolutions():

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import logging
+import os
+import shutil
 from collections.abc import Callable
 
 import torch
@@ -20,21 +22,35 @@ logger = logging.getLogger(__name__)
 WARM_UP, TIMED = 2, 10
 
 
-def choose_epochs(
+def settle(
     settings: TrainingSettings, accelerator: Accelerator, began: float, model: nn.Module, loader, loss_of: Callable
 ) -> None:
-    """Of `--hours`, counted from `began`: as many epochs as fit, by the time that some updates take.
+    """Choose what was left open, by the time that some updates take, and say it.
 
-    Such a run is, bit for bit, the one with `--epochs` of this number.
+    Of `--hours`, counted from `began`: as many epochs as fit. Of `--compile auto`: whether it pays. The run is then,
+    bit for bit, the one that was asked for these values.
     """
-    if settings.hours is None:
+    if settings.hours is None and settings.compile != "auto":
         return
     per_epoch = seconds_per_update(settings, accelerator, model, loader, loss_of) * loader.updates_per_epoch
-    left = 3600 * settings.hours - (budget.clock() - began)
-    settings.epochs = budget.epochs_within(left, per_epoch)
-    logger.info(
-        "%d epochs of %.1f s fit into the %.1f minutes that are left", settings.epochs, per_epoch, max(0, left) / 60
-    )
+    if settings.hours is not None:
+        left = 3600 * settings.hours - (budget.clock() - began)
+        settings.epochs = budget.epochs_within(left, per_epoch)
+        logger.info(
+            "%d epochs of %.1f s fit into the %.1f minutes left", settings.epochs, per_epoch, max(0, left) / 60
+        )
+    if settings.compile == "auto":
+        seconds, device = settings.epochs * per_epoch, accelerator.device.type
+        settings.compile = budget.compiling_pays(seconds, device) and can_compile(device)
+        logger.info(
+            "%s the model: about %.0f minutes of training on %s",
+            "compiling" if settings.compile else "not compiling", seconds / 60, device,
+        )  # fmt: skip
+
+
+def can_compile(device: str) -> bool:
+    """Graphs for a CPU are C++."""
+    return device != "cpu" or shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def seconds_per_update(
