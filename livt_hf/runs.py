@@ -100,14 +100,14 @@ def numbered_runs(folder: Path) -> list[Run]:
 def new_run(settings: TrainingSettings) -> Run:
     """A folder for a new run: the one asked for, if it holds no other run, or the next number."""
     if settings.output_dir is None:
-        return _next_number(group_folder(settings))
+        return next_number(group_folder(settings))
     run = Run(Path(settings.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
         raise _holds_another(run.folder)
     return run
 
 
-def _next_number(group: Path) -> Run:
+def next_number(group: Path) -> Run:
     """The next run of a group. Making its folder is what takes the number: another job may be counting just now."""
     group.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(entry.name) for entry in group.iterdir() if entry.name.isdigit()), default=0)

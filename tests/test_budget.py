@@ -1,19 +1,73 @@
 """How much training fits into a given time."""
 
+import json
+
 import pytest
 import torch
-from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
+from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures, weights_of
 
 from livt_hf import budget
 from livt_hf.errors import LiVTError
 from livt_hf.runs import parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
+STAGES = PretrainSettings, FinetuneSettings
+
 
 def test_epochs_that_fit_are_whole_and_never_fewer_than_one():
     assert budget.epochs_within(60, 25) == 2
     assert budget.epochs_within(50, 25) == 2
     assert budget.epochs_within(10, 25) == budget.epochs_within(-5, 25) == 1
+
+
+def test_a_pass_through_the_micro_vit_costs_what_its_matrices_say():
+    """17 tokens, 6 layers of width 128: per token 12 D^2 multiplications for weights and 2 D N for attention."""
+    multiplications = 6 * 17 * (12 * 128**2 + 2 * 128 * 17)
+    assert budget.training_flops("micro", 32, 8) == 3 * 2 * multiplications
+
+
+@pytest.mark.parametrize(
+    ("num_images", "side", "core_hours", "model"),
+    [
+        (10_847, 32, 1, ("micro", 32, 8)),  # CIFAR-100-LT
+        (2_336, 256, 1, ("micro", 64, 8)),  # PlantDoc in half an hour of two cores: 123 passes
+        (2_336, 256, 20, ("tiny", 224, 16)),  # 167 passes
+        (2_336, 200, 20, ("micro", 64, 8)),  # no image is enlarged
+        (1_000_000, 256, 1, ("micro", 32, 8)),  # never enough: the smallest
+    ],
+)
+def test_the_largest_model_that_sees_each_image_a_hundred_times_is_trained(num_images, side, core_hours, model):
+    choice = budget.Scratch(num_images, side, 3600 * core_hours * budget.CORE_FLOPS)
+    assert choice.model == model
+
+
+def test_cifar_gets_the_batches_and_rates_of_its_own_config():
+    choice = budget.Scratch(10_847, 32, 3600 * budget.CORE_FLOPS)
+    assert (choice.batch_size, choice.base_lrs) == (128, (2e-3, 4e-3))
+    first, second = (settings.parse(words) for settings, words in zip(STAGES, choice.words(1.0).values(), strict=True))
+    assert (first.hours, second.hours) == (0.6, 0.4)
+    assert (second.batch_size, second.patch_size, second.augmentation) == (64, 8, "pad_crop")
+
+
+def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
+    assert budget.tuning_within(3600, num_images=1000, forward_seconds=0.1) == "full"  # ten epochs take 3,000 s
+    assert budget.tuning_within(1800, num_images=1000, forward_seconds=0.1) == "head"
+
+
+def test_train_runs_both_stages_and_goes_on_where_it_was(tmp_path):
+    words = [make_pictures(tmp_path / "pictures"), "--hours", 2 / 3600, "--threads", 1]
+    done = RecipeRun("train", tmp_path / "run", *words)
+    assert done.wait() == 0, done.printed
+    assert "From scratch: micro at 32 pixels" in done.printed
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert list(plan["stages"]) == ["pretrain", "finetune"]
+    assert (tmp_path / "run" / "finetune" / "report" / "report.html").exists()
+    weights = weights_of(tmp_path / "run" / "finetune")
+    for name in ("results.json", "model.safetensors"):
+        (tmp_path / "run" / "finetune" / name).unlink()
+    again = RecipeRun("train", tmp_path / "run", "--resume", output=tmp_path / "again.txt")
+    assert again.wait() == 0, again.printed
+    assert all(torch.equal(value, weights[name]) for name, value in weights_of(tmp_path / "run" / "finetune").items())
 
 
 def test_compiling_pays_on_a_gpu_and_after_half_an_hour_of_a_cpu():

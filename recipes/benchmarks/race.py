@@ -49,7 +49,6 @@ from livt_hf.training.optim import warmup_cosine
 BUDGETS = (5, 15, 45, 120)  # core-minutes
 PATCH = 8
 WARM_UP = 0.05  # share of every schedule
-PRETRAINING = 0.6  # share of the budget that the first of two stages gets
 MIXED = 45  # core-minutes from which on our second stage has the 30 epochs that its config mixes images for
 
 
@@ -214,7 +213,7 @@ def run_stock(row: Row) -> dict:
     decoder = {name: value for name, value in ours.to_dict().items() if name.startswith("decoder_")}
     mae = ViTMAEForPreTraining(ViTMAEConfig(**sizes, **decoder))
     batches = row.batches(PretrainAugmentation(32), 128)
-    train(mae, adamw(mae), (mae(pixels).loss for pixels, _ in batches), PRETRAINING * row.seconds)
+    train(mae, adamw(mae), (mae(pixels).loss for pixels, _ in batches), budget.PRETRAINING_SHARE * row.seconds)
     with tempfile.TemporaryDirectory() as folder:
         mae.save_pretrained(folder)
         config = ViTConfig(**sizes, num_labels=100)
@@ -244,7 +243,7 @@ def run_ours(row: Row, mgp: str = "--decode_ratio 0.5", bft: str = "") -> dict:
     common = [*data, "--seed", str(row.seed), "--threads", "1", "--save_minutes", "1000"]
     with tempfile.TemporaryDirectory() as folder:
         first, second = f"{folder}/mgp", f"{folder}/bft"
-        hours = (PRETRAINING * row.seconds - core_seconds()) / 3600
+        hours = (budget.PRETRAINING_SHARE * row.seconds - core_seconds()) / 3600
         pretrain.main([*common, "--hours", str(hours), *mgp.split(), "--output_dir", first])
         hours = (row.seconds - core_seconds() + sum(not_counted)) / 3600
         words = ["--pretrained", first, "--loss", "bal_ce", "--eval_epochs", "100000", "--output_dir", second]

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEForPreTraining
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf.budget import layer_flops
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.recipes.benchmarks.measuring import compared, median_seconds
 from livt_hf.training.optim import layer_decay_groups
@@ -114,15 +115,11 @@ def _step(model: nn.Module, loss_of: Callable, fused: bool = True) -> Callable[[
 
 def _flops(config) -> float:
     """Floating-point operations of a training step for one image: three times the forward's matrix products."""
-
-    def blocks(layers: int, width: int, tokens: int) -> float:
-        return layers * (24 * width**2 * tokens + 4 * width * tokens**2)
-
     patches = (config.image_size // config.patch_size) ** 2
     visible = int(patches * (1 - config.mask_ratio))
     pixels = config.patch_size**2 * config.num_channels
-    encoder = blocks(config.num_hidden_layers, config.hidden_size, visible + 1)
-    decoder = blocks(config.decoder_num_hidden_layers, config.decoder_hidden_size, patches + 1)
+    encoder = config.num_hidden_layers * layer_flops(config.hidden_size, visible + 1)
+    decoder = config.decoder_num_hidden_layers * layer_flops(config.decoder_hidden_size, patches + 1)
     ends = 2 * visible * pixels * config.hidden_size + 2 * (patches - visible) * pixels * config.decoder_hidden_size
     return 3 * (encoder + decoder + ends)
 
