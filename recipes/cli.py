@@ -26,7 +26,7 @@ COMMANDS = {
     "data": "look at a dataset before training",
     "sweep": "the paper's ablations, one command each",
 }
-LAUNCHED = ("train", "pretrain", "finetune", "eval")
+LAUNCHED = ("pretrain", "finetune", "eval")
 CONFIGS = Path(__file__).parent / "configs"
 MOST_PROCESSES = 8
 
@@ -113,9 +113,6 @@ def fitting_processes(command: str, argv: Sequence[str]) -> int:
     from livt_hf.settings import FinetuneSettings, PretrainSettings
     from livt_hf.training.machine import available_cores
 
-    most = min(available_cores(), MOST_PROCESSES)
-    if command == "train":  # its batches are powers of two
-        return 1 if "--threads" in argv else 2 ** (most.bit_length() - 1)
     if command == "pretrain":
         settings, _ = parse_training(PretrainSettings, argv, CONFIGS)
     else:
@@ -124,6 +121,7 @@ def fitting_processes(command: str, argv: Sequence[str]) -> int:
         return 1  # the statistic of a batch is not that of its parts
     share = settings.batch_size // settings.accumulation
     pairs = 2 if command == "finetune" and (settings.mixup or settings.cutmix) else 1  # mixup pairs images
+    most = min(available_cores(), MOST_PROCESSES)
     return next((number for number in range(most, 1, -1) if share % (number * pairs) == 0), 1)
 
 

@@ -9,6 +9,10 @@ holding plan.json and the runs of its stages, that of the last with its report. 
 """
 
 import json
+import shlex
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,23 +20,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from livt_hf import budget
 from livt_hf.backbones import build_classifier, input_facts, serving_processor
-from livt_hf.commands import run_command
+from livt_hf.commands import EXIT_UNFINISHED, run_command
 from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.recipes import eval as evaluation
-from livt_hf.recipes import finetune, pretrain
 from livt_hf.runs import Run, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
 from livt_hf.training.machine import available_cores, use_all_cores
 
 PLAN = "plan.json"
-STAGES = {"pretrain": pretrain.main, "finetune": finetune.main}
 
 
 @dataclass
@@ -51,6 +50,7 @@ class TrainSettings(DataSettings):
     seed: int = option(0, "seed of everything random except the split")
     output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
     resume: str | None = option(None, "go on with an interrupted run: its folder", place=True)
+    launch: str = option("", 'options of accelerate launch, such as "--num_processes 1"')
     threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
 
     def data_words(self) -> list[str]:
@@ -65,24 +65,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = TrainSettings.parse(argv)
     if settings.hours <= 0:
         raise LiVTError(f"hours is {settings.hours}; it must be above 0.")
-    state, begun = PartialState(), [None]
-    if state.is_main_process:
-        begun = [begin(settings) if settings.resume is None else Path(settings.resume)]
-    broadcast_object_list(begun)
-    folder = begun[0]
+    folder = begin(settings) if settings.resume is None else Path(settings.resume)
     if not (folder / PLAN).exists():
         raise LiVTError(f"{folder} has no {PLAN}; give the folder that livt train began.")
     plan = json.loads((folder / PLAN).read_text())
-    state.print(plan["why"])
+    print(plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
-    try:
-        for stage, words in plan["stages"].items():
-            if not Run(folder / stage).finished:
-                STAGES[stage]([*words, "--output_dir", str(folder / stage), "--resume", "auto", *threads])
-    except Interrupted:
-        state.print(f"Or, to go on with all that is left:\n  livt train --resume {folder}")
-        raise
-    evaluation.main(["--model", str(folder / "finetune"), *threads])
+    launcher = shlex.split(settings.launch)
+    for stage, words in plan["stages"].items():
+        place = ["--output_dir", str(folder / stage), "--resume", "auto"]
+        if not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads]):
+            print(f"Or, to go on with all that is left:\n  livt train --resume {shlex.quote(str(folder))}")
+            raise Interrupted
+    run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
+
+
+def run_livt(words: list[str]) -> bool:
+    """Run a command; whether it was stopped and saved. It gets every wish to stop that this process gets."""
+    command = subprocess.Popen([sys.executable, "-m", "livt_hf.recipes.cli", *words])
+    wishes = signal.SIGINT, signal.SIGTERM
+    before = {wish: signal.signal(wish, lambda wish, _: command.send_signal(wish)) for wish in wishes}
+    status = command.wait()
+    for wish in wishes:
+        signal.signal(wish, before[wish])
+    if status not in (0, EXIT_UNFINISHED):
+        sys.exit(status)  # the command has said why
+    return status == EXIT_UNFINISHED
 
 
 def begin(settings: TrainSettings) -> Path:

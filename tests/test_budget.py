@@ -1,13 +1,17 @@
 """How much training fits into a given time."""
 
-import json
+import contextlib
+from pathlib import Path
 
 import pytest
 import torch
-from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures, weights_of
+from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import budget
-from livt_hf.errors import LiVTError
+from livt_hf.data import eval_processor
+from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.recipes import train
 from livt_hf.runs import parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
@@ -54,20 +58,61 @@ def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
     assert budget.tuning_within(1800, num_images=1000, forward_seconds=0.1) == "head"
 
 
-def test_train_runs_both_stages_and_goes_on_where_it_was(tmp_path):
+@pytest.fixture
+def commands(monkeypatch, tmp_path) -> list[list[str]]:
+    """What `livt train` would run; the first command is stopped and saved, all others end well."""
+    run = []
+
+    def record(words: list[str]) -> bool:
+        run.append(words)
+        if len(run) > 1 and "--output_dir" in words:
+            folder = Path(words[words.index("--output_dir") + 1])
+            folder.mkdir()
+            (folder / "results.json").touch()
+        return len(run) == 1
+
+    monkeypatch.setattr(train, "run_livt", record)
+    monkeypatch.setattr(train, "available_cores", lambda: 1)
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    return run
+
+
+def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys):
+    pictures = make_pictures(tmp_path / "pictures")
+    with pytest.raises(Interrupted):
+        train.main([str(pictures), "--hours", "0.5", "--test_fraction", "0.3"])
+    folder = tmp_path / "runs" / "train-pictures" / "1"
+    assert "From scratch: micro at 32 pixels with patches of 8" in (printed := capsys.readouterr().out)
+    assert f"livt train --resume {folder}" in printed
+    train.main(["--resume", str(folder)])
+    assert [words[0] for words in commands] == ["pretrain", "pretrain", "finetune", "eval"]
+    assert commands[0] == commands[1]  # not planned again
+    first, second = (settings.parse(words[1:]) for settings, words in zip(STAGES, commands[1:3], strict=True))
+    assert (first.dataset, first.test_fraction, first.hours) == (str(pictures), 0.3, 0.3)
+    assert (second.pretrained, second.test_fraction, second.hours) == (str(folder / "pretrain"), 0.3, 0.2)
+    train.main(["--resume", str(folder)])
+    assert [words[0] for words in commands[4:]] == ["eval"]
+
+
+def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, tmp_path, monkeypatch):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
+    ResNetForImageClassification(config).save_pretrained(tmp_path / "resnet")
+    eval_processor(16, [0.5] * 3, [0.25] * 3).save_pretrained(tmp_path / "resnet")
+    words = [str(make_pictures(tmp_path / "pictures")), "--hours", "1", "--pretrained", str(tmp_path / "resnet")]
+    for seconds in (0.01, 100.0):
+        monkeypatch.setattr(train, "forward_seconds", lambda *_, answer=seconds: answer)
+        with contextlib.suppress(Interrupted):
+            train.main(words)
+    full, *_, head = (FinetuneSettings.parse(words[1:]) for words in commands if words[0] == "finetune")
+    assert (full.tune, full.hours, head.tune, head.hours) == ("full", 1.0, "head", None)
+
+
+@pytest.mark.slow
+def test_train_runs_both_stages_and_the_evaluation(tmp_path):
     words = [make_pictures(tmp_path / "pictures"), "--hours", 2 / 3600, "--threads", 1]
     done = RecipeRun("train", tmp_path / "run", *words)
     assert done.wait() == 0, done.printed
-    assert "From scratch: micro at 32 pixels" in done.printed
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert list(plan["stages"]) == ["pretrain", "finetune"]
     assert (tmp_path / "run" / "finetune" / "report" / "report.html").exists()
-    weights = weights_of(tmp_path / "run" / "finetune")
-    for name in ("results.json", "model.safetensors"):
-        (tmp_path / "run" / "finetune" / name).unlink()
-    again = RecipeRun("train", tmp_path / "run", "--resume", output=tmp_path / "again.txt")
-    assert again.wait() == 0, again.printed
-    assert all(torch.equal(value, weights[name]) for name, value in weights_of(tmp_path / "run" / "finetune").items())
 
 
 def test_compiling_pays_on_a_gpu_and_after_half_an_hour_of_a_cpu():

@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
-import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable
 
 import torch
@@ -15,8 +15,6 @@ from livt_hf import budget
 from livt_hf.randomness import kept_rng
 from livt_hf.settings import TrainingSettings
 from livt_hf.training.loop import Loop
-
-logger = logging.getLogger(__name__)
 
 # Updates of a trial: the first warm up caches and allocators.
 WARM_UP, TIMED = 2, 10
@@ -35,17 +33,17 @@ def settle(
     per_epoch = seconds_per_update(settings, accelerator, model, loader, loss_of) * loader.updates_per_epoch
     if settings.hours is not None:
         left = 3600 * settings.hours - (budget.clock() - began)
-        settings.epochs = budget.epochs_within(left, per_epoch)
-        logger.info(
-            "%d epochs of %.1f s fit into the %.1f minutes left", settings.epochs, per_epoch, max(0, left) / 60
+        # The clocks of processes differ, their epochs must not.
+        settings.epochs = int(_gathered(accelerator, budget.epochs_within(left, per_epoch)).min())
+        said = (
+            f"epochs that fit into {max(0, left) / 60:.1f} minutes, at {per_epoch:.1f} seconds each: {settings.epochs}"
         )
+        accelerator.print(said, file=sys.stderr)
     if settings.compile == "auto":
         seconds, device = settings.epochs * per_epoch, accelerator.device.type
         settings.compile = budget.compiling_pays(seconds, device) and can_compile(device)
-        logger.info(
-            "%s the model: about %.0f minutes of training on %s",
-            "compiling" if settings.compile else "not compiling", seconds / 60, device,
-        )  # fmt: skip
+        said = f"{'' if settings.compile else 'not '}compiling the model: {seconds / 60:.0f} minutes on {device}"
+        accelerator.print(said, file=sys.stderr)
 
 
 def can_compile(device: str) -> bool:
@@ -69,4 +67,8 @@ def seconds_per_update(
             loop.update(batches, epoch=0)
         seconds = (budget.clock() - began) / max(1, updates - WARM_UP)
     accelerator.free_memory()
-    return accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max().item()
+    return _gathered(accelerator, seconds).max().item()
+
+
+def _gathered(accelerator: Accelerator, value: float) -> torch.Tensor:
+    return accelerator.gather(torch.tensor([value], device=accelerator.device, dtype=torch.float32))
