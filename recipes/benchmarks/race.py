@@ -23,7 +23,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -33,13 +32,14 @@ from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViT
 
 from livt_hf import budget
 from livt_hf.commands import run_command
-from livt_hf.configuration_livit import encoder_preset
+from livt_hf.configuration_livit import LiViTConfig, encoder_preset
 from livt_hf.data import Batches, FinetuneAugmentation, PretrainAugmentation, class_counts, load_long_tailed
 from livt_hf.data.benchmarks import normalization
 from livt_hf.data.labels import labels_of
 from livt_hf.data.loading import StoredImages, train_loader
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.modeling_livit_mae import pretraining_config
+from livt_hf.recipes.benchmarks.steps import create_timm_vit
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import Run, replace_text
@@ -189,11 +189,7 @@ def run_resnet32(row: Row) -> dict:
 
 
 def timm_vit() -> nn.Module:
-    size = encoder_preset("micro")
-    sizes = dict(embed_dim=size["hidden_size"], depth=size["num_hidden_layers"], num_heads=size["num_attention_heads"])
-    return timm.create_model(
-        "vit_small_patch16_224", img_size=32, patch_size=PATCH, num_classes=100, global_pool="avg", **sizes
-    )
+    return create_timm_vit(LiViTConfig.preset("micro", patch_size=PATCH), drop_path=0.0)
 
 
 def run_timm(row: Row) -> dict:
