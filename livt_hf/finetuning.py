@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 from datasets import DatasetDict
 from safetensors.torch import load_model, save_model
@@ -23,6 +24,8 @@ from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
 from livt_hf.long_tail.anatomy import classifier_of
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.metrics import GROUPS, shot_groups
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import common_results, counts_summary, is_local, shared_batches, training_batches
@@ -48,6 +51,10 @@ def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
         raise LiVTError("features of a frozen backbone cannot be mixed; pass --mixup 0 --cutmix 0 --erase 0.")
     if settings.tune == "head" and settings.pretrained == "none":
         raise LiVTError("--tune head needs a pretrained model; name one with --pretrained.")
+    if not 0 < settings.keep_ratio <= 1:
+        raise LiVTError(f"keep_ratio is {settings.keep_ratio}; it must be above 0 and at most 1.")
+    if settings.hours is not None and settings.sampler == "progressive":
+        raise LiVTError("the progressive sampler must know the number of epochs; pass --epochs instead of --hours.")
     if settings.select == "best":
         _check_selection(settings, data)
     elif settings.select_metric is not None:
@@ -86,6 +93,13 @@ def finetune_augmentation(settings: FinetuneSettings, facts: InputFacts) -> Fine
     )
 
 
+def kept_patches(settings: FinetuneSettings, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
+    """Of `--keep_ratio`: the numbers of the patches that are shown of each image, in their order. (B, kept)"""
+    noise = keyed_uniform(purpose_seed(settings.seed, "keep"), epoch, indices.cpu().numpy(), num_patches)
+    kept = noise.argsort(axis=1)[:, : max(1, round(settings.keep_ratio * num_patches))]
+    return torch.from_numpy(np.sort(kept, axis=1)).to(indices.device)
+
+
 @dataclass(frozen=True)
 class Course:
     """What a fine-tuning trains on what: images through the whole model, or kept features through its classifier."""
@@ -104,6 +118,11 @@ def plan_course(
     processor: BaseImageProcessor,
     accelerator: Accelerator,
 ) -> Course:
+    if settings.keep_ratio < 1 and (settings.tune == "head" or not isinstance(model, LiViTForImageClassification)):
+        raise LiVTError(
+            f"keep_ratio is {settings.keep_ratio}, but only a LiViT that learns from images can leave out patches; "
+            "pass --keep_ratio 1."
+        )
     if settings.tune == "head":
         return _on_features(settings, data, model, FrozenBackbone(model, processor, accelerator))
     facts = input_facts(processor)
@@ -114,9 +133,12 @@ def plan_course(
     plain = DeviceTransform(facts.mean, facts.std, **fixed)
 
     def loss_of(module, batch, moment):
-        transform = mixing if moment.epoch < settings.epochs - settings.mixup_off_epochs else plain
-        batch = transform(batch, **vars(moment))
-        return module(batch["pixel_values"], labels=batch["labels"]).loss
+        left = settings.epochs - moment.epoch
+        transform = mixing if left > settings.mixup_off_epochs else plain
+        batch, shown = transform(batch, **vars(moment)), {}
+        if settings.keep_ratio < 1 and left > settings.keep_all_epochs:
+            shown = {"kept": kept_patches(settings, moment.epoch, batch["index"], model.config.num_patches)}
+        return module(batch["pixel_values"], labels=batch["labels"], **shown).loss
 
     def batches_of(split):
         return eval_loader(data[split], processor, shared_batches(256, accelerator, settings.num_workers))

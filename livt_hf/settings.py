@@ -260,7 +260,9 @@ class TrainingSettings(DataSettings):
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
         "auto", "auto: bf16 or fp16 on a GPU, none on a CPU"
     )
-    compile: bool = option(False, "torch.compile the model")
+    compile: bool | Literal["auto"] = option(
+        False, "torch.compile the model; auto: on a GPU, and on a CPU where it trains for half an hour", alone="true"
+    )
     gradient_checkpointing: bool = option(False, "trade a third more time for less memory")
     ema_decay: float | None = option(None, "keep a moving average of the weights and publish that")
     threads: int | None = option(
@@ -317,6 +319,11 @@ class FinetuneSettings(TrainingSettings):
     optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
     layer_decay: float = option(0.75, "learning rate factor from each layer to the one below")
     drop_path: float = option(0.1, "stochastic depth of the last layer")
+    keep_ratio: float = option(
+        1.0,
+        "share of an image's patches, drawn anew each epoch, that a LiViT trains on: 1 is the paper, less is faster",
+    )
+    keep_all_epochs: int = option(1, "number of last epochs with all patches", at_least=0)
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
     loss: str = option("bal_bce", "loss of the head", choices=loss_names)
     tau: float = option(1.0, "strength of the logit bias")
@@ -520,14 +527,17 @@ _type_hints = functools.cache(get_type_hints)
 
 
 def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
-    """The type of an option: int, float, bool, str, a Literal, or a list of one of them; None aside."""
+    """The type of an option: int, float, bool, str, a Literal, bool | Literal, or a list; None aside."""
     hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next(part for part in parts if part is not type(None))
+    parts = [part for part in parts if part is not type(None)]
+    return parts[0] if len(parts) == 1 else Union[tuple(parts)]  # noqa: UP007
 
 
 def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
     choices, kind = declared.metadata.get("choices", ()), _kind(cls, declared)
+    if get_origin(kind) is Union:  # a truth or a word
+        return get_args(get_args(kind)[1])
     return get_args(kind) if get_origin(kind) is Literal else tuple(choices() if callable(choices) else choices)
 
 
@@ -539,6 +549,11 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
     if get_origin(kind) is list:
         return [_typed(name, get_args(kind)[0], part) for part in ([text] if isinstance(text, str) else text)]
     text = str(text)
+    if get_origin(kind) is Union:
+        words = get_args(get_args(kind)[1])
+        if text.lower() not in (*_TRUTHS, *words):
+            raise LiVTError(f"{name} is {text!r}; it must be true, false or {', '.join(words)}.")
+        return _TRUTHS.get(text.lower(), text)
     if kind is bool:
         if text.lower() not in _TRUTHS:
             raise LiVTError(f"{name} is {text!r}; it must be true or false.")

@@ -13,6 +13,7 @@ from livt_hf import __version__
 from livt_hf.errors import LiVTError
 
 COMMANDS = {
+    "train": "train a classifier on your images in a given time",
     "pretrain": "masked generative pretraining (MGP) of a ViT on your images",
     "finetune": "balanced fine-tuning (BFT) of a pretrained model",
     "eval": "measure a model, by class frequency and under several decision rules; write a report",

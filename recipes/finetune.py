@@ -46,7 +46,7 @@ from livt_hf.results import Results
 from livt_hf.runs import ARGUMENTS, Run, find_pretraining, parse_training
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
-from livt_hf.training.trial import choose_epochs
+from livt_hf.training.trial import settle
 
 logger = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parent / "configs"
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def opened(course: Course) -> Run:
         if resumed is None:
-            choose_epochs(settings, accelerator, began, course.module, course.loader, course.loss_of)
+            settle(settings, accelerator, began, course.module, course.loader, course.loss_of)
         return open_run(accelerator, settings, resumed)
 
     run, results = finetune(settings, data, accelerator, opened)
@@ -168,12 +168,15 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         if settings.max_hours is not None:
             fold.max_hours = max(0.0, settings.max_hours - (time.monotonic() - started) / 3600)
 
-        def opened(_course, fold=fold, number=number, accelerator=accelerator):
+        def opened(course, fold=fold, number=number, accelerator=accelerator):
             nonlocal run
             run = run or claim_folder(accelerator, settings, None)
             own = run.fold(number)
             fold.output_dir = str(own.folder)
-            return open_run(accelerator, fold, own if (own.folder / ARGUMENTS).exists() else None)
+            begun = (own.folder / ARGUMENTS).exists()
+            if not begun:
+                settle(fold, accelerator, budget.clock(), course.module, course.loader, course.loss_of)
+            return open_run(accelerator, fold, own if begun else None)
 
         accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)
         finetune(fold, images.divided(fold), accelerator, opened)

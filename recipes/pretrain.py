@@ -35,7 +35,7 @@ from livt_hf.runs import parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.stages import common_results, counts_summary, image_size, is_native, shared_batches, training_batches
 from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run, track_picture
-from livt_hf.training.trial import choose_epochs
+from livt_hf.training.trial import settle
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return model(batch["pixel_values"], noise=noise).loss
 
     if resumed is None:
-        choose_epochs(settings, accelerator, began, model, loader, loss_of)
+        settle(settings, accelerator, began, model, loader, loss_of)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, model, loader, loss_of)
     loop.resume()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List
 from hub_server import hub_server
 from PIL import Image as Pictures
@@ -13,7 +14,7 @@ from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.backbones import build_classifier, serving_processor
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
 from livt_hf.errors import LiVTError
-from livt_hf.finetuning import BestWeights, check_options, measure, plan_course, selection_metric
+from livt_hf.finetuning import BestWeights, check_options, kept_patches, measure, plan_course, selection_metric
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Moment, Progress
@@ -196,3 +197,24 @@ def test_a_number_that_cannot_select_is_refused(metric, several, complaint):
 def test_a_selection_metric_without_selection_is_refused():
     with pytest.raises(LiVTError, match="pass --select best with it"):
         check_options(options("--select_metric", "few", "--batch_size", "8"), DatasetDict(train=split_of([50, 30, 5])))
+
+
+def test_the_patches_that_are_kept_belong_to_the_image_and_the_epoch():
+    settings = options("--keep_ratio", 0.25)
+    kept = kept_patches(settings, 3, torch.arange(40), 64)
+    assert kept.shape == (40, 16) and (kept.diff(dim=1) > 0).all() and kept.min() >= 0 and kept.max() < 64
+    assert torch.equal(kept_patches(settings, 3, torch.tensor([7]), 64)[0], kept[7])
+    assert not torch.equal(kept_patches(settings, 4, torch.arange(40), 64), kept)
+    assert kept_patches(options("--keep_ratio", 0.01), 3, torch.arange(2), 4).shape == (2, 1)
+
+
+def test_patches_are_left_out_until_the_last_epochs(train):
+    words = "--keep_ratio 0.5 --keep_all_epochs 2 --epochs 5 --batch_size 4 --mixup 0 --cutmix 0 --pretrained none"
+    settings, seen = options(*words.split()), []
+    model = build_classifier(settings, train)
+    model.vit.layers[0].register_forward_hook(lambda _layer, inputs, _output: seen.append(inputs[0].shape[1]))
+    processor = serving_processor(settings, train, model)
+    course = plan_course(settings, DatasetDict(train=train), model, processor, Accelerator(cpu=True))
+    for epoch in range(5):
+        course.loss_of(model, next(course.loader.epoch(epoch)), Moment(epoch, epoch))
+    assert seen == [33, 33, 33, 65, 65]  # of 64 patches, and the class token

@@ -310,7 +310,7 @@ def test_tau_normalisation_divides_each_class_by_the_power_of_its_length():
 
 def test_drop_path_rates_rise_linearly_from_zero(build):
     model = build(num_hidden_layers=5, drop_path_rate=0.2)
-    rates = [layer.dropout[1].drop_prob for layer in model.vit.layers]
+    rates = [layer.drop_path for layer in model.vit.layers]
     assert rates == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
 
 
@@ -322,12 +322,50 @@ def test_drop_path_acts_in_training_only(build):
 
 
 def test_drop_path_drops_the_whole_branch_of_an_image_and_rescales_the_others(build):
-    model = build(drop_path_rate=0.5).train()
-    branch = torch.ones(1000, 17, 32)
-    dropped = model.vit.layers[-1].dropout(branch)
-    kept = dropped[:, 0, 0]
-    assert torch.equal(dropped, kept[:, None, None].expand_as(branch))
+    layer = build(drop_path_rate=0.5).train().vit.layers[-1]
+    added = layer._added(torch.ones_like, torch.zeros(1000, 17, 32))
+    kept = added[:, 0, 0]
+    assert torch.equal(added, kept[:, None, None].expand_as(added))
     assert set(kept.tolist()) == {0.0, 2.0} and 400 < (kept == 0).sum() < 600
+
+
+def test_an_image_whose_branch_is_dropped_is_not_computed_and_nothing_else_changes(build, monkeypatch):
+    """For the same draws: skipped on a CPU, multiplied by zero where a graph is compiled. One image: none may stay."""
+    model, labels = build(drop_path_rate=0.8).train(), torch.tensor([0, 1, 2, 0, 1, 2])
+    for images in (1, 6):
+        x, answers = pixels(images), []
+        for compiling in (False, True):
+            monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=compiling: answer)
+            torch.manual_seed(1)
+            model.zero_grad()
+            loss = model(x, labels=labels[:images]).loss
+            loss.backward()
+            answers.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        torch.testing.assert_close(*answers)
+    computed = []
+    model.vit.layers[-1].mlp.register_forward_hook(lambda _m, inputs, _o: computed.append(len(inputs[0])))
+    monkeypatch.undo()
+    model(pixels(500))
+    assert 70 < computed[0] < 130  # a fifth of them
+
+
+# Patches that are left out
+
+
+def test_a_model_that_keeps_all_patches_sees_the_image(build):
+    model, x = build(), pixels()
+    every = torch.arange(model.config.num_patches).expand(len(x), -1)
+    assert torch.equal(model(x, kept=every).logits, model(x).logits)
+    torch.testing.assert_close(model(x, kept=every.flip(1)).logits, model(x).logits)  # positions came first
+
+
+def test_patches_that_are_not_kept_are_not_seen(build):
+    model, x = build(), pixels(1)
+    kept = torch.tensor([[0, 5, 6]])
+    changed = x.clone()
+    changed[..., -4:, -4:] += 1  # the last patch
+    assert torch.equal(model(x, kept=kept).logits, model(changed, kept=kept).logits)
+    assert not torch.equal(model(x).logits, model(changed).logits)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(build):

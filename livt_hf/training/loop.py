@@ -144,7 +144,7 @@ class Loop:
             self.total = min(self.total, settings.max_steps)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        if settings.compile:
+        if settings.compile is True:
             model.compile()  # in place: no wrapper, so checkpoints keep their names
         optimizer = make_optimizer(model, settings)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)

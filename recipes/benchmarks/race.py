@@ -19,11 +19,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -33,13 +32,14 @@ from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViT
 
 from livt_hf import budget
 from livt_hf.commands import run_command
-from livt_hf.configuration_livit import encoder_preset
+from livt_hf.configuration_livit import LiViTConfig, encoder_preset
 from livt_hf.data import Batches, FinetuneAugmentation, PretrainAugmentation, class_counts, load_long_tailed
 from livt_hf.data.benchmarks import normalization
 from livt_hf.data.labels import labels_of
 from livt_hf.data.loading import StoredImages, train_loader
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.modeling_livit_mae import pretraining_config
+from livt_hf.recipes.benchmarks.steps import create_timm_vit
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import Run, replace_text
@@ -49,7 +49,6 @@ from livt_hf.training.optim import warmup_cosine
 BUDGETS = (5, 15, 45, 120)  # core-minutes
 PATCH = 8
 WARM_UP = 0.05  # share of every schedule
-PRETRAINING = 0.6  # share of the budget that the first of two stages gets
 MIXED = 45  # core-minutes from which on our second stage has the 30 epochs that its config mixes images for
 
 
@@ -190,11 +189,7 @@ def run_resnet32(row: Row) -> dict:
 
 
 def timm_vit() -> nn.Module:
-    size = encoder_preset("micro")
-    sizes = dict(embed_dim=size["hidden_size"], depth=size["num_hidden_layers"], num_heads=size["num_attention_heads"])
-    return timm.create_model(
-        "vit_small_patch16_224", img_size=32, patch_size=PATCH, num_classes=100, global_pool="avg", **sizes
-    )
+    return create_timm_vit(LiViTConfig.preset("micro", patch_size=PATCH), drop_path=0.0)
 
 
 def run_timm(row: Row) -> dict:
@@ -214,7 +209,7 @@ def run_stock(row: Row) -> dict:
     decoder = {name: value for name, value in ours.to_dict().items() if name.startswith("decoder_")}
     mae = ViTMAEForPreTraining(ViTMAEConfig(**sizes, **decoder))
     batches = row.batches(PretrainAugmentation(32), 128)
-    train(mae, adamw(mae), (mae(pixels).loss for pixels, _ in batches), PRETRAINING * row.seconds)
+    train(mae, adamw(mae), (mae(pixels).loss for pixels, _ in batches), budget.PRETRAINING_SHARE * row.seconds)
     with tempfile.TemporaryDirectory() as folder:
         mae.save_pretrained(folder)
         config = ViTConfig(**sizes, num_labels=100)
@@ -222,7 +217,7 @@ def run_stock(row: Row) -> dict:
     return train_classifier(row, model, adamw(model))
 
 
-def run_ours(row: Row) -> dict:
+def run_ours(row: Row, mgp: str = "--decode_ratio 0.5", bft: str = "") -> dict:
     """`livt pretrain` and `livt finetune` as they are, each told its hours; their evaluations are taken off."""
     from livt_hf.recipes import finetune, pretrain
 
@@ -244,12 +239,12 @@ def run_ours(row: Row) -> dict:
     common = [*data, "--seed", str(row.seed), "--threads", "1", "--save_minutes", "1000"]
     with tempfile.TemporaryDirectory() as folder:
         first, second = f"{folder}/mgp", f"{folder}/bft"
-        hours = (PRETRAINING * row.seconds - core_seconds()) / 3600
-        pretrain.main([*common, "--hours", str(hours), "--decode_ratio", "0.5", "--output_dir", first])
+        hours = (budget.PRETRAINING_SHARE * row.seconds - core_seconds()) / 3600
+        pretrain.main([*common, "--hours", str(hours), *mgp.split(), "--output_dir", first])
         hours = (row.seconds - core_seconds() + sum(not_counted)) / 3600
         words = ["--pretrained", first, "--loss", "bal_ce", "--eval_epochs", "100000", "--output_dir", second]
         words += ["--mixup", "0.2"] if row.minutes >= MIXED else []
-        finetune.main([*common, "--hours", str(hours), *words])
+        finetune.main([*common, "--hours", str(hours), *words, *bft.split()])
         used, results = core_seconds() - sum(not_counted), Run(Path(second)).results
     parameters = {"parameters": results.parameters, "epochs": results.epochs}
     return told(used, results.epochs, nn.Module(), results.metrics) | parameters
@@ -257,6 +252,11 @@ def run_ours(row: Row) -> dict:
 
 PEERS: dict[str, tuple[str, Callable[[Row], dict]]] = {
     "ours": ("livt pretrain, livt finetune", run_ours),
+    "ours-keep": ("the same with half of the patches", partial(run_ours, bft="--keep_ratio 0.5")),
+    "ours-patch4": (
+        "the same with a quarter of patches of 4",
+        partial(run_ours, mgp="--decode_ratio 0.25 --patch_size 4", bft="--keep_ratio 0.25 --patch_size 4"),
+    ),
     "timm": ("timm's ViT, timm's augmentation", run_timm),
     "timm-pad-crop": ("timm's ViT, pad-crop and flip", run_timm_pad_crop),
     "stock": ("stock ViTMAE, then stock ViT", run_stock),
