@@ -164,8 +164,7 @@ def parse_training(
     settings = cls.merged(asked, configs, inherit(asked) if run is None else run.settings_of(cls))
     if run is not None:
         check_resumable(run, settings)
-        for name in _settled(settings):
-            setattr(settings, name, run.settings_of(cls)[name])
+        keep_settled(settings, run)
     if settings.push_to_hub and not settings.hub_model_id:
         raise LiVTError("--push_to_hub needs --hub_model_id organisation/name.")
     return settings, run
@@ -190,6 +189,12 @@ def check_same_settings(run: Run, settings: TrainingSettings) -> None:
             f"{run.folder} was started with other settings: {'; '.join(differing)}. "
             "Leave them as they were, or start a new run."
         )
+
+
+def keep_settled(settings: TrainingSettings, run: Run) -> None:
+    """Take over what a run that goes on has settled."""
+    for name in _settled(settings):
+        setattr(settings, name, run.settings_of(type(settings))[name])
 
 
 def _settled(settings: TrainingSettings) -> list[str]:
