@@ -104,7 +104,11 @@ def convert_official(settings: ConvertSettings) -> None:
     order = settings.keep_class_order
     model = from_official(settings.source, class_counts=counts, id2label=names, keep_class_order=order)
     classifier = isinstance(model, LiViTForImageClassification)
-    dataset = settings.dataset or told_by_head(model.config.num_labels if classifier else None, settings.source)
+    dataset = settings.dataset
+    if dataset is None and classifier and counts is not None and model.config.num_labels not in CLASSES.values():
+        dataset = "own images"  # trained with the authors' code, which takes ImageNet's statistics for them
+    elif dataset is None:
+        dataset = told_by_head(model.config.num_labels if classifier else None, settings.source)
     if classifier and dataset == "imagenet-lt" and names is None:
         names = imagenet_names()
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
@@ -121,7 +125,10 @@ def told_by_head(classes: int | None, source: str) -> str:
     if not fitting:
         what = "is a pretraining file" if classes is None else f"has {classes} classes"
         known = ", ".join(f"{name} ({number})" for name, number in CLASSES.items())
-        raise LiVTError(f"{source} {what}, which names no dataset; pass --dataset. The authors' heads are {known}.")
+        raise LiVTError(
+            f"{source} {what}, which names no dataset; pass --dataset, or the --class_counts of your own images. The "
+            f"authors' heads are {known}."
+        )
     return fitting[0]
 
 

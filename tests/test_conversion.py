@@ -449,6 +449,9 @@ def test_the_command_wants_the_dataset_where_the_head_does_not_tell_it(tmp_path,
         convert(path, tmp_path / "out")
     convert(path, tmp_path / "five", "--dataset", "inat18")
     assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "five").image_mean) == (0.466, 0.471, 0.380)
+    (tmp_path / "counts.json").write_text("[50, 40, 30, 20, 10]")  # a head for own images
+    convert(path, tmp_path / "own", "--class_counts", tmp_path / "counts.json")
+    assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "own").image_mean) == (0.485, 0.456, 0.406)
     mgp = save_official(random_weights(OfficialMAE()).state_dict(), tmp_path / "mgp.pth")
     with pytest.raises(ValueError, match="pass --dataset"):
         convert(mgp, tmp_path / "out")

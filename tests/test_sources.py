@@ -22,7 +22,7 @@ from livt_hf.data import (
     register_dataset,
 )
 from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.data.sources import _held_out
+from livt_hf.data.sources import Images
 from livt_hf.data.tables import read_list
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
@@ -609,7 +609,7 @@ def labelled(counts: list[int]) -> Dataset:
 )
 def test_a_part_of_each_class_is_held_out_where_that_is_asked_for_or_sensible(counts, dataset, fraction, held):
     settings = DataSettings(dataset=dataset, validation_fraction=fraction)
-    parts = _held_out(labelled(counts), settings)
-    assert (class_counts(parts["validation"]).tolist() if parts else None) == held
-    if parts:
+    parts = Images({"train": labelled(counts)}).divided(settings)
+    assert (class_counts(parts["validation"]).tolist() if "validation" in parts else None) == held
+    if held:
         assert (class_counts(parts["train"]) + held).tolist() == counts

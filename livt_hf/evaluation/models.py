@@ -32,6 +32,8 @@ def load_checkpoint(path: str) -> PreTrainedModel:
     with _refusing_what_is_not_there(path):
         config, _ = PreTrainedConfig.get_config_dict(path)
         kind = config.get("model_type")
+        if kind is None and Run(Path(path)).fold(1).folder.is_dir():
+            raise LiVTError(f"{path} is a cross-validation; its models are in fold-1, fold-2 and so on.")
         if kind is None:
             raise LiVTError(f"{path} holds no model: it has no config.json with a model_type.")
         if kind == "vit_mae":
@@ -69,8 +71,6 @@ def _refusing_what_is_not_there(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if Run(Path(path)).fold(1).folder.is_dir():
-            raise LiVTError(f"{path} is a cross-validation; its models are in fold-1, fold-2 and so on.") from error
         words = " ".join(str(error).split())
         raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
 

@@ -122,7 +122,7 @@ def fold_rows(summary: dict) -> list[dict]:
         for fold, metrics in folds.items()
     ]
     mean, deviation = summary["folds"]["mean"], summary["folds"]["deviation"]
-    spread = {name: f"{percent(mean[name])} ± {percent(deviation[name])}" for name in names}
+    spread = {name: f"{percent(mean[name])} ± {percent(deviation[name])}" for name in names if mean[name] is not None}
     return [*rows[:-1], {"fold": "mean ± deviation"} | spread, rows[-1]]
 
 
