@@ -23,7 +23,7 @@ from livt_hf.data import eval_processor, label_statistics, normalization
 from livt_hf.data.labels import class_feature, is_multi_label
 from livt_hf.data.sampling import seen_counts
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.anatomy import classifier_of
+from livt_hf.long_tail.anatomy import classifier_of, prefer_channels_last
 from livt_hf.long_tail.balance import balance
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import read_class_weights, read_prior
@@ -127,13 +127,27 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
             config.pretrained_cfg["input_size"] = (3, settings.image_size, settings.image_size)
     elif hasattr(config, "drop_path_rate"):
         config.drop_path_rate = settings.drop_path
+    return balance(_with_fresh_classifier(path, config), fresh_classifier=True, **head)
+
+
+def load_backbone(path: str) -> PreTrainedModel:
+    """A model of any family whose features are asked for: it may lack a classifier, but nothing else."""
+    read_config(path)  # which says it where there is no model
+    model = _with_fresh_classifier(path, AutoConfig.from_pretrained(path))
+    prefer_channels_last(model)
+    return model.eval()
+
+
+def _with_fresh_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The image classifier of a checkpoint, whose classifier alone may be missing or of other labels."""
     options = dict(config=config, ignore_mismatched_sizes=True, use_safetensors=True, output_loading_info=True)
     try:
         with without_load_report():
             model, info = AutoModelForImageClassification.from_pretrained(path, **options)
     except ValueError as error:
         raise LiVTError(
-            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier: {error}"
+            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; name one "
+            "of an image model."
         ) from error
     classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
     fresh = {name for name, parameter in model.named_parameters() if id(parameter) in classifier}
@@ -143,7 +157,7 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
         raise LiVTError(
             f"{path} lacks weights of the model it names, such as {', '.join(strange[:3])}; it cannot be a start."
         )
-    return balance(model, fresh_classifier=True, **head)
+    return model
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def next_command(command: str, option: str, run: Run) -> str:
 
 
 def resume_message(run: Run, command: str) -> str:
-    return f"Stopped and saved. To go on:\n  {next_command(command, '--resume', run)}"
+    return f"Stopped and saved. To go on:\n  {next_command(command, '--resume', run.whole)}"
 
 
 def check_publishing(settings: TrainingSettings) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 from datasets import DatasetDict
 from safetensors.torch import load_model, save_model
@@ -14,20 +15,25 @@ from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.backbones import InputFacts, input_facts
-from livt_hf.data import DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
-from livt_hf.data.labels import number_of_classes
+from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
+from livt_hf.data.labels import is_multi_label, number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label
+from livt_hf.evaluation.rules import given_labels, headline, standard_rules
+from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label, logits_of
 from livt_hf.long_tail.anatomy import classifier_of
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.results import Results
+from livt_hf.metrics import GROUPS, shot_groups
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.randomness import keyed_uniform, purpose_seed
+from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import common_results, counts_summary, is_local, shared_batches, training_batches
 from livt_hf.training.checkpoints import STATE, checkpoints
 from livt_hf.training.loop import Loop, Moment
 from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, merge_lora
 
+CLASS_ACCURACIES = ("mean_class_accuracy", "worst_class_accuracy")
 _AUGMENTATION = {
     "rand_augment": dict(policy="resized-crop", rand_augment="rand-m9-mstd0.5-inc1"),
     "three_augment": dict(policy="resized-crop", rand_augment="3a"),
@@ -37,18 +43,44 @@ _AUGMENTATION = {
 
 
 def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
-    """What cannot work is refused before anything is written."""
+    """What cannot work is refused before anything is computed or written."""
+    Batches(settings.batch_size).updates(len(data["train"]))
     if not LOSSES[settings.loss].soft_labels and (settings.mixup or settings.cutmix):
         raise LiVTError(f"loss {settings.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
     if settings.tune == "head" and (settings.mixup or settings.cutmix or settings.erase):
         raise LiVTError("features of a frozen backbone cannot be mixed; pass --mixup 0 --cutmix 0 --erase 0.")
     if settings.tune == "head" and settings.pretrained == "none":
         raise LiVTError("--tune head needs a pretrained model; name one with --pretrained.")
-    if settings.select == "best" and "validation" not in data:
+    if not 0 < settings.keep_ratio <= 1:
+        raise LiVTError(f"keep_ratio is {settings.keep_ratio}; it must be above 0 and at most 1.")
+    if settings.hours is not None and settings.sampler == "progressive":
+        raise LiVTError("the progressive sampler must know the number of epochs; pass --epochs instead of --hours.")
+    if settings.select == "best":
+        _check_selection(settings, data)
+    elif settings.select_metric is not None:
+        raise LiVTError("--select_metric says what the best epoch is best by; pass --select best with it.")
+
+
+def _check_selection(settings: FinetuneSettings, data: DatasetDict) -> None:
+    if "validation" not in data:
         raise LiVTError(
             f"--select best needs a validation split, which {settings.dataset} does not have; the test split is "
             "never used to select. Use --select last."
         )
+
+    several, name = is_multi_label(data["train"]), selection_metric(settings, is_multi_label(data["train"]))
+    known = {*GROUPS, "macro_f1"} | ({"map", "auroc"} if several else {"accuracy", *CLASS_ACCURACIES})
+    if name not in known:
+        labels = "several labels" if several else "one label"
+        raise LiVTError(f"select_metric {name} is not defined for {labels}; choose one of {', '.join(sorted(known))}.")
+    counts, held_out = class_counts(data["train"]), class_counts(data["validation"])
+    if name in GROUPS and not held_out[shot_groups(counts).numpy() == GROUPS.index(name)].any():
+        raise LiVTError(f"the validation split has no image of a {name}-shot class; choose another --select_metric.")
+
+
+def selection_metric(settings: FinetuneSettings, several: bool) -> str:
+    """What the best epoch is best by: plain accuracy on imbalanced images would reward the frequent classes."""
+    return settings.select_metric or ("map" if several else CLASS_ACCURACIES[0])
 
 
 def finetune_augmentation(settings: FinetuneSettings, facts: InputFacts) -> FinetuneAugmentation:
@@ -59,6 +91,13 @@ def finetune_augmentation(settings: FinetuneSettings, facts: InputFacts) -> Fine
         mean=facts.mean,
         **_AUGMENTATION[settings.augmentation],
     )
+
+
+def kept_patches(settings: FinetuneSettings, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
+    """Of `--keep_ratio`: the numbers of the patches that are shown of each image, in their order. (B, kept)"""
+    noise = keyed_uniform(purpose_seed(settings.seed, "keep"), epoch, indices.cpu().numpy(), num_patches)
+    kept = noise.argsort(axis=1)[:, : max(1, round(settings.keep_ratio * num_patches))]
+    return torch.from_numpy(np.sort(kept, axis=1)).to(indices.device)
 
 
 @dataclass(frozen=True)
@@ -79,6 +118,11 @@ def plan_course(
     processor: BaseImageProcessor,
     accelerator: Accelerator,
 ) -> Course:
+    if settings.keep_ratio < 1 and (settings.tune == "head" or not isinstance(model, LiViTForImageClassification)):
+        raise LiVTError(
+            f"keep_ratio is {settings.keep_ratio}, but only a LiViT that learns from images can leave out patches; "
+            "pass --keep_ratio 1."
+        )
     if settings.tune == "head":
         return _on_features(settings, data, model, FrozenBackbone(model, processor, accelerator))
     facts = input_facts(processor)
@@ -89,9 +133,12 @@ def plan_course(
     plain = DeviceTransform(facts.mean, facts.std, **fixed)
 
     def loss_of(module, batch, moment):
-        transform = mixing if moment.epoch < settings.epochs - settings.mixup_off_epochs else plain
-        batch = transform(batch, **vars(moment))
-        return module(batch["pixel_values"], labels=batch["labels"]).loss
+        left = settings.epochs - moment.epoch
+        transform = mixing if left > settings.mixup_off_epochs else plain
+        batch, shown = transform(batch, **vars(moment)), {}
+        if settings.keep_ratio < 1 and left > settings.keep_all_epochs:
+            shown = {"kept": kept_patches(settings, moment.epoch, batch["index"], model.config.num_patches)}
+        return module(batch["pixel_values"], labels=batch["labels"], **shown).loss
 
     def batches_of(split):
         return eval_loader(data[split], processor, shared_batches(256, accelerator, settings.num_workers))
@@ -127,18 +174,17 @@ def _on_features(
 
 
 def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
-    """Metrics of the paper's rule and, where the head gives probabilities, of the posterior rule."""
+    """Metrics of the paper's rule and, where the head gives probabilities, of the posterior rule, as in `Results`."""
     if model.head.multi_label:
-        return {"metrics": evaluate_multi_label(model, loader, accelerator, counts).compute(), "posterior": None}
-    rules = {"metrics": None}
-    if model.head.no_posterior is None:
-        rules["posterior"] = partial(model.head.posterior, prior="uniform")
-    measured, _ = evaluate_classifier(model, loader, accelerator, counts, rules)
-    return {name: measured[name].compute() if name in measured else None for name in ("metrics", "posterior")}
+        batches, given = logits_of(model, loader, accelerator), partial(given_labels, model)
+        return {"metrics": evaluate_multi_label(batches, accelerator, counts, given).compute(), "posterior": None}
+    measured, _ = evaluate_classifier(model, loader, accelerator, counts, standard_rules(model))
+    fields = {"metrics": PAPER, "posterior": UNIFORM, "own_prior": OWN}
+    return {field: measured[rule].compute() if rule in measured else None for field, rule in fields.items()}
 
 
 class BestWeights:
-    """Of `--select best`: the weights of the epoch that was most accurate on the validation split.
+    """Of `--select best`: the weights of the epoch that was best on the validation split.
 
     One file per epoch, so that a checkpoint and the weights it speaks of belong together whenever a run is killed.
     """
@@ -149,10 +195,10 @@ class BestWeights:
     def path(self, epoch: int) -> Path:
         return self.loop.run.checkpoints / f"best-{epoch}.safetensors"
 
-    def consider(self, epoch: int, accuracy: float) -> None:
+    def consider(self, epoch: int, value: float) -> None:
         progress = self.loop.progress
-        if progress.best_accuracy is None or accuracy > progress.best_accuracy:
-            progress.best_epoch, progress.best_accuracy = epoch, accuracy
+        if progress.best_accuracy is None or value > progress.best_accuracy:
+            progress.best_epoch, progress.best_accuracy = epoch, value
             if self.loop.accelerator.is_main_process:
                 self._write(self.path(epoch))
 
@@ -174,10 +220,11 @@ class BestWeights:
 def results_of(
     settings: FinetuneSettings, data: DatasetDict, loop: Loop, model: PreTrainedModel, measured: dict
 ) -> Results:
-    config, best = model.config, loop.progress.best_epoch
+    config, best, name = model.config, loop.progress.best_epoch, selection_metric(settings, model.head.multi_label)
     return Results(
         **common_results(settings, loop, model),
         **measured,
+        headline=headline(model),
         split="test",
         test_carved=has_carved_test(data),
         num_images=measured["metrics"]["num_images"],
@@ -187,7 +234,7 @@ def results_of(
         loss=settings.loss,
         tau=settings.tau,
         epoch=loop.progress.update / loop.per_epoch if best is None else best,
-        selection="last epoch" if best is None else "best epoch on the validation split",
+        selection="last epoch" if best is None else f"epoch of the best {name} on the validation split",
         pretrained=settings.pretrained,
         pretrained_local=is_local(settings.pretrained),
     )

@@ -1,9 +1,9 @@
 """LiViT: transformers' ViT with stochastic depth, mean pooling and a head that carries its long-tail loss."""
 
 import copy
+from collections.abc import Callable
 
 import torch
-from timm.layers import DropPath
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -22,6 +22,34 @@ from livt_hf.pretrained import ReadsOtherCheckpoints
 
 class LiViTPreTrainedModel(ReadsOtherCheckpoints, ViTPreTrainedModel):
     config: LiViTConfig
+    _no_split_modules = ["ViTEmbeddings", "LiViTLayer"]
+
+
+class LiViTLayer(ViTLayer):
+    """transformers' layer with stochastic depth: some images, drawn anew for each branch, go without the branch."""
+
+    def __init__(self, config: LiViTConfig, drop_path: float):
+        super().__init__(config)
+        self.drop_path = drop_path
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs) -> Tensor:
+        def attend(x):
+            return self.attention(self.layernorm_before(x), attention_mask, **kwargs)[0]
+
+        x = self._added(attend, hidden_states)
+        return self._added(lambda x: self.mlp(self.layernorm_after(x)), x)
+
+    def _added(self, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """x and its branch; the branches that stay are scaled so that the mean is kept."""
+        if not self.training or self.drop_path == 0:
+            return self.dropout(branch(x)) + x
+        stay = 1 - self.drop_path
+        kept = x.new_empty(len(x), 1, 1).bernoulli_(stay)
+        # What is left out need not be computed. Accelerators and compiled graphs would wait for the number of images.
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and kept.any():
+            images = kept.flatten().nonzero().flatten()
+            return x.index_add(0, images, self.dropout(branch(x[images])).to(x.dtype), alpha=1 / stay)
+        return self.dropout(branch(x)) * (kept / stay) + x
 
 
 class LiViTModel(LiViTPreTrainedModel):
@@ -32,11 +60,8 @@ class LiViTModel(LiViTPreTrainedModel):
     def __init__(self, config: LiViTConfig):
         super().__init__(config)
         self.embeddings = ViTEmbeddings(config)
-        self.layers = nn.ModuleList([ViTLayer(config) for _ in range(config.num_hidden_layers)])
         rates = torch.linspace(0, config.drop_path_rate, config.num_hidden_layers, device="cpu").tolist()
-        for layer, rate in zip(self.layers, rates, strict=True):
-            # ViTLayer applies `dropout` to each residual branch just before adding it: the place of drop path.
-            layer.dropout = nn.Sequential(nn.Dropout(config.hidden_dropout_prob), DropPath(rate))
+        self.layers = nn.ModuleList([LiViTLayer(config, rate) for rate in rates])
         norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         if config.pooling == "mean":
             self.fc_norm = norm
@@ -59,9 +84,13 @@ class LiViTModel(LiViTPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
-    def forward(self, pixel_values: Tensor, **kwargs) -> BaseModelOutputWithPooling:
+    def forward(self, pixel_values: Tensor, kept: Tensor | None = None, **kwargs) -> BaseModelOutputWithPooling:
+        """`kept` (B, K) holds the numbers of the patches that the model is to see of each image; default: all."""
         _check_pixels(pixel_values, self.config)
         x = self.embeddings(pixel_values.to(self.dtype), interpolate_pos_encoding=True)  # (B, 1 + patches, D)
+        if kept is not None:
+            patches = x[:, 1:].gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))
+            x = torch.cat([x[:, :1], patches], dim=1)  # (B, 1 + K, D)
         for layer in self.layers:
             x = layer(x, **kwargs)
         if self.config.pooling == "mean":

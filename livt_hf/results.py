@@ -13,19 +13,26 @@ from typing import Self
 
 from livt_hf.version import __version__
 
+# Decision rules: how an image gets its label from the logits z (livt_hf/evaluation/rules.py).
+PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
+OWN = "posterior, the model's test prior"
+
 
 @dataclass(kw_only=True)
 class Results:
     """What was trained on what, and what came out. Fractions, not percent; None is what was not measured or not said.
 
     `metrics` holds the numbers of the paper's rule, argmax z (of a pretraining, the loss on held-out images), and
-    `posterior` those of the posterior rule under the uniform prior, where the loss has one.
+    `posterior` those of the posterior rule under the uniform prior, where the loss has one; `own_prior` those under
+    the model's test prior, where it serves under another one.
     """
 
     stage: str
     dataset: str
     metrics: dict = field(default_factory=dict)
     posterior: dict | None = None
+    own_prior: dict | None = None
+    headline: str = PAPER  # the rule by which the model is judged and served
 
     # The model.
     model_type: str | None = None  # transformers' name of the family; None in files from before there was another
@@ -42,6 +49,7 @@ class Results:
     num_classes: int | None = None
     class_counts: dict | None = None
     split: str | None = None
+    folds: dict | None = None  # of a cross-validation: metrics of `each` fold, their `mean` and their `deviation`
     test_carved: bool = False  # the dataset has no test split of its own: `test` was set aside from the training data
     num_images: int | None = None
     # The training.
@@ -53,6 +61,7 @@ class Results:
     weights: str = "model"
     seed: int | None = None
     seconds: float | None = None
+    preparation_seconds: float | None = None  # before the first update: data, model, features of a frozen backbone
     # Where things came from. `data/birds` could be a folder or a Hub id, and a card must not guess.
     dataset_local: bool = True
     pretrained_local: bool = True
@@ -68,6 +77,13 @@ class Results:
     @classmethod
     def read(cls, path: Path) -> Self:
         return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+    @property
+    def rules(self) -> dict[str, dict]:
+        """The metrics of each rule, the headline first."""
+        measured = {PAPER: self.metrics, UNIFORM: self.posterior, OWN: self.own_prior}
+        order = sorted(measured, key=lambda rule: rule != self.headline)
+        return {rule: measured[rule] for rule in order if measured[rule]}
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

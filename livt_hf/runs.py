@@ -14,6 +14,7 @@ from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
+FOLD = "fold-"
 WITHOUT_PRETRAINING = (
     "run `livt pretrain` first, name a checkpoint with --pretrained, or train from scratch with --pretrained none."
 )
@@ -40,6 +41,17 @@ class Run:
     @property
     def results(self) -> Results:
         return Results.read(self.folder / RESULTS)
+
+    @property
+    def whole(self) -> "Run":
+        """The run to resume: of a fold, the cross-validation that it belongs to."""
+        around = Run(self.folder.parent)
+        is_fold = self.folder.name.startswith(FOLD) and (around.folder / ARGUMENTS).exists()
+        return around if is_fold else self
+
+    def fold(self, number: int) -> "Run":
+        """The run of one fold of a cross-validation."""
+        return Run(self.folder / f"{FOLD}{number}")
 
     def begin(self, settings: TrainingSettings) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,14 +112,14 @@ def numbered_runs(folder: Path) -> list[Run]:
 def new_run(settings: TrainingSettings) -> Run:
     """A folder for a new run: the one asked for, if it holds no other run, or the next number."""
     if settings.output_dir is None:
-        return _next_number(group_folder(settings))
+        return next_number(group_folder(settings))
     run = Run(Path(settings.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
         raise _holds_another(run.folder)
     return run
 
 
-def _next_number(group: Path) -> Run:
+def next_number(group: Path) -> Run:
     """The next run of a group. Making its folder is what takes the number: another job may be counting just now."""
     group.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(entry.name) for entry in group.iterdir() if entry.name.isdigit()), default=0)
@@ -152,6 +164,7 @@ def parse_training(
     settings = cls.merged(asked, configs, inherit(asked) if run is None else run.settings_of(cls))
     if run is not None:
         check_resumable(run, settings)
+        keep_settled(settings, run)
     if settings.push_to_hub and not settings.hub_model_id:
         raise LiVTError("--push_to_hub needs --hub_model_id organisation/name.")
     return settings, run
@@ -165,7 +178,7 @@ def check_resumable(run: Run, settings: TrainingSettings) -> None:
 
 
 def check_same_settings(run: Run, settings: TrainingSettings) -> None:
-    saved, free = run.settings_of(type(settings)), settings.names("free")
+    saved, free = run.settings_of(type(settings)), [*settings.names("free"), *_settled(settings)]
     differing = [
         f"{name} was {saved[name]!r} and is now {value!r}"
         for name, value in dataclasses.asdict(settings).items()
@@ -176,6 +189,17 @@ def check_same_settings(run: Run, settings: TrainingSettings) -> None:
             f"{run.folder} was started with other settings: {'; '.join(differing)}. "
             "Leave them as they were, or start a new run."
         )
+
+
+def keep_settled(settings: TrainingSettings, run: Run) -> None:
+    """Take over what a run that goes on has settled."""
+    for name in _settled(settings):
+        setattr(settings, name, run.settings_of(type(settings))[name])
+
+
+def _settled(settings: TrainingSettings) -> list[str]:
+    """What these settings leave open: it was chosen when the run began, and stays (see training/trial.py)."""
+    return ["epochs"] * (settings.hours is not None) + ["compile"] * (settings.compile == "auto")
 
 
 def newest_finished(cls: type[TrainingSettings], **settings) -> Run | None:

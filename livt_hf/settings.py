@@ -192,6 +192,12 @@ class DataSettings(CommandSettings):
     validation_fraction: float | None = option(
         0.0, "share of each class held out of the training images, to calibrate and to select on", before=0.0
     )
+    fold: str | None = option(
+        None,
+        "test on one part of a cross-validation and train on the others: 2/5 is the second of five; `finetune "
+        "--folds 5` goes through all",
+        selects_data=True,
+    )
     on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be read")
     num_workers: int = option(0, "data loading processes per training process", free=True, at_least=0)
 
@@ -199,6 +205,16 @@ class DataSettings(CommandSettings):
         super().__post_init__()
         if self.dataset is not None:
             self.dataset = self.dataset.rstrip("/") or "/"  # as shells complete folders; runs are found by this name
+        if self.fold is not None:
+            number, _, folds = self.fold.partition("/")
+            if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
+                raise LiVTError(f"fold is {self.fold!r}; it must be one of several parts, such as 2/5.")
+
+    @property
+    def fold_numbers(self) -> tuple[int, int]:
+        """Of fold 2/5: 2 and 5."""
+        number, _, folds = str(self.fold).partition("/")
+        return int(number), int(folds)
 
 
 @dataclass
@@ -209,6 +225,9 @@ class TrainingSettings(DataSettings):
     image_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     patch_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     epochs: int = option(100, "passes over the training set", at_least=1)
+    hours: float | None = option(
+        None, "train for as many epochs as fit into these hours, start-up included; evaluation comes on top"
+    )
     warmup_epochs: float = option(10, "epochs of linear warm-up", at_least=0)
     batch_size: int = option(1024, "images per update, over all processes and accumulation steps", at_least=1)
     accumulation: int = option(1, "micro-batches per update on each process", at_least=1)
@@ -241,7 +260,9 @@ class TrainingSettings(DataSettings):
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
         "auto", "auto: bf16 or fp16 on a GPU, none on a CPU"
     )
-    compile: bool = option(False, "torch.compile the model")
+    compile: bool | Literal["auto"] = option(
+        False, "torch.compile the model; auto: on a GPU, and on a CPU where it trains for half an hour", alone="true"
+    )
     gradient_checkpointing: bool = option(False, "trade a third more time for less memory")
     ema_decay: float | None = option(None, "keep a moving average of the weights and publish that")
     threads: int | None = option(
@@ -298,6 +319,11 @@ class FinetuneSettings(TrainingSettings):
     optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
     layer_decay: float = option(0.75, "learning rate factor from each layer to the one below")
     drop_path: float = option(0.1, "stochastic depth of the last layer")
+    keep_ratio: float = option(
+        1.0,
+        "share of an image's patches, drawn anew each epoch, that a LiViT trains on: 1 is the paper, less is faster",
+    )
+    keep_all_epochs: int = option(1, "number of last epochs with all patches", at_least=0)
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
     loss: str = option("bal_bce", "loss of the head", choices=loss_names)
     tau: float = option(1.0, "strength of the logit bias")
@@ -335,6 +361,11 @@ class FinetuneSettings(TrainingSettings):
     mixup: float = option(0.8, "mixup alpha; 0 is off", at_least=0)
     cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
     mixup_off_epochs: int = option(0, "number of last epochs without mixup and cutmix", at_least=0)
+    folds: int | None = option(
+        None,
+        "cross-validate: train this many models, each tested on images (and groups) that only it has not seen",
+        at_least=2,
+    )
     validation_fraction: float | None = option(
         None,
         "share of each class held out of the training images, to calibrate and to select on; default: 0.1 of own "
@@ -343,6 +374,13 @@ class FinetuneSettings(TrainingSettings):
     )
     eval_epochs: int = option(5, "epochs between evaluations", at_least=1)
     select: Literal["last", "best"] = option("last", "weights to keep: the last, or the best on the validation split")
+    select_metric: str | None = option(
+        None,
+        "number that the best weights are best by; default: mean_class_accuracy, or map where images have several "
+        "labels",
+        choices=("mean_class_accuracy", "accuracy", "macro_f1", "many", "medium", "few", "worst_class_accuracy")
+        + ("map", "auroc"),
+    )
 
     @classmethod
     def _own_config(cls, values: dict) -> str:
@@ -364,6 +402,17 @@ class EvalSettings(DataSettings):
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
     prior: str | None = option(
         None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
+    )
+    class_counts: str | None = option(
+        None,
+        "of a model that was trained elsewhere: its training folder, or a JSON or YAML file with the number of "
+        "training images per class; gives it probabilities under any prior",
+        place=True,
+    )
+    trained_with: Literal["ce", "bce"] = option("ce", "the loss of such a model")
+    probe: bool = option(
+        False,
+        "measure the features by kNN and a linear probe, whatever classes the model has; a pretraining always is",
     )
     adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
     test_imbalance: str | None = option(
@@ -478,14 +527,17 @@ _type_hints = functools.cache(get_type_hints)
 
 
 def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
-    """The type of an option: int, float, bool, str, a Literal, or a list of one of them; None aside."""
+    """The type of an option: int, float, bool, str, a Literal, bool | Literal, or a list; None aside."""
     hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next(part for part in parts if part is not type(None))
+    parts = [part for part in parts if part is not type(None)]
+    return parts[0] if len(parts) == 1 else Union[tuple(parts)]  # noqa: UP007
 
 
 def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
     choices, kind = declared.metadata.get("choices", ()), _kind(cls, declared)
+    if get_origin(kind) is Union:  # a truth or a word
+        return get_args(get_args(kind)[1])
     return get_args(kind) if get_origin(kind) is Literal else tuple(choices() if callable(choices) else choices)
 
 
@@ -497,6 +549,11 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
     if get_origin(kind) is list:
         return [_typed(name, get_args(kind)[0], part) for part in ([text] if isinstance(text, str) else text)]
     text = str(text)
+    if get_origin(kind) is Union:
+        words = get_args(get_args(kind)[1])
+        if text.lower() not in (*_TRUTHS, *words):
+            raise LiVTError(f"{name} is {text!r}; it must be true, false or {', '.join(words)}.")
+        return _TRUTHS.get(text.lower(), text)
     if kind is bool:
         if text.lower() not in _TRUTHS:
             raise LiVTError(f"{name} is {text!r}; it must be true or false.")

@@ -7,13 +7,13 @@ A frozen backbone sees each image once: its features are kept on disk under a ke
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -31,6 +31,9 @@ from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.runs import runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import shared_batches
+
+DIGESTS = ".digests"  # the suffix of the file beside an array of features
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> None:
@@ -134,40 +137,41 @@ class FrozenBackbone:
         self.weights = _digest_of_weights(model)
 
     def features(self, dataset: Dataset, settings: FinetuneSettings, augmentation: FinetuneAugmentation | None = None):
-        """Features (views, images, D), float32, mapped from disk. View 0 is the plain image, the others augmented."""
+        """Features (views, images, D), float32. View 0 is the plain image, the others augmented.
+
+        Plain images are kept one by one: whatever split or fold asks for them, those that are there are not computed.
+        """
         views = 1 if augmentation is None else settings.views
+        digests = [digest for _, digest in image_digests(dataset)]
         key = {
             "weights": self.weights,
-            "data": _digest_of_data(dataset),
+            "data": hashlib.sha256(b"".join(digests)).hexdigest() if views > 1 else None,
             "processor": self.processor.to_dict() if views == 1 else [self.processor.to_dict(), repr(augmentation)],
             "views": views,
             "seed": settings.seed if views > 1 else None,
         }
         name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        folder = runs_folder() / "features" / name
-        if not (folder / "key.json").exists():
-            self._compute(dataset, settings, augmentation, folder)
+        kept = KeptFeatures(runs_folder() / "features" / name)
+        missing = [kept.missing(digests)]
+        broadcast_object_list(missing)  # another job may be writing just now, and all processes must do the same
+        if missing[0]:
+            part = dataset if len(missing[0]) == len(dataset) else dataset.select(missing[0])
+            self._compute(part, [digests[row] for row in missing[0]], kept, settings, augmentation)
             if self.accelerator.is_main_process:
-                (folder / "key.json").write_text(json.dumps(key, indent=2, default=str) + "\n")
+                (kept.folder / "key.json").write_text(json.dumps(key, indent=2, default=str) + "\n")
             self.accelerator.wait_for_everyone()
-        ranks = sorted(folder.glob("part-*.npy"))
-        parts = [np.load(part, mmap_mode="r") for part in ranks]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        return kept.read(digests)
 
-    def _compute(self, dataset: Dataset, settings: FinetuneSettings, augmentation, folder: Path) -> None:
-        accelerator = self.accelerator
-        if accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)  # of a computation that was interrupted
-            folder.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        batches = shared_batches(64, accelerator, settings.num_workers)
+    def _compute(
+        self, dataset: Dataset, digests: list[bytes], kept: "KeptFeatures", settings: FinetuneSettings, augmentation
+    ) -> None:
+        batches = shared_batches(64, self.accelerator, settings.num_workers)
         views = [self._view(dataset, batches, None)]
         if augmentation is not None:
             views += [self._view(dataset, batches, augmentation, number) for number in range(1, settings.views)]
-        writing = folder / f".part-{accelerator.process_index:03d}.npy"
-        np.save(writing, np.stack(views))
-        os.replace(writing, folder / writing.name.removeprefix("."))
-        accelerator.wait_for_everyone()
+        mine = [digests[row] for rows in batches.in_order(len(dataset)) for row in rows]
+        kept.write(np.stack(views), mine)
+        self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
     def _view(self, dataset: Dataset, batches: Batches, augmentation, number: int = 0) -> np.ndarray:
@@ -187,6 +191,56 @@ class FrozenBackbone:
         return np.concatenate(features)
 
 
+class KeptFeatures:
+    """Features on disk, in parts: each an array (views, images, D) with the digests of its images beside it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def write(self, features: np.ndarray, digests: list[bytes]) -> None:
+        """Add a part. Its digests come last: a part without them was interrupted and counts for nothing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        joined = b"".join(digests)
+        place = self.folder / hashlib.sha256(joined).hexdigest()[:16]
+        writing = self.folder / f".{place.name}-{os.getpid()}.npy"
+        np.save(writing, features)
+        os.replace(writing, place.with_suffix(".npy"))
+        writing.write_bytes(joined)
+        os.replace(writing, place.with_suffix(DIGESTS))
+
+    def missing(self, digests: list[bytes]) -> list[int]:
+        """Rows of the images that no part holds, each image once; all rows where there is no part at all."""
+        there = self._places()
+        if not there:
+            return list(range(len(digests)))
+        first = {digest: row for row, digest in reversed(list(enumerate(digests))) if digest not in there}
+        return sorted(first.values())
+
+    def read(self, digests: list[bytes]) -> np.ndarray:
+        """The features of images in their order; mapped from disk where they are a whole part."""
+        there = self._places()
+        parts, rows = zip(*(there[digest] for digest in digests), strict=True)
+        arrays = {part: np.load(part, mmap_mode="r") for part in set(parts)}
+        first = arrays[parts[0]]
+        if len(arrays) == 1 and rows == tuple(range(first.shape[1])):
+            return first
+        features = np.empty((first.shape[0], len(digests), first.shape[2]), dtype=np.float32)
+        for part, array in arrays.items():
+            wanted = [i for i, other in enumerate(parts) if other == part]
+            features[:, wanted] = array[:, [rows[i] for i in wanted]]
+        return features
+
+    def _places(self) -> dict[bytes, tuple[Path, int]]:
+        """Digest -> the part that holds its features, and the row there."""
+        places = {}
+        for part in sorted(self.folder.glob(f"*{DIGESTS}")):
+            joined = part.read_bytes()
+            for row in range(len(joined) // DIGEST_BYTES):
+                digest = joined[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
+                places.setdefault(digest, (part.with_suffix(".npy"), row))
+        return places
+
+
 def _digest_of_weights(model: nn.Module) -> str:
     """Of everything the features depend on: the classifier, which is fresh, is left out."""
     classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
@@ -196,8 +250,3 @@ def _digest_of_weights(model: nn.Module) -> str:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _digest_of_data(dataset: Dataset) -> str:
-    """Of the encoded images, in order: whatever they are called and wherever they lie."""
-    return hashlib.sha256(b"".join(digest for _, digest in image_digests(dataset))).hexdigest()

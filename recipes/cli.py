@@ -13,6 +13,7 @@ from livt_hf import __version__
 from livt_hf.errors import LiVTError
 
 COMMANDS = {
+    "train": "train a classifier on your images in a given time",
     "pretrain": "masked generative pretraining (MGP) of a ViT on your images",
     "finetune": "balanced fine-tuning (BFT) of a pretrained model",
     "eval": "measure a model, by class frequency and under several decision rules; write a report",
@@ -23,6 +24,7 @@ COMMANDS = {
     "publish-data": "put a long-tailed dataset on the Hub, with its card",
     "convert": "convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export",
     "data": "look at a dataset before training",
+    "compare": "which way for your images: from scratch, or a pretrained backbone's head, LoRA or all of it",
     "sweep": "the paper's ablations, one command each",
 }
 LAUNCHED = ("pretrain", "finetune", "eval")

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from livt_hf.commands import run_command
-from livt_hf.data.decoding import find_broken, find_copies, listed
+from livt_hf.data.decoding import copies_in_words, find_broken, listed
 from livt_hf.data.labels import class_counts, class_feature, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.data.sources import load_data
@@ -57,10 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     sound = {
         split: part.select(np.setdiff1d(np.arange(len(part)), list(broken[split]))) for split, part in data.items()
     }
-    copies = find_copies(sound) if settings.check_images else []
-    if copies:
-        print(f"{len(copies)} images are in two splits:{listed(' = '.join(pair) for pair in copies)}")
-        print("Remove one of each pair, or give both the same group: a test must not show what was trained on.")
+    copies = copies_in_words(sound) if settings.check_images else None
+    if copies is not None:
+        print(copies)
     output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.dataset).name}"
     for path in draw(sound["train"], output, settings.split_seed):
         print(f"wrote {path}")

@@ -6,7 +6,9 @@
     livt eval --model RUN --adapt_prior         # the same, estimated from the images alone
     livt eval --model RUN --test_imbalance      # test sets whose classes are frequent and rare, in both directions
     livt eval --model RUN --predictions p.csv   # what each rule says of each image
+    livt eval --model org/any-classifier --dataset FOLDER --class_counts counts.json    # one trained elsewhere
     livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
+    livt eval --model org/any-backbone --dataset FOLDER --probe    # the same for any model, before anyone trains it
     livt eval --compare RUN_A RUN_B             # the newest reports of two runs side by side
 
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
@@ -15,42 +17,51 @@
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from math import isfinite
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from livt_hf import LiViTForPreTraining
+from livt_hf.backbones import load_backbone
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_data
-from livt_hf.data.labels import class_feature, group_codes, image_paths, labels_of
+from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.exam import Answers, Exam
+from livt_hf.evaluation.exam import Exam, Findings, examine
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
     class_names,
     is_multi_label,
+    is_pretraining,
     lent_by_run,
     load_checkpoint,
     load_processor,
+    told_its_counts,
     why_uncalibrated,
 )
-from livt_hf.evaluation.probes import encoder_features, knn_scores, linear_probe_scores
-from livt_hf.evaluation.rules import ESTIMATED, posterior_rule, prior_words, serving_prior, standard_rules
-from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model, scores_under
+from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
+from livt_hf.evaluation.rules import (
+    ESTIMATED,
+    given_labels,
+    label_thresholds,
+    posterior_rule,
+    prior_words,
+    serving_prior,
+    standard_rules,
+)
+from livt_hf.evaluation.running import Outputs, Rule, evaluate_multi_label, run_model
 from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
-from livt_hf.evaluation.tables import ANSWERS, PredictionTable, check_table, write_answers
-from livt_hf.metrics import long_tail_metrics, ranking_means, shot_groups
+from livt_hf.evaluation.tables import check_table, write_predictions
+from livt_hf.metrics import long_tail_metrics, shot_groups
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
-from livt_hf.reports.evaluation import Findings, choose_folder, write_report
+from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.reports.shifts import shift_rows
 from livt_hf.results import percent, provenance
 from livt_hf.settings import EvalSettings
@@ -70,7 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)
     folder = choose_folder(settings)
-    model, processor = load_checkpoint(settings.model), load_processor(settings.model)
+    pretraining = is_pretraining(settings.model)
+    settings.probe = settings.probe or pretraining  # which has no classifier of its own
+    model = load_backbone(settings.model) if settings.probe and not pretraining else load_checkpoint(settings.model)
+    if settings.class_counts is not None and not settings.probe:
+        model = told_its_counts(model, settings.class_counts, settings.trained_with)
+    processor = load_processor(settings.model)
     check_options(model, settings, accelerator.num_processes)
     model.to(accelerator.device)
     with accelerator.main_process_first():
@@ -82,43 +98,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         return eval_loader(data[split], processor, batches)
 
     summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split} | provenance()
-    counts = class_counts(data["train"])
+    counts, dataset = class_counts(data["train"]), data[settings.split]
     thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
-    if isinstance(model, LiViTForPreTraining):
-        summary |= measure_encoder(model, loader, accelerator, counts, settings)
+    if settings.probe:
+        summary |= measure_features(model, loader, accelerator, counts, settings)
         write_numbers(folder, summary, accelerator)
         return
     if is_multi_label(model):
-        measured = evaluate_multi_label(model, loader(settings.split), accelerator, counts, **thresholds)
+        outputs, given = run_model(model, loader(settings.split), accelerator), partial(given_labels, model)
+        measured = evaluate_multi_label(outputs.batches(), accelerator, counts, given, **thresholds)
         summary["macro and group mAP"] = measured.compute()
+        summary["classes"] = measured.per_class(class_names(model))
         accelerator.print(json.dumps(summary["macro and group mAP"], indent=2))
         write_numbers(folder, summary, accelerator)
+        if settings.predictions is not None:
+            write_table(settings, model, outputs, standard_rules(model), dataset)
         return
 
-    dataset = data[settings.split]
     shifted = planned_shifts(settings, dataset, counts)
     clusters = group_codes(dataset) if "group" in dataset.column_names else None
     outputs = run_model(model, loader(settings.split), accelerator)
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
     rules = chosen_rules(exam, settings, summary)
-    answers, index = exam.answers(rules), exam.index  # of all processes, so each of them takes part
-    found = examine(exam, rules, summary, answers)
+    found = examine(exam, rules, class_names(model), summary)
     if shifted:
         summary["shifted"] = [measure_shift(exam, one) for one in shifted]
     if accelerator.is_main_process:
         print_findings(found, exam)
         write_report(folder, settings, found, dataset)
-        facts = image_facts(dataset, settings.split)
-        write_answers(folder / ANSWERS, index, chosen_facts(facts, index), answers, class_names(model))
         print(f"Report: {folder / 'report.html'}")
         if settings.predictions is not None:
-            write_predictions(settings.predictions, facts, exam, rules)
+            write_table(settings, model, outputs, rules, dataset)
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
 
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:
     """What cannot be measured is refused before the data are read."""
+    if settings.probe:
+        check_probe(settings, num_processes)
     if settings.prior is not None or settings.adapt_prior:
         check_posterior(model)
         if is_multi_label(model):
@@ -131,11 +149,17 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
             f"(livt calibrate {shlex.quote(settings.model)}), or leave --adapt_prior out."
         )
     if settings.predictions is not None:
-        if num_processes > 1 or is_multi_label(model):
-            raise LiVTError("--predictions are written by one process, for images with one label; leave them out.")
+        if num_processes > 1:
+            raise LiVTError("--predictions are written by one process; leave them out, or evaluate on one.")
         check_table(settings.predictions)
     shot_groups([1], settings.many_above, settings.few_below)
-    if num_processes > 1 and isinstance(model, LiViTForPreTraining):
+
+
+def check_probe(settings: EvalSettings, num_processes: int) -> None:
+    asked = [name for name in ("prior", "adapt_prior", "test_imbalance", "predictions") if getattr(settings, name)]
+    if asked:
+        raise LiVTError(f"kNN and the linear probe measure features and know no prior; leave --{asked[0]} out.")
+    if num_processes > 1:
         raise LiVTError("kNN and the linear probe look at all images at once; run it on one process.")
 
 
@@ -143,7 +167,7 @@ def check_data(model: PreTrainedModel, data: DatasetDict, settings: EvalSettings
     """Refuse data that a checkpoint cannot be measured on."""
     if settings.split not in data:
         raise LiVTError(f"{settings.dataset} has no split {settings.split!r}; it has {', '.join(data)}.")
-    if not isinstance(model, LiViTForPreTraining):
+    if not settings.probe:
         check_classes_match(model, data["train"])
     elif has_several_labels(data["train"]):
         raise LiVTError(
@@ -158,10 +182,10 @@ def planned_shifts(settings: EvalSettings, dataset: Dataset, counts: np.ndarray)
     return shifted_sets(settings.test_imbalance, labels_of(dataset).values, counts, settings.seed)
 
 
-def measure_encoder(
-    model: LiViTForPreTraining, loader: Loaders, accelerator: Accelerator, counts, settings: EvalSettings
+def measure_features(
+    model: PreTrainedModel, loader: Loaders, accelerator: Accelerator, counts: np.ndarray, settings: EvalSettings
 ) -> dict:
-    train, test = (encoder_features(model, loader(split), accelerator) for split in ("train", settings.split))
+    train, test = (frozen_features(model, loader(split), accelerator) for split in ("train", settings.split))
     scores = {
         "kNN": knn_scores(train, test, len(counts)),
         "linear probe": linear_probe_scores(train, test, len(counts), seed=settings.seed),
@@ -195,20 +219,6 @@ def chosen_rules(exam: Exam, settings: EvalSettings, summary: dict) -> dict[str,
     return rules
 
 
-def examine(exam: Exam, rules: dict[str, Rule], summary: dict, answers: dict[str, Answers]) -> Findings:
-    """All numbers of the test set as it is: under every rule, and class by class under the first."""
-    measured, pairs = exam.metrics(rules)
-    rankings = exam.rankings(next(iter(rules.values())))
-    summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
-    summary["intervals"] = exam.intervals(answers)
-    summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
-    per_class = next(iter(measured.values())).per_class(class_names(exam.model))
-    for row in per_class:
-        values = {name: values[row["class"]].item() for name, values in rankings.items()}
-        row |= {name: value if row["images"] and isfinite(value) else None for name, value in values.items()}
-    return Findings(summary, measured, pairs, per_class)
-
-
 def print_findings(found: Findings, exam: Exam) -> None:
     summary, rules = found.summary, found.summary["rules"]
     first = next(iter(rules))
@@ -228,24 +238,12 @@ def print_findings(found: Findings, exam: Exam) -> None:
         print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
 
 
-def write_predictions(path: str, facts: dict[str, list], exam: Exam, rules: dict[str, Rule]) -> None:
-    with PredictionTable(path, class_names(exam.model)) as table:
-        for logits, batch in exam.outputs.batches():
-            scores = {name: scores_under(rule, logits) for name, rule in rules.items()}
-            table.write(chosen_facts(facts, batch["index"]), scores)
-    print(f"Predictions: {path}")
-
-
-def image_facts(dataset: Dataset, split: str) -> dict[str, list]:
-    """What is known about each image of a split, by column."""
-    names = class_feature(dataset).names
-    facts = {"file": image_paths(dataset), "label": [names[label] for label in labels_of(dataset).values]}
-    facts["split"] = [split] * len(dataset)
-    return facts | ({"group": labels_of(dataset, "group").values} if "group" in dataset.column_names else {})
-
-
-def chosen_facts(facts: dict[str, list], index: Tensor) -> dict[str, list]:
-    return {name: [values[row] for row in index.tolist()] for name, values in facts.items()}
+def write_table(
+    settings: EvalSettings, model: PreTrainedModel, outputs: Outputs, rules: dict[str, Rule], dataset: Dataset
+) -> None:
+    thresholds = label_thresholds(model)
+    write_predictions(settings.predictions, outputs.batches(), rules, dataset, settings.split, thresholds)
+    print(f"Predictions: {settings.predictions}")
 
 
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:

@@ -3,19 +3,25 @@
     livt finetune                                                      # the newest finished pretraining under runs/
     livt finetune --dataset FOLDER --pretrained runs/pretrain-FOLDER-base/1
     livt finetune --dataset FOLDER --pretrained org/any-classifier --tune head
+    livt finetune --dataset labels.csv --group_column patient --folds 5
     livt finetune --dataset cifar100-lt --source FOLDER --pretrained none --loss ce
 
 The run folder ends up holding the checkpoint, its image processor, log.jsonl and results.json. `--help` lists the
 options.
 """
 
+import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
 from tqdm.auto import tqdm
 
+from livt_hf import budget
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
 from livt_hf.commands import (
     accuracy_line,
@@ -25,35 +31,100 @@ from livt_hf.commands import (
     resume_message,
     run_command,
 )
+from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_seen, write_fold, write_whole
 from livt_hf.data import class_counts, load_data
-from livt_hf.errors import Interrupted
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.decoding import copies_in_words
+from livt_hf.data.sources import load_images
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.estimation import calibrate
-from livt_hf.evaluation.rules import PAPER, UNIFORM
-from livt_hf.finetuning import BestWeights, check_options, measure, plan_course, results_of
-from livt_hf.runs import find_pretraining, parse_training
+from livt_hf.evaluation.tables import ANSWERS
+from livt_hf.finetuning import BestWeights, Course, check_options, measure, plan_course, results_of, selection_metric
+from livt_hf.reports import markdown_table
+from livt_hf.reports.evaluation import fold_rows
+from livt_hf.results import Results
+from livt_hf.runs import ARGUMENTS, Run, find_pretraining, keep_settled, parse_training
 from livt_hf.settings import FinetuneSettings
-from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run
+from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
+from livt_hf.training.trial import settle
 
+logger = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parent / "configs"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    began = budget.clock()
     settings, resumed = parse_training(FinetuneSettings, argv, CONFIGS, inherit=lent_by_checkpoint)
     settings.pretrained = find_pretraining(settings)
     check_publishing(settings)
+    if settings.folds is not None:
+        if settings.hours is not None:
+            raise LiVTError("--hours fits the epochs of one model to a time; with --folds give --epochs instead.")
+        cross_validate(settings, resumed)
+        return
     accelerator = make_accelerator(settings)
     with accelerator.main_process_first():
         data = load_data(settings)
+    say_copies(settings, data, accelerator)
+
+    def opened(course: Course) -> Run:
+        if resumed is None:
+            settle(settings, accelerator, began, course.module, course.loader, course.loss_of)
+        return open_run(accelerator, settings, resumed)
+
+    run, results = finetune(settings, data, accelerator, opened)
+    accelerator.end_training()
+    start = "scratch" if settings.pretrained == "none" else settings.pretrained
+    accelerator.print(
+        f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
+        f"{settings.dataset}, from {start}, in {results.seconds / 60:.1f} minutes; {results.selection}.\n"
+        + "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in results.rules.items())
+        + f"  checkpoint: {run.folder}\n"
+        f"Next, look closer:\n  {next_command('eval', '--model', run)}"
+    )
+    if accelerator.is_main_process:
+        publish_if_asked(settings, run)
+
+
+def say_copies(settings: FinetuneSettings, splits: Mapping[str, Dataset], accelerator: Accelerator) -> None:
+    """Warn of identical images on both sides of a split; those of benchmarks are what they are."""
+    words = None
+    if accelerator.is_main_process and settings.dataset not in BENCHMARKS:
+        words = copies_in_words(splits)
+    if words is not None:
+        logger.warning(words)
+
+
+def finetune(
+    settings: FinetuneSettings, data: DatasetDict, accelerator: Accelerator, opened: Callable[[Course], Run]
+) -> tuple[Run, Results]:
+    """One model from its start to its results. `opened` gives the run's folder once all is ready to train."""
+    began = budget.clock()
     check_options(settings, data)
     torch.manual_seed(settings.seed)
-
-    counts = class_counts(data["train"])
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)
     course = plan_course(settings, data, model, processor, accelerator)
-    run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
+    prepared = budget.clock()
+    run = opened(course)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, course.module, course.loader, course.loss_of)
     loop.resume()
+    fit(loop, course, data)
+    if "validation" in data and loop.final_model.head.no_posterior is None:
+        calibrate(loop.final_model, course.batches_of("validation"), accelerator)
+    measured = measure(loop.final_model, course.batches_of("test"), accelerator, class_counts(data["train"]))
+    if settings.fold is not None:
+        write_fold(run, loop.final_model, course.batches_of("test"), data, accelerator)
+    published = course.published(loop.final_model)
+    results = results_of(settings, data, loop, published, measured)
+    results.image_size, results.preparation_seconds = input_facts(processor).size, prepared - began
+    finish_run(loop, published, processor, results)
+    return run, results
+
+
+def fit(loop: Loop, course: Course, data: DatasetDict) -> None:
+    """Train, with a look at the validation split now and then."""
+    settings, accelerator, counts = loop.settings, loop.accelerator, class_counts(data["train"])
     best = BestWeights(loop) if settings.select == "best" else None
     watched = "validation" if "validation" in data else "test"
 
@@ -65,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return None
         metrics = measure(loop.final_model, course.batches_of(watched), accelerator, counts)["metrics"]
         if best is not None:
-            best.consider(epoch + 1, metrics.get("accuracy", metrics.get("map")))
+            best.consider(epoch + 1, metrics[selection_metric(settings, loop.final_model.head.multi_label)])
         if accelerator.is_main_process:
             tqdm.write(f"epoch {epoch + 1}  {accuracy_line(metrics)}", file=sys.stderr)  # above the progress bar
         return metrics
@@ -73,29 +144,53 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         loop.fit(before_epoch, after_epoch)
     except Interrupted:
-        accelerator.print(resume_message(run, "finetune"))
+        accelerator.print(resume_message(loop.run, "finetune"))
         raise
-
     if best is not None:
         best.restore()
-    if "validation" in data and loop.final_model.head.no_posterior is None:
-        calibrate(loop.final_model, course.batches_of("validation"), accelerator)
-    measured = measure(loop.final_model, course.batches_of("test"), accelerator, counts)
-    published = course.published(loop.final_model)
-    results = results_of(settings, data, loop, published, measured)
-    results.image_size = input_facts(processor).size
-    finish_run(loop, published, processor, results)
-    start = "scratch" if settings.pretrained == "none" else settings.pretrained
-    accelerator.print(
-        f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
-        f"{settings.dataset}, from {start}, in {loop.progress.seconds / 60:.1f} minutes.\n"
-        f"  test, {PAPER}: {accuracy_line(results.metrics)}, {results.selection}\n"
-        + (f"  test, {UNIFORM}: {accuracy_line(results.posterior)}\n" if results.posterior else "")
-        + f"  checkpoint: {run.folder}\n"
-        f"Next, look closer:\n  {next_command('eval', '--model', run)}"
-    )
+
+
+def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
+    """One model for each fold, in a folder of its own below the run's; then the numbers of all folds together."""
+    if settings.push_to_hub:
+        raise LiVTError("a cross-validation has no model of its own to publish; leave --push_to_hub out.")
+    started, accelerator = time.monotonic(), make_accelerator(settings)
+    with accelerator.main_process_first():
+        images = load_images(fold_settings(settings, 1))
+    say_copies(settings, images.by_fold(), accelerator)
     if accelerator.is_main_process:
-        publish_if_asked(settings, run)
+        say_what_was_seen(settings)
+    folds = [fold_settings(settings, number) for number in range(1, settings.folds + 1)]
+    for number, fold in enumerate(folds, 1):
+        if run is not None and run.fold(number).finished:
+            continue
+        accelerator = make_accelerator(settings)  # a new one: it keeps the models that it has seen
+        if settings.max_hours is not None:
+            fold.max_hours = max(0.0, settings.max_hours - (time.monotonic() - started) / 3600)
+
+        def opened(course, fold=fold, number=number, accelerator=accelerator):
+            nonlocal run
+            run = run or claim_folder(accelerator, settings, None)
+            own = run.fold(number)
+            fold.output_dir = str(own.folder)
+            begun = (own.folder / ARGUMENTS).exists()
+            if begun:
+                keep_settled(fold, own)
+            else:
+                settle(fold, accelerator, budget.clock(), course.module, course.loader, course.loss_of)
+            return open_run(accelerator, fold, own if begun else None)
+
+        accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)
+        finetune(fold, images.divided(fold), accelerator, opened)
+    found, tested = examine_folds(run, [images.divided(fold) for fold in folds], accelerator)
+    if accelerator.is_main_process:
+        report = write_whole(run, settings, found, tested)
+        print(
+            f"\nCross-validated {settings.model_size} with {settings.loss} on {settings.dataset}, in percent, by the "
+            f"rule “{next(iter(found.summary['rules']))}”:\n{markdown_table(fold_rows(found.summary))}"
+            f"Report: {report}\nPredictions: {run.folder / ANSWERS}"
+        )
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

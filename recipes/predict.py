@@ -25,7 +25,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import lent_plugin
 from livt_hf.evaluation.prediction import Predictor, find_images
 from livt_hf.evaluation.rules import prior_words, serving_prior
-from livt_hf.evaluation.tables import PredictionTable, check_table
+from livt_hf.evaluation.tables import SEPARATOR, PredictionTable, check_table
 from livt_hf.settings import REQUIRED, CommandSettings, option
 from livt_hf.training.machine import use_all_cores
 
@@ -66,9 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.prior is not None:
         predictor.serve_under(serving_prior(settings.prior, predictor.model), prior_words(settings.prior))
     print(predictor.explanation, file=sys.stderr)
-    line = FORMATS[settings.format](paths, settings.top_k)
+    line = FORMATS[settings.format](paths, settings.top_k, predictor.thresholds is not None)
     broken = 0
-    output = PredictionTable(settings.output, predictor.labels) if settings.output else contextlib.nullcontext()
+    output = contextlib.nullcontext()
+    if settings.output is not None:
+        output = PredictionTable(settings.output, predictor.labels, predictor.thresholds)
     with output as table:
         answers = predictor.predict(paths, settings.batch_size)
         for path, scores in tqdm(answers, total=len(paths), unit="image", disable=None):
@@ -77,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 broken += 1
                 tqdm.write(f"cannot read {path}: {error}", file=sys.stderr)
                 scores = torch.full((len(predictor.labels),), torch.nan)
-            text = line(path, [] if error else best(scores, predictor.labels, settings.top_k), error)
+            named = [] if error else best(scores, predictor.labels, settings.top_k)
+            text = line(path, named, predictor.given(scores), error)
             if text is not None:
                 tqdm.write(text)
             if table is not None:
@@ -96,35 +99,38 @@ def plugin_of_model(asked: dict) -> dict:
     return {} if "plugin" in asked else {"plugin": lent_plugin(Path(asked["model"]))}
 
 
-# A format is made for some paths and a number of classes; it turns a path, its (label, score) pairs and what is wrong
-# with the file into a line.
-Line = Callable[[Path, list[tuple[str, float]], str | None], str | None]
+# A format is made for some paths, a number of classes, and whether images may have several labels. It turns a path,
+# its (label, score) pairs, the labels that are given and what is wrong with the file into a line.
+Line = Callable[[Path, list[tuple[str, float]], list[str], str | None], str | None]
 
 
-def table(paths: list[Path], _top_k: int) -> Line:
+def table(paths: list[Path], _top_k: int, several: bool) -> Line:
     width = max(len(str(path)) for path in paths)
 
-    def line(path, named, error):
-        answers = "  ".join(f"{label} {score:.3f}" for label, score in named)
+    def line(path, named, given, error):
+        stars = {label: "*" for label in given} if several else {}
+        answers = "  ".join(f"{label} {score:.3f}{stars.get(label, '')}" for label, score in named)
         return f"{path!s:<{width}}  {answers}" if error is None else None
 
     return line
 
 
-def jsonl(_paths: list[Path], _top_k: int) -> Line:
-    def line(path, named, error):
-        answers = {"predictions": [{"label": label, "score": score} for label, score in named]}
+def jsonl(_paths: list[Path], _top_k: int, several: bool) -> Line:
+    def line(path, named, given, error):
+        answers = {"labels": given} if several else {}
+        answers["predictions"] = [{"label": label, "score": score} for label, score in named]
         return json.dumps({"file": str(path)} | ({"error": error} if error else answers), ensure_ascii=False)
 
     return line
 
 
-def comma_separated(_paths: list[Path], top_k: int) -> Line:
+def comma_separated(_paths: list[Path], top_k: int, several: bool) -> Line:
     columns = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "score")]
-    tqdm.write(_csv_row(["file", "error", *columns]))
+    tqdm.write(_csv_row(["file", "error", *["labels"] * several, *columns]))
 
-    def line(path, named, error):
-        return _csv_row([path, error, *(value for pair in named for value in pair)])
+    def line(path, named, given, error):
+        labels = [SEPARATOR.join(given)] * several
+        return _csv_row([path, error, *labels, *(value for pair in named for value in pair)])
 
     return line
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from livt_hf import budget
 from livt_hf.commands import check_publishing, next_command, publish_if_asked, resume_message, run_command
 from livt_hf.data import (
     DeviceTransform,
@@ -34,11 +35,13 @@ from livt_hf.runs import parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.stages import common_results, counts_summary, image_size, is_native, shared_batches, training_batches
 from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run, track_picture
+from livt_hf.training.trial import settle
 
 CONFIGS = Path(__file__).parent / "configs"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    began = budget.clock()
     settings, resumed = parse_training(PretrainSettings, argv, CONFIGS)
     check_publishing(settings)
     accelerator = make_accelerator(settings)
@@ -66,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         noise = mask_noise(settings.seed, moment.epoch, batch["index"], num_patches)
         return model(batch["pixel_values"], noise=noise).loss
 
+    if resumed is None:
+        settle(settings, accelerator, began, model, loader, loss_of)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, model, loader, loss_of)
     loop.resume()
@@ -92,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metrics={"loss": loss, "zero_prediction_loss": zero_loss},
     )
     finish_run(loop, loop.final_model, processor, results)
+    accelerator.end_training()
     advice = update_advice(loss, zero_loss, loop.progress.update)
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
     default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size

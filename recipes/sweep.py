@@ -129,7 +129,7 @@ class Plan:
             return self.finetuning(variant.start, seed), [f"after={variant.start.label.replace(' ', '-')}"]
         if variant.pretrain is None:
             return "none", ["scratch"]
-        if self.settings.pretrained is not None:
+        if self.settings.pretrained is not None and not variant.from_own_images:
             return self.settings.pretrained, []
         return self.pretraining(variant.pretrain, seed), self.changes("pretrain", variant.pretrain)
 
@@ -149,6 +149,15 @@ class Plan:
         for folder, run in self.runs.items():  # a start is planned before what it is the start of
             depth[folder] = 0 if run.start is None else depth[run.start] + 1
         return [[folder for folder in depth if depth[folder] == level] for level in sorted(set(depth.values()))]
+
+    def results(self) -> dict[str, list[Results]]:
+        """Of finished runs, by variant."""
+        return {label: [Run(run).results for run in runs] for label, runs in self.runs_of.items()}
+
+    def first_stages(self) -> dict[str, list[Results]]:
+        """Those of the runs that the runs of each variant started from."""
+        starts = {label: [self.runs[run].start for run in runs] for label, runs in self.runs_of.items()}
+        return {label: [Run(run).results for run in runs if run] for label, runs in starts.items()}
 
     def pretrained_on(self, variant: Variant) -> str | None:
         """The dataset of the model that a variant starts from, its own where it has none; None: nobody knows."""
@@ -178,14 +187,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     sweep = SWEEPS[settings.sweep]
     variants = chosen(sweep.variants, settings.only)
     plan = Plan(settings, variants)
-    if settings.dry_run:
+    if carried_out(plan):
+        report(settings, sweep, plan, variants)
+
+
+def carried_out(plan: Plan) -> bool:
+    """Run what a plan holds; of a dry run, print the commands and say that nothing was run."""
+    if plan.settings.dry_run:
         for folder in itertools.chain(*plan.rounds()):
             run = plan.runs[folder]
             print(shlex.join(["livt", run.stage, *run.words, "--output_dir", str(folder)]))
-        return
+        return False
     for folders in plan.rounds():
-        run_all({folder: plan.runs[folder] for folder in folders}, settings)
-    report(settings, sweep, plan, variants)
+        run_all({folder: plan.runs[folder] for folder in folders}, plan.settings)
+    return True
 
 
 def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
@@ -221,11 +236,9 @@ def lent(stage: str, asked: dict) -> dict:
 
 def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Variant]) -> None:
     """The table, the plot and sweep.json of a sweep whose runs are finished."""
-    results = {label: [Run(run).results for run in runs] for label, runs in plan.runs_of.items()}
-    pretraining = None
-    if any(variant.pretrain for variant in variants):  # what the first stage cost is part of the comparison
-        first = {label: [plan.runs[run].start for run in runs] for label, runs in plan.runs_of.items()}
-        pretraining = {label: [Run(run).results for run in runs if run] for label, runs in first.items()}
+    results = plan.results()
+    # Where the first stages differ, what they cost is part of the comparison.
+    pretraining = plan.first_stages() if any(variant.pretrain for variant in variants) else None
     paper = {variant.label: plan.paper(sweep, variant) for variant in variants}
     rows = summarise(results, paper.get, pretraining)
     table = markdown_table(table_rows(rows))

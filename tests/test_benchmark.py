@@ -20,7 +20,7 @@ def benchmark(monkeypatch, tmp_path, capsys):
 
     def run(question: str) -> tuple[list[dict], str]:
         output = tmp_path / "rows.json"
-        recipe.main([question, "--quick", "--output", str(output)])
+        recipe.main([question, "--quick", "--runs", "1", "--output", str(output)])
         return json.loads(output.read_text()), capsys.readouterr().out
 
     return run
@@ -55,6 +55,15 @@ def test_a_ratio_above_one_is_in_our_favour():
     assert time["ratio"] == pytest.approx(1 / 3)
 
 
+def test_a_ratio_of_several_runs_is_their_median_and_says_its_range():
+    rows = [{"question": "speed", "ours": r, "peer": 1.0, "ratio": r, "unit": "s"} for r in (1.2, 0.9, 1.1)]
+    row = recipe.merged(rows)
+    assert (row["ours"], row["ratio"], row["ratio_range"], row["runs"]) == (1.1, 1.1, [0.9, 1.2], 3)
+    assert recipe.ratio_words(row) == "1.10 (0.90 to 1.20, no difference)"
+    assert recipe.ratio_words(recipe.merged([rows[0], rows[2]])) == "1.15 (1.10 to 1.20)"
+    assert recipe.ratio_words(rows[0]) == "1.20"
+
+
 def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
     steps = importlib.import_module("livt_hf.recipes.benchmarks.steps")
     monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
@@ -64,6 +73,17 @@ def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
         f"MGP step, micro, two images, decode_ratio {ratio}" for ratio in ("1", "0.5", "0.25")
     ]
     assert 0 < rows[3]["ours"] < 1  # of the machine's peak
+
+
+def test_fine_tuning_steps_are_compared_with_and_without_what_saves_computation(benchmark, monkeypatch):
+    steps = importlib.import_module("livt_hf.recipes.benchmarks.steps")
+    monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
+    monkeypatch.setattr(steps, "_bias_cost", lambda *_: [])
+    rows, printed = benchmark("finetune")
+    assert_readable(rows, printed)
+    assert [row["question"] for row in rows[2:]] == [
+        f"BFT step, micro, two images, {what}" for what in ("drop path 0.1", "half of the patches")
+    ]
 
 
 def test_metrics_are_compared_with_scikit_learn_on_the_same_logits(benchmark, monkeypatch):

@@ -15,7 +15,7 @@ from livt_hf.hub.converted import converted_card, converted_names
 from livt_hf.hub.paper import paper_result, paper_table
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.results import Results
+from livt_hf.results import UNIFORM, Results
 from livt_hf.stages import is_local
 
 CARDS = Path(__file__).parents[1] / "model_cards"
@@ -87,10 +87,18 @@ def row_of(card: ModelCard, label: str) -> list[str]:
 
 def test_the_card_shows_the_measured_groups_beside_the_papers():
     card = card_of(epochs=10)
-    assert row_of(card, "this model, argmax z") == ["61.2", "40.8", "-", "42.1"]
+    assert row_of(card, "this model, paper (argmax z)") == ["61.2", "40.8", "-", "42.1"]
     assert row_of(card, "this model, posterior") == ["61.2", "40.8", "-", "43.3"]
     assert row_of(card, "the paper, ViT-Base at 224 px") == ["-", "-", "-", "58.2"]
     assert row_of(card, "`probabilities`") == ["2.1", "10.1"]
+
+
+def test_the_card_of_a_calibrated_model_judges_it_by_its_posterior():
+    card = card_of(replace(RESULTS, headline=UNIFORM))
+    rows = [line for line in card.text.splitlines() if line.startswith("| this model")]
+    assert "posterior, uniform prior" in rows[0] and "argmax z" in rows[1]
+    found = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    assert found["Top-1 accuracy, posterior, uniform prior"] == 0.433 and "Top-1 accuracy" not in found
 
 
 def test_the_model_index_holds_every_metric_that_was_measured():

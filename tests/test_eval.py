@@ -350,6 +350,27 @@ def test_a_stock_classifier_is_measured_by_its_own_logits(workplace, evaluate, r
     assert "it does not know its training prior" in refused(*options, "--adapt_prior")
 
 
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_a_classifier_trained_elsewhere_gets_the_posterior_rule_from_its_class_counts(
+    workplace, evaluate, refused, stock, tmp_path, place
+):
+    """Its logits are log (30, 18, 10, 6), the training prior itself: without it no class is preferred."""
+    model = stock(**names(NAMES))
+    torch.nn.init.zeros_(model.classifier.weight)
+    model.classifier.bias.data = torch.tensor([30.0, 18, 10, 6]).log()
+    counts = workplace.pictures
+    if place == "file":
+        counts = tmp_path / "counts.json"
+        counts.write_text(json.dumps(dict(zip(NAMES, [30, 18, 10, 6], strict=True))))
+    options = ["--dataset", workplace.pictures, "--class_counts", counts]
+    table = tmp_path / "predictions.csv"
+    evaluate("--model", saved(tmp_path / "stock", model), *options, "--predictions", table)
+    rows = csv.read_csv(table).to_pylist()
+    assert len(rows) == 44
+    assert all(row[f"{name} ({UNIFORM})"] == pytest.approx(0.25) for row in rows for name in NAMES)
+    assert "knows its class counts already" in refused("--model", workplace.finetuned, *options)
+
+
 def test_a_model_of_other_classes_is_refused_by_name(workplace, refused, stock, tmp_path):
     other = saved(tmp_path / "other", stock(**names(["class0", "newt", "class2", "class3"])))
     sentence = refused("--model", other, "--dataset", workplace.pictures)

@@ -5,14 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+from accelerate import Accelerator
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List
 from hub_server import hub_server
 from PIL import Image as Pictures
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.backbones import build_classifier, serving_processor
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
-from livt_hf.finetuning import BestWeights, measure, plan_course
+from livt_hf.errors import LiVTError
+from livt_hf.finetuning import BestWeights, check_options, kept_patches, measure, plan_course, selection_metric
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Moment, Progress
@@ -155,3 +157,64 @@ def test_mixup_ends_before_training_does_where_it_is_told_to(train, tmp_path):
         (batch,) = course.loader.epoch(epoch)
         course.loss_of(model, batch, Moment(epoch, update=epoch))
     assert seen == [True, True, False]  # mixed labels are soft
+
+
+def split_of(counts: list[int], several: bool = False) -> Dataset:
+    labels = [label for label, count in enumerate(counts) for _ in range(count)]
+    kind = ClassLabel(names=["a", "b", "c"])
+    column = [[label] for label in labels] if several else labels
+    return Dataset.from_dict({"label": column}, features=Features(label=List(kind) if several else kind))
+
+
+def test_the_best_epoch_is_chosen_by_the_mean_over_classes_unless_another_number_is_asked_for():
+    assert selection_metric(options(), several=False) == "mean_class_accuracy"
+    assert selection_metric(options(), several=True) == "map"
+    assert selection_metric(options("--select_metric", "few"), several=False) == "few"
+    with pytest.raises(LiVTError, match="select_metric is 'f1'; choose one of mean_class_accuracy, accuracy, macro"):
+        options("--select_metric", "f1")
+
+
+@pytest.mark.parametrize(
+    ("metric", "several", "complaint"),
+    [
+        ("map", False, "select_metric map is not defined for one label; choose one of accuracy, few"),
+        ("accuracy", True, "select_metric accuracy is not defined for several labels"),
+        ("many", False, "validation split has no image of a many-shot class"),
+        ("few", False, None),
+        ("macro_f1", True, None),
+    ],
+)
+def test_a_number_that_cannot_select_is_refused(metric, several, complaint):
+    data = DatasetDict(train=split_of([50, 30, 5], several), validation=split_of([5, 3, 1], several))
+    settings = options("--select", "best", "--select_metric", metric, "--batch_size", "8")
+    if complaint is None:
+        check_options(settings, data)
+        return
+    with pytest.raises(LiVTError, match=complaint):
+        check_options(settings, data)
+
+
+def test_a_selection_metric_without_selection_is_refused():
+    with pytest.raises(LiVTError, match="pass --select best with it"):
+        check_options(options("--select_metric", "few", "--batch_size", "8"), DatasetDict(train=split_of([50, 30, 5])))
+
+
+def test_the_patches_that_are_kept_belong_to_the_image_and_the_epoch():
+    settings = options("--keep_ratio", 0.25)
+    kept = kept_patches(settings, 3, torch.arange(40), 64)
+    assert kept.shape == (40, 16) and (kept.diff(dim=1) > 0).all() and kept.min() >= 0 and kept.max() < 64
+    assert torch.equal(kept_patches(settings, 3, torch.tensor([7]), 64)[0], kept[7])
+    assert not torch.equal(kept_patches(settings, 4, torch.arange(40), 64), kept)
+    assert kept_patches(options("--keep_ratio", 0.01), 3, torch.arange(2), 4).shape == (2, 1)
+
+
+def test_patches_are_left_out_until_the_last_epochs(train):
+    words = "--keep_ratio 0.5 --keep_all_epochs 2 --epochs 5 --batch_size 4 --mixup 0 --cutmix 0 --pretrained none"
+    settings, seen = options(*words.split()), []
+    model = build_classifier(settings, train)
+    model.vit.layers[0].register_forward_hook(lambda _layer, inputs, _output: seen.append(inputs[0].shape[1]))
+    processor = serving_processor(settings, train, model)
+    course = plan_course(settings, DatasetDict(train=train), model, processor, Accelerator(cpu=True))
+    for epoch in range(5):
+        course.loss_of(model, next(course.loader.epoch(epoch)), Moment(epoch, epoch))
+    assert seen == [33, 33, 33, 65, 65]  # of 64 patches, and the class token

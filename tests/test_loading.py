@@ -1,4 +1,5 @@
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,6 +206,23 @@ def test_a_broken_image_is_the_same_sentence_from_any_process(damaged, kind, wor
         list(batches)
     assert str(error.value).startswith("image 4 (cut.jpg) cannot be read: ")
     assert str(error.value).endswith(WAY_OUT) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("size", [16, 200])  # small images are decoded at once
+def test_all_broken_images_are_named_where_one_is_met_up_to_ten_and_then_counted(tmp_path, size):
+    paths = [str(tmp_path / f"{number}.png") for number in range(14)]
+    for number, path in enumerate(paths):
+        PILImage.new("RGB", (size, size)).save(path)
+        if number not in (0, 7):
+            Path(path).write_bytes(b"broken")
+    dataset = Dataset.from_dict(
+        {"image": paths, "label": [0] * 14}, features=Features(image=Image(), label=ClassLabel(names=["a"]))
+    )
+    with pytest.raises(LiVTError) as error:
+        list(train_loader(dataset, PretrainAugmentation(16), Batches(7)).epoch(0))
+    lines = str(error.value).splitlines()
+    assert lines[0] == "12 images cannot be read:" and "1.png" in lines[1] and lines[11:12] == ["  and 2 more"]
+    assert "--on_broken skip" in lines[12]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -490,3 +491,32 @@ def test_the_evaluate_module_loads_offline_by_path_and_agrees(tmp_path):
     expected = long_tail_metrics(logits, labels, COUNTS, few_below=10)
     by_ids = long_tail_metrics(logits.argmax(-1), labels, COUNTS, few_below=10)
     assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected, by_ids]
+
+
+PREPARED = """
+import os
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+
+torch.manual_seed(0)
+training_images_of_each_class = [150, 30, 5]
+logits, labels = torch.randn(12, 3), torch.arange(12) % 3
+config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8,
+                   patch_size=4, num_labels=3)
+model = ViTForImageClassification(config)
+validation = [dict(pixel_values=torch.randn(3, 8, 8), labels=int(label)) for label in labels]
+os.environ["ACCELERATE_USE_CPU"] = "1"
+"""
+
+
+def test_the_evaluate_module_is_used_as_its_readme_says_alone_and_with_trainer(tmp_path):
+    text = (Path(livt_hf.metrics.__file__).parent / "long_tail" / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2 and "Trainer(" in blocks[1]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([PREPARED, *blocks])],
+        env=os.environ | offline | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert 0 <= float(done.stdout.splitlines()[-1]) <= 1

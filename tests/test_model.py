@@ -192,10 +192,11 @@ def test_class_ids_may_be_any_integers(build, dtype):
 # The start of the head and what follows from it
 
 
-def test_the_classifier_starts_at_the_test_prior_under_sigmoid_losses_and_at_zero_otherwise(build):
-    uniform = torch.full((3,), -math.log(2))
-    for loss in ("bal_bce", "bce", "cb_bce", "nt_bce", "bal_nt_bce"):
-        torch.testing.assert_close(build(loss=loss).classifier.bias.data, uniform)
+def test_the_classifier_starts_at_the_prior_that_its_sigmoid_loss_means_and_at_zero_otherwise(build):
+    uniform, training = torch.full((3,), -math.log(2)), torch.logit(torch.tensor([0.6, 0.3, 0.1]))
+    losses = {"bal_bce": uniform, "bal_nt_bce": uniform, "bce": training, "cb_bce": training, "nt_bce": training}
+    for loss, start in losses.items():
+        torch.testing.assert_close(build(loss=loss).classifier.bias.data, start)
         assert not build(loss=loss, head_start="zero").classifier.bias.any()
     for loss in ("ce", "bal_ce", "ldam"):
         assert not build(loss=loss).classifier.bias.any()
@@ -204,9 +205,9 @@ def test_the_classifier_starts_at_the_test_prior_under_sigmoid_losses_and_at_zer
 
 
 @pytest.mark.parametrize("loss", ["bce", "bal_bce", "nt_bce", "bal_nt_bce"])
-@pytest.mark.parametrize("several", [False, True])
-def test_without_a_test_prior_a_fresh_sigmoid_model_predicts_the_training_prior(build, loss, several):
-    config = dict(loss=loss, test_prior=None)
+@pytest.mark.parametrize(("several", "test_prior"), [(False, None), (True, None), (False, "uniform")])
+def test_a_fresh_sigmoid_model_predicts_the_training_prior(build, loss, several, test_prior):
+    config = dict(loss=loss, test_prior=test_prior)
     if several:
         config |= dict(problem_type="multi_label_classification", num_train_images=200)
     model = build(**config)
@@ -214,13 +215,6 @@ def test_without_a_test_prior_a_fresh_sigmoid_model_predicts_the_training_prior(
     frequency = torch.tensor([0.3, 0.15, 0.05] if several else [0.6, 0.3, 0.1])
     torch.testing.assert_close(predicted, frequency.expand(4, 3), atol=1e-3, rtol=0)
     assert not build(**config, head_start="zero").classifier.bias.any()
-
-
-def test_a_fresh_model_predicts_the_test_prior_as_its_training_share(build):
-    """sigma(z + B) = pi_s at the start: the loss begins at the entropy of the labels, not at hundreds."""
-    model = build()
-    trained = (model(pixels()).logits + model.head.logit_bias).sigmoid()
-    torch.testing.assert_close(trained, torch.tensor([[0.6, 0.3, 0.1]] * 4), atol=1e-3, rtol=0)
 
 
 def fifty_adamw_losses(model: LiViTForImageClassification) -> torch.Tensor:
@@ -253,6 +247,18 @@ def test_the_constant_with_the_prior_start_trains_like_neither_and_with_the_zero
     assert losses[0][-1] < 0.6 * losses[0][0]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)
     assert (losses[0] - losses[2]).abs().max() > 0.05
+
+
+def test_plain_bce_trains_the_posterior_of_bal_bce_and_its_logits_differ_by_the_bias(build):
+    plain, balanced = build(loss="bce"), build(loss="bal_bce")
+    bias = plain.classifier.bias.detach().clone()
+    plain.load_state_dict(balanced.state_dict())
+    plain.classifier.bias.data = bias
+    torch.testing.assert_close(*(fifty_adamw_losses(model) for model in (plain, balanced)), rtol=1e-3, atol=1e-4)
+    x = pixels()
+    with torch.no_grad():
+        z, shifted = plain.eval()(x).logits, balanced.eval()(x).logits + balanced.head.logit_bias
+    torch.testing.assert_close(z, shifted, rtol=1e-2, atol=1e-2)
 
 
 def test_probabilities_apply_the_posterior_rule_to_the_logits(build):
@@ -304,7 +310,7 @@ def test_tau_normalisation_divides_each_class_by_the_power_of_its_length():
 
 def test_drop_path_rates_rise_linearly_from_zero(build):
     model = build(num_hidden_layers=5, drop_path_rate=0.2)
-    rates = [layer.dropout[1].drop_prob for layer in model.vit.layers]
+    rates = [layer.drop_path for layer in model.vit.layers]
     assert rates == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
 
 
@@ -316,12 +322,50 @@ def test_drop_path_acts_in_training_only(build):
 
 
 def test_drop_path_drops_the_whole_branch_of_an_image_and_rescales_the_others(build):
-    model = build(drop_path_rate=0.5).train()
-    branch = torch.ones(1000, 17, 32)
-    dropped = model.vit.layers[-1].dropout(branch)
-    kept = dropped[:, 0, 0]
-    assert torch.equal(dropped, kept[:, None, None].expand_as(branch))
+    layer = build(drop_path_rate=0.5).train().vit.layers[-1]
+    added = layer._added(torch.ones_like, torch.zeros(1000, 17, 32))
+    kept = added[:, 0, 0]
+    assert torch.equal(added, kept[:, None, None].expand_as(added))
     assert set(kept.tolist()) == {0.0, 2.0} and 400 < (kept == 0).sum() < 600
+
+
+def test_an_image_whose_branch_is_dropped_is_not_computed_and_nothing_else_changes(build, monkeypatch):
+    """For the same draws: skipped on a CPU, multiplied by zero where a graph is compiled. One image: none may stay."""
+    model, labels = build(drop_path_rate=0.8).train(), torch.tensor([0, 1, 2, 0, 1, 2])
+    for images in (1, 6):
+        x, answers = pixels(images), []
+        for compiling in (False, True):
+            monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=compiling: answer)
+            torch.manual_seed(1)
+            model.zero_grad()
+            loss = model(x, labels=labels[:images]).loss
+            loss.backward()
+            answers.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        torch.testing.assert_close(*answers)
+    computed = []
+    model.vit.layers[-1].mlp.register_forward_hook(lambda _m, inputs, _o: computed.append(len(inputs[0])))
+    monkeypatch.undo()
+    model(pixels(500))
+    assert 70 < computed[0] < 130  # a fifth of them
+
+
+# Patches that are left out
+
+
+def test_a_model_that_keeps_all_patches_sees_the_image(build):
+    model, x = build(), pixels()
+    every = torch.arange(model.config.num_patches).expand(len(x), -1)
+    assert torch.equal(model(x, kept=every).logits, model(x).logits)
+    torch.testing.assert_close(model(x, kept=every.flip(1)).logits, model(x).logits)  # positions came first
+
+
+def test_patches_that_are_not_kept_are_not_seen(build):
+    model, x = build(), pixels(1)
+    kept = torch.tensor([[0, 5, 6]])
+    changed = x.clone()
+    changed[..., -4:, -4:] += 1  # the last patch
+    assert torch.equal(model(x, kept=kept).logits, model(changed, kept=kept).logits)
+    assert not torch.equal(model(x).logits, model(changed).logits)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(build):

@@ -1,28 +1,110 @@
 """Images with several labels, from a parquet file to a measured model."""
 
+import json
+
 import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+import torch
 from datasets import ClassLabel, Dataset, Features, Image, List
 from PIL import Image as PILImage
 from recipe_runs import TINY, RecipeRun
 
 from livt_hf import LiViTForImageClassification
+from livt_hf.evaluation.models import load_classifier
+from livt_hf.evaluation.rules import given_labels, label_thresholds
+from livt_hf.metrics import MultiLabelMetrics, best_thresholds
+from livt_hf.recipes import finetune
+from livt_hf.recipes.eval import main as evaluate
+from livt_hf.recipes.predict import main as predict
+from livt_hf.runs import Run
 
 NAMES = ["red", "green", "blue"]
 
 
-def test_fine_tuning_on_several_labels_an_image_reports_mean_average_precision(tmp_path):
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    """Of a fine-tuning on 96 pictures that have any of three colours."""
+    folder = tmp_path_factory.mktemp("several")
     rng = np.random.RandomState(0)
     present = rng.rand(96, 3) < (0.6, 0.3, 0.15)
     pixels = [rng.randint(0, 100, (8, 8, 3)) + 150 * row for row in present]
+    pictures = [PILImage.fromarray(picture.astype(np.uint8)) for picture in pixels]
     rows = {
-        "image": [PILImage.fromarray(picture.astype(np.uint8)) for picture in pixels],
+        "image": pictures,
         "label": [np.flatnonzero(row).tolist() for row in present],
     }
     features = Features(image=Image(), label=List(ClassLabel(names=NAMES)))
-    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
-    options = ["--dataset", tmp_path / "train.parquet", *TINY, "--pretrained", "none", "--test_prior", "none"]
-    run = RecipeRun("finetune", tmp_path / "run", *options, "--mixup", 0, "--cutmix", 0).finish()
+    Dataset.from_dict(rows, features=features).to_parquet(folder / "train.parquet")
+    words = ["--dataset", folder / "train.parquet", *TINY, "--pretrained", "none", "--test_prior", "none"]
+    return [str(word) for word in (*words, "--mixup", 0, "--cutmix", 0)]
+
+
+def test_fine_tuning_on_several_labels_an_image_reports_mean_average_precision(options, tmp_path):
+    run = RecipeRun("finetune", tmp_path / "run", *options).finish()
     metrics, config = run.results.metrics, LiViTForImageClassification.from_pretrained(run.folder).config
     assert 0 < metrics["map"] <= 1 and run.results.posterior is None
     assert config.problem_type == "multi_label_classification" and config.long_tail.num_images == 77  # 96 less a fifth
     assert max(config.long_tail.class_counts) < sum(config.long_tail.class_counts)
+
+
+def test_thresholds_are_chosen_on_validation_kept_with_the_model_and_used_everywhere(
+    options, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    folder = tmp_path / "run"
+    finetune.main([*options, "--validation_fraction", "0.3", "--output_dir", str(folder)])
+    model = load_classifier(str(folder))
+    thresholds = label_thresholds(model)
+    assert thresholds.tolist() == model.config.long_tail.calibration["thresholds"] != [0.5] * 3
+    logits = torch.randn(20, 3)
+    assert torch.equal(given_labels(model, logits), model.head.posterior(logits).detach() >= thresholds)
+    table = tmp_path / "predictions.parquet"
+    evaluate(["--model", str(folder), "--predictions", str(table), "--threads", "1"])
+    rows = parquet.read_table(table).to_pydict()
+    (rule,) = [name.removeprefix("scores ") for name in rows if name.startswith("scores")]
+    for scores, given in zip(rows[f"scores {rule}"], rows[f"labels {rule}"], strict=True):
+        assert given == [name for name, score, t in zip(NAMES, scores, thresholds, strict=True) if score >= t]
+    assert set("|".join(rows["label"]).split("|")) <= {*NAMES, ""}
+    summary = json.loads((folder / "report" / "evaluation.json").read_text())
+    assert summary["macro and group mAP"] == pytest.approx(Run(folder).results.metrics, abs=1e-6)
+    capsys.readouterr()
+    picture = str(tmp_path / "picture.png")
+    PILImage.new("RGB", (8, 8), (200, 50, 50)).save(picture)
+    predict([str(folder), picture, "--format", "jsonl"])
+    answer = json.loads(capsys.readouterr().out)
+    scores = {row["label"]: row["score"] for row in answer["predictions"]}
+    expected = [name for name, t in zip(NAMES, thresholds.tolist(), strict=True) if scores[name] >= round(t, 4)]
+    assert answer["labels"] == expected
+
+
+def test_several_labels_are_cross_validated_too(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    finetune.main([*options, "--folds", "2", "--epochs", "1", "--output_dir", str(tmp_path / "run")])
+    run = Run(tmp_path / "run")
+    assert run.results.metrics["num_images"] == 96 and 0 < run.results.folds["mean"]["map"] <= 1
+    assert "| pooled | 96 |" in capsys.readouterr().out
+
+
+def test_a_threshold_is_the_one_of_the_highest_f1():
+    scores = torch.tensor([0.9, 0.8, 0.7, 0.4, 0.3, 0.2, 0.1, 0.05])[:, None].repeat(1, 2)
+    targets = torch.tensor([1, 1, 0, 1, 1, 1, 0, 0])[:, None].repeat(1, 2)
+    assert best_thresholds(scores, targets) == pytest.approx([0.15, 0.15])  # five of six are right, none is missed
+    for threshold in (0.01, 0.08, 0.25, 0.5, 0.75):
+        assert f1(scores, targets, threshold) < f1(scores, targets, 0.15)
+
+
+def f1(scores, targets, threshold) -> float:
+    metrics = MultiLabelMetrics([5, 5])
+    metrics.update(scores, targets, scores >= threshold)
+    return metrics.compute()["macro_f1"]
+
+
+def test_labels_that_few_images_have_share_a_threshold_and_one_without_images_does_no_harm():
+    rng = torch.Generator().manual_seed(0)
+    scores, targets = torch.rand(50, 3, generator=rng), torch.zeros(50, 3)
+    targets[:20, 0] = targets[:2, 1] = 1
+    chosen = best_thresholds(scores, targets)
+    assert chosen[1] == chosen[2] != chosen[0]
+    assert best_thresholds(scores, torch.zeros(50, 3)) == [0.5] * 3
+    assert best_thresholds(scores, torch.ones(50, 3)) == [0.5] * 3

@@ -19,7 +19,7 @@ from recipe_runs import RECIPES, TINY, RecipeRun, assert_same_weights, kill_at, 
 OPTIONS = {
     "pretrain": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2",
     "finetune": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2 --pretrained none "
-    "--drop_path 0.5 --mixup 0.8 --cutmix 1 --erase 0.5 --clip_grad 1 --eval_epochs 1",
+    "--drop_path 0.5 --keep_ratio 0.5 --mixup 0.8 --cutmix 1 --erase 0.5 --clip_grad 1 --eval_epochs 1",
 }
 STAGES = list(OPTIONS)
 

@@ -10,12 +10,12 @@ import pytest
 from livt_hf.data.splits import (
     balanced_counts,
     exponential_counts,
-    grouped_folds,
     grouped_split,
     label_counts,
     largest_fitting,
     long_tail_indices,
     pareto_counts,
+    stratified_folds,
     stratified_split,
 )
 
@@ -137,7 +137,7 @@ def test_the_stratified_split_takes_a_fifth_of_each_class_and_leaves_one_for_tra
 def test_folds_of_groups_share_no_group_and_divide_each_class(num_groups):
     rng = np.random.RandomState(0)
     groups, labels = rng.randint(num_groups, size=20_000), rng.choice(3, size=20_000, p=[0.8, 0.15, 0.05])
-    folds = grouped_folds(labels, groups, 5, seed=1)
+    folds = stratified_folds(labels, groups, 5, seed=1)
     assert len(np.unique(groups * 5 + folds)) == len(np.unique(groups))
     for label in range(3):
         shares = np.bincount(folds[labels == label], minlength=5) / (labels == label).sum()

@@ -11,13 +11,14 @@ import pytest
 from matplotlib.axes import Axes
 from recipe_runs import RECIPES, TINY, make_pictures
 
+from livt_hf.backbones import lent_by_checkpoint
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.errors import LiVTError
 from livt_hf.recipes import sweep as recipe
 from livt_hf.recipes.paper import figures
 from livt_hf.recipes.paper.sweeps import DEIT, MAE, SWEEPS, VIT, Sweep, Variant, summarise, table_rows
 from livt_hf.results import Results
-from livt_hf.runs import Run, lent_by_pretraining
+from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, PretrainSettings, save_settings
 
 CONFIGS = RECIPES / "configs"
@@ -26,7 +27,7 @@ CONFIGS = RECIPES / "configs"
 def result(
     accuracy: float, few: float | None = 0.1, posterior: float | None = None, seconds: float = 60, **said
 ) -> Results:
-    metrics = {"accuracy": accuracy, "many": 0.5, "medium": None, "few": few, "ece": 0.02}
+    metrics = {"accuracy": accuracy, "many": 0.5, "medium": None, "few": few, "ece": 0.02, "num_images": 100}
     said = {"stage": "finetune", "dataset": "glyphs"} | said
     return Results(metrics=metrics, posterior=posterior and {"accuracy": posterior}, seconds=seconds, **said)
 
@@ -210,7 +211,7 @@ class Runs:
             return SimpleNamespace(returncode=1)
         finetune = stage == "finetune"
         words = command[command.index(f"livt_hf.recipes.{stage}") + 1 :]
-        cls, inherit = (FinetuneSettings, lent_by_pretraining) if finetune else (PretrainSettings, lambda asked: {})
+        cls, inherit = (FinetuneSettings, lent_by_checkpoint) if finetune else (PretrainSettings, lambda asked: {})
         arguments = cls.parse(words, CONFIGS, inherit)
         folder.mkdir()
         save_settings(arguments, folder / "arguments.yaml")

@@ -10,7 +10,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
-from livt_hf.data import class_counts, has_carved_test, label_statistics, load_long_tailed
+from livt_hf.data import class_counts, decoding, has_carved_test, label_statistics, load_long_tailed
 from livt_hf.data.decoding import find_copies
 from livt_hf.data.labels import MERGED, labels_of
 from livt_hf.errors import LiVTError
@@ -303,6 +303,19 @@ def test_identical_images_in_two_splits_are_found(tmp_path):
     (tmp_path / "test/b/2.png").write_bytes((tmp_path / "train/a/1.png").read_bytes())
     pairs = find_copies(load_long_tailed(str(tmp_path)))
     assert pairs == [(f"{tmp_path}/train/a/1.png of train", f"{tmp_path}/test/b/2.png of test")]
+
+
+def test_only_images_of_equal_length_are_read_to_find_copies(tmp_path, monkeypatch):
+    names = [f"{split}/a/{i}.png" for split in ("train", "test") for i in range(3)]
+    write_images(tmp_path, names)
+    for number, name in enumerate(names):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b"\0" * number)  # as many bytes more
+    (tmp_path / "test/a/2.png").write_bytes((tmp_path / "train/a/0.png").read_bytes())
+    data, read = load_long_tailed(str(tmp_path)), []
+    reading = decoding._read_file
+    monkeypatch.setattr(decoding, "_read_file", lambda path: (read.append(path), reading(path))[1])
+    assert len(find_copies(data)) == 1 and len(read) < 6
 
 
 def test_a_class_of_broken_images_only_can_be_dropped(tmp_path, ten):

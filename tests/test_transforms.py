@@ -247,7 +247,7 @@ def test_rand_augment_survives_twenty_thousand_images():
 # Evaluation
 
 
-@pytest.mark.parametrize(("size", "edge"), [(224, 256), (384, 384)])
+@pytest.mark.parametrize(("size", "edge"), [(224, 256), (288, 288), (384, 384)])
 def test_the_pil_backend_is_the_authors_evaluation_bit_for_bit(tmp_path, size, edge):
     picture = smooth_picture(375, 500)
     authors = tv.Compose(

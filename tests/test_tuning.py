@@ -1,5 +1,7 @@
 """Any backbone: where it starts, what is trained of it, and that kept features are those of the whole model."""
 
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,15 @@ from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Pictures
 from recipe_runs import make_pictures
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageClassification,
+    BertConfig,
+    BertModel,
     ConvNextImageProcessor,
     Dinov2Config,
     Dinov2ForImageClassification,
+    Dinov2Model,
     ResNetConfig,
     ResNetForImageClassification,
     TimmWrapperConfig,
@@ -28,10 +34,11 @@ from livt_hf.data import Batches, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.long_tail.anatomy import pooled_features
+from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
-from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, merge_lora
+from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, KeptFeatures, add_lora, merge_lora
 
 SHORT = "--epochs 3 --warmup_epochs 1 --batch_size 16 --threads 1 --eval_epochs 3 --image_size 16".split()
 
@@ -112,6 +119,28 @@ def test_training_the_head_leaves_the_backbone_as_it_was(pictures, checkpoint, t
     assert changed and all("classifier" in name or ".fc." in name for name in changed)
 
 
+def probed(pictures: Path, model: Path, folder: Path, *options) -> dict:
+    words = ["--model", model, "--dataset", pictures, "--probe", "--report", folder, "--threads", 1, *options]
+    evaluation.main([str(word) for word in words])
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def test_a_backbone_of_other_classes_is_judged_by_knn_and_a_linear_probe(pictures, checkpoint, tmp_path):
+    measured = probed(pictures, checkpoint, tmp_path / "report")
+    for name in ("kNN", "linear probe"):
+        assert measured[name]["num_images"] == 44 and measured[name]["accuracy"] > 0.4  # chance is 0.25
+
+
+def test_features_are_measured_with_or_without_a_classifier_and_equal(pictures, tmp_path):
+    whole = dinov2(tmp_path / "whole")
+    Dinov2Model.from_pretrained(whole).save_pretrained(tmp_path / "bare")
+    load_processor(str(whole)).save_pretrained(tmp_path / "bare")
+    one, two = (probed(pictures, tmp_path / name, tmp_path / f"{name}-report") for name in ("whole", "bare"))
+    assert one["kNN"] == two["kNN"] and one["linear probe"] == two["linear probe"]
+    with pytest.raises(LiVTError, match="know no prior; leave --test_imbalance out"):
+        probed(pictures, whole, tmp_path / "refused", "--test_imbalance")
+
+
 def test_a_checkpoint_of_another_family_lends_its_name_and_the_recipe_for_backbones(tmp_path):
     asked = {"dataset": "glyphs", "pretrained": str(wrapped_timm(tmp_path / "timm"))}
     assert lent_by_checkpoint(asked) == {"model_size": "resnet18", "patch_size": None, "tune": "full"}
@@ -169,21 +198,32 @@ def test_a_classifier_trained_on_standardised_features_fits_the_backbone_s_own(f
                                before, atol=1e-4, rtol=1e-4)  # fmt: skip
 
 
-def test_features_are_computed_once_and_never_reused_for_other_weights_images_or_sizes(frozen, monkeypatch):
+def test_features_are_computed_once_per_image_and_never_reused_for_other_weights_or_sizes(frozen, monkeypatch):
     settings, train, model, backbone = frozen
     computed = []
     original = FrozenBackbone._compute
-    monkeypatch.setattr(FrozenBackbone, "_compute", lambda *a: (computed.append(1), original(*a)))
-    backbone.features(train, settings)
-    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
-    assert len(computed) == 1
-    backbone.features(train.select(range(10)), settings)
-    assert len(computed) == 2
+    monkeypatch.setattr(FrozenBackbone, "_compute", lambda *a: (computed.append(len(a[1])), original(*a)))
+    whole = backbone.features(train.select(range(60)), settings)
+    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train.select(range(60)), settings)
+    assert computed == [60]
+    order = [63, 5, 7, 7, 61, 0]  # a split or fold in any order, with two images that are new
+    some = backbone.features(train.select(order), settings)
+    assert computed == [60, 2]
+    np.testing.assert_array_equal(some[:, [1, 2, 3, 5]], whole[:, [5, 7, 7, 0]])
+    np.testing.assert_array_equal(backbone.features(train, settings)[:, order], some)
+    assert computed == [60, 2, 2]
     FrozenBackbone(model, resized(backbone.processor, 32), backbone.accelerator).features(train, settings)
-    assert len(computed) == 3
     next(p for n, p in model.named_parameters() if "embedder" in n).data += 1
     FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
-    assert len(computed) == 4
+    assert computed == [60, 2, 2, 64, 64]
+
+
+def test_a_part_of_kept_features_that_was_interrupted_counts_for_nothing(tmp_path):
+    kept, digests = KeptFeatures(tmp_path / "features"), [bytes([i]) * 32 for i in range(4)]
+    kept.write(np.ones((1, 4, 2), np.float32), digests)
+    for file in kept.folder.glob("*.digests"):
+        file.unlink()
+    assert kept.missing(digests) == [0, 1, 2, 3]
 
 
 def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(frozen):
@@ -259,6 +299,28 @@ def test_a_backbone_without_linear_layers_gets_no_lora(tmp_path):
     model = balance(AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "r")), class_counts=[3, 2, 1])
     with pytest.raises(LiVTError, match="ResNetForImageClassification has no linear layer besides its classifier"):
         add_lora(model, 2)
+
+
+def test_without_peft_lora_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    model = balance(AutoModelForImageClassification.from_pretrained(dinov2(tmp_path / "d")), class_counts=[3, 2, 1])
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(LiVTError, match=r"--tune lora needs peft; install it with: pip install 'livt-hf\[lora\]'"):
+        add_lora(model, 2)
+
+
+def test_a_checkpoint_that_is_no_image_model_is_refused(pictures, tmp_path):
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+    BertModel(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(LiVTError, match="'bert' checkpoint, for which transformers has no image classifier; name"):
+        trained(pictures, tmp_path / "bert", tmp_path / "run", "--tune", "head")
+
+
+def test_a_checkpoint_that_lacks_weights_of_its_backbone_is_no_start(pictures, tmp_path):
+    path = resnet(tmp_path / "resnet")
+    weights = load_file(path / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if "stages.1" not in name}, path / "model.safetensors")
+    with pytest.raises(LiVTError, match="lacks weights of the model it names, such as resnet.encoder.stages.1"):
+        trained(pictures, path, tmp_path / "run", "--tune", "head")
 
 
 def test_a_backbone_without_an_image_processor_is_refused(pictures, tmp_path):

@@ -6,10 +6,12 @@ files.
 
 import hashlib
 import io
+import itertools
 import logging
 import os
 import struct
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
@@ -33,7 +35,8 @@ DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError),
     *(struct.error, Image.DecompressionBombError),
 )
-WAY_OUT = ". Repair or remove it, or leave such images out with --on_broken skip (in Python on_broken='skip')."
+SKIP = "or leave such images out with --on_broken skip (in Python on_broken='skip')."
+WAY_OUT = f". Repair or remove it, {SKIP}"
 NAMED = 10  # broken images that a warning names
 
 
@@ -167,26 +170,61 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
     return broken
 
 
+def with_all_broken(dataset: Dataset, met: BrokenImageError) -> LiVTError:
+    """The refusal of a broken image that was met, with all others of its dataset: one would mend them one by one."""
+    findings = find_broken(dataset).values()
+    if len(findings) < 2:
+        return met
+    return LiVTError(f"{len(findings)} images cannot be read:{listed(findings)}\nRepair or remove them, {SKIP}")
+
+
 def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
-    """Pairs of images in different splits that have the same bytes: ("a.png of train", "b.png of test")."""
+    """Pairs of images in different splits that have the same bytes: ("a.png of train", "b.png of test").
+
+    Only images of equal length are read.
+    """
+    sizes = {split: [_stored_size(image) for image in _stored(dataset)] for split, dataset in splits.items()}
+    several = {size for size, count in Counter(itertools.chain(*sizes.values())).items() if count > 1}
     seen: dict[bytes, tuple[str, str]] = {}
     pairs = []
     for split, dataset in splits.items():
-        for index, (path, digest) in enumerate(image_digests(dataset)):
-            named = f"{path or f'image {index}'} of {split}"
+        rows = [row for row, size in enumerate(sizes[split]) if size in several]
+        for row, (path, digest) in zip(rows, image_digests(dataset.select(rows)), strict=True):
+            named = f"{path or f'image {row}'} of {split}"
             first_split, first = seen.setdefault(digest, (split, named))
             if first_split != split:
                 pairs.append((first, named))
     return pairs
 
 
-def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
-    """The path of each image, where it has one, and a digest of its bytes as they are stored."""
+def copies_in_words(splits: Mapping[str, Dataset]) -> str | None:
+    """What to say of images that are in two splits, or None where there are none."""
+    pairs = find_copies(splits)
+    if not pairs:
+        return None
+    found = f"{len(pairs)} images are in two splits:{listed(' = '.join(pair) for pair in pairs)}"
+    return f"{found}\nRemove one of each pair, or give both the same group: a test must not show what was trained on."
+
+
+def _stored(dataset: Dataset) -> Iterator[dict]:
+    """The images as they are stored: bytes or a path."""
     rows = encoded_images(dataset)
     for start in range(0, len(rows), 256):
-        for image in rows[start : start + 256]["image"]:
-            data = _read_file(image["path"]) if image["bytes"] is None else image["bytes"]
-            yield image["path"], hashlib.sha256(data).digest()
+        yield from rows[start : start + 256]["image"]
+
+
+def _stored_size(image: Mapping) -> int | None:
+    """Bytes of an image; None where asking would mean to fetch it."""
+    if image["bytes"] is not None:
+        return len(image["bytes"])
+    return None if "://" in image["path"] else os.path.getsize(image["path"])
+
+
+def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
+    """The path of each image, where it has one, and a digest of its bytes as they are stored."""
+    for image in _stored(dataset):
+        data = _read_file(image["path"]) if image["bytes"] is None else image["bytes"]
+        yield image["path"], hashlib.sha256(data).digest()
 
 
 def without_broken(dataset: Dataset) -> Dataset:

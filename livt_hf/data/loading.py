@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from transformers import BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
-from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image
+from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image, with_all_broken
 from livt_hf.data.labels import Labels, is_multi_label, labels_of, number_of_classes
 from livt_hf.data.sampling import Sampler
 from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation
@@ -165,14 +165,15 @@ class _Loader(DataLoader):
     """What a dataset refuses comes out of its worker as a value and is raised here, as the sentence that it is."""
 
     def __iter__(self) -> Iterator[dict]:
-        return _raising(super().__iter__())
+        return self._checked(super().__iter__())
 
-
-def _raising(batches: Iterator[dict | LiVTError]) -> Iterator[dict]:
-    for batch in batches:
-        if isinstance(batch, LiVTError):
-            raise batch
-        yield batch
+    def _checked(self, batches: Iterator[dict | LiVTError]) -> Iterator[dict]:
+        for batch in batches:
+            if isinstance(batch, BrokenImageError) and not isinstance(self.dataset, _EndlessBatches):
+                raise with_all_broken(self.dataset.stored.rows, batch)
+            if isinstance(batch, LiVTError):
+                raise batch
+            yield batch
 
 
 def _loader(dataset: torch.utils.data.Dataset, num_workers: int, **options) -> DataLoader:
@@ -197,19 +198,22 @@ class StoredImages:
     def __init__(self, dataset: Dataset):
         if len(dataset) == 0:
             raise LiVTError("the dataset has no image: check the split, the labels or the rule that made it.")
-        self._rows = encoded_images(dataset)
+        self.rows = encoded_images(dataset)
         self.num_classes = number_of_classes(dataset)
         self.all_labels = labels_of(dataset)
-        self._cache = self._decode_small()
+        try:
+            self._cache = self._decode_small()
+        except BrokenImageError as error:
+            raise with_all_broken(self.rows, error) from error
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def images(self, indices: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
         """A tensor (B, 3, H, W) for an in-memory set of one size, else a list of (3, H, W)."""
         if self._cache is not None:
             return self._cache[torch.as_tensor(indices)]
-        encoded = self._rows[list(indices)]["image"]
+        encoded = self.rows[list(indices)]["image"]
         return [read_image(image, index) for image, index in zip(encoded, indices, strict=True)]
 
     def labels(self, indices: Sequence[int]) -> torch.Tensor:
@@ -218,12 +222,12 @@ class StoredImages:
 
     def _decode_small(self) -> torch.Tensor | None:
         """All images in one uint8 tensor, or None when they are large, many or of different sizes."""
-        first = read_image(self._rows[0]["image"], 0)
-        if max(first.shape) > IN_MEMORY_SIDE or len(self._rows) * first.numel() > IN_MEMORY_BYTES:
+        first = read_image(self.rows[0]["image"], 0)
+        if max(first.shape) > IN_MEMORY_SIDE or len(self.rows) * first.numel() > IN_MEMORY_BYTES:
             return None
-        cache = torch.empty(len(self._rows), *first.shape, dtype=torch.uint8)
-        for start in range(0, len(self._rows), 1000):
-            for index, encoded in enumerate(self._rows[start : start + 1000]["image"], start):
+        cache = torch.empty(len(self.rows), *first.shape, dtype=torch.uint8)
+        for start in range(0, len(self.rows), 1000):
+            for index, encoded in enumerate(self.rows[start : start + 1000]["image"], start):
                 image = read_image(encoded, index)
                 if image.shape != first.shape:
                     return None

@@ -7,16 +7,26 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import without_broken
 from livt_hf.data.folders import open_image_folder
+from livt_hf.data.folds import test_folds
 from livt_hf.data.labels import (
     LeftOut,
     class_counts,
@@ -89,6 +99,38 @@ def load_long_tailed(
 
 def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
     """The dataset that the settings describe; `load_long_tailed` explains it."""
+    images = load_images(settings, streaming)
+    return IterableDatasetDict(images.splits) if streaming else images.divided(settings)
+
+
+@dataclass(frozen=True)
+class Images:
+    """All images that the settings choose, by split; `fold` says for cross-validation where each is tested."""
+
+    splits: dict
+    fold: np.ndarray | None = None
+
+    def by_fold(self) -> dict[str, Dataset]:
+        """The images that each fold tests."""
+        rows = [np.flatnonzero(self.fold == number) for number in range(self.fold.max() + 1)]
+        return {f"fold {number}": self.splits["train"].select(own) for number, own in enumerate(rows, 1)}
+
+    def divided(self, settings: DataSettings) -> DatasetDict:
+        """The splits of a training, with images held out for validation where that is asked for or sensible."""
+        splits, trained = dict(self.splits), len(self.splits["train"])
+        if self.fold is not None:
+            number, folds = settings.fold_numbers
+            train, tested = splits["train"], self.fold == number - 1
+            splits = {"train": train.select(np.flatnonzero(~tested)), "test": train.select(np.flatnonzero(tested))}
+            splits["test"].info.description = CARVED
+            trained -= trained // folds  # alike for all folds
+        if "validation" not in splits:
+            splits |= _held_out(splits["train"], settings, trained)
+        return DatasetDict({split: splits[split] for split in SPLITS if split in splits})
+
+
+def load_images(settings: DataSettings, streaming: bool = False) -> Images:
+    """The images before they are divided: of a cross-validation, all folds share them."""
     benchmark = BENCHMARKS.get(settings.dataset, Benchmark())
     settings = with_defaults(settings, benchmark)
     if streaming and settings.rule is not None:
@@ -105,12 +147,14 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
         settings = dataclasses.replace(settings, label_column=benchmark.label_column)
     if streaming:
         splits = {split: standard_stream(dataset, settings) for split, dataset in splits.items()}
-        return IterableDatasetDict(_reported_as_test(splits, benchmark))
+        return Images(_reported_as_test(splits, benchmark))
     splits = _reported_as_test(standard_columns(splits, settings, left_out), benchmark)
     say_left_out(left_out)
-    if settings.group_column is not None and len(splits) > 1:
+    if settings.fold is not None:
+        splits = {"train": _pooled(splits)}
+    elif settings.group_column is not None and len(splits) > 1:
         _warn_of_shared_groups(splits)
-    if "test" not in splits:
+    if "test" not in splits and settings.fold is None:
         splits |= _carved_test(splits, settings)
     if settings.rule is not None and not benchmark.own_tail:
         splits["train"] = _thinned(splits["train"], settings)
@@ -120,9 +164,17 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
             again = DataSettings(drop_empty=True, group_column=settings.group_column and "group")
             splits = standard_columns(splits, again, {})
     _refuse_empty_classes(splits["train"])
-    if "validation" not in splits:
-        splits |= _held_out(splits["train"], settings)
-    return DatasetDict({split: splits[split] for split in SPLITS if split in splits})
+    if settings.fold is None:
+        return Images(splits)
+    return Images(splits, test_folds(splits["train"], settings.fold_numbers[1], settings.split_seed))
+
+
+def _pooled(splits: dict[str, Dataset]) -> Dataset:
+    """What folds divide: all labelled images but those of a test split, which stays unseen."""
+    if "test" in splits:
+        logger.warning("the %d images of the test split are in no fold", len(splits["test"]))
+    parts = [splits[split] for split in ("train", "validation") if split in splits]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
 def with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
@@ -164,11 +216,11 @@ def _carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str
     return parts
 
 
-def _held_out(train: Dataset, settings: DataSettings) -> dict[str, Dataset]:
+def _held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, Dataset]:
     """The training split with a part of it as validation split, where that is asked for or sensible."""
     fraction = settings.validation_fraction
     if fraction is None:
-        fraction = 0.0 if settings.dataset in BENCHMARKS or len(train) < ENOUGH_TO_HOLD_OUT else 0.1
+        fraction = 0.0 if settings.dataset in BENCHMARKS or trained < ENOUGH_TO_HOLD_OUT else 0.1
     if fraction == 0:
         return {}
     rows, held_rows = _divided(train, fraction, settings)

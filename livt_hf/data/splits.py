@@ -185,16 +185,12 @@ def grouped_split(
     """
     _check_fraction(test_fraction)
     labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
-    # Which class has images of which group.
-    label_of, group_of = np.divmod(np.unique(labels * len(groups) + groups), len(groups))
-    lone = np.zeros(len(groups), dtype=bool)
-    lone[group_of[np.bincount(label_of)[label_of] == 1]] = True
-    free = np.flatnonzero(~lone[groups])
+    free = np.flatnonzero(~np.isin(groups, lone_groups(labels, groups)))
     share = Fraction(test_fraction).limit_denominator(10)
     folds = min(max(share.denominator, 2), len(np.unique(groups[free])), np.bincount(labels[free], minlength=1).max())
     is_test = np.zeros(len(labels), dtype=bool)
     if folds >= 2:
-        fold = grouped_folds(labels[free], groups[free], folds, seed)
+        fold = stratified_folds(labels[free], groups[free], folds, seed)
         # Few groups have one best division: then the seed chooses among its folds.
         is_test[free] = (fold + seed) % folds < max(share.numerator, 1)
     for label in np.setdiff1d(labels, labels[~is_test]):  # both groups of a class may have come to the same fold
@@ -207,17 +203,25 @@ def grouped_split(
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-def grouped_folds(labels: np.ndarray, groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
-    """The fold of each row (0 .. folds - 1): no group is in two folds, each class spread as evenly as that allows."""
-    from sklearn.model_selection import StratifiedGroupKFold  # imports scipy
+def lone_groups(labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The groups that alone have images of some class, which therefore cannot leave the training set."""
+    label_of, group_of = np.divmod(np.unique(labels * (groups.max() + 1) + groups), groups.max() + 1)
+    return np.unique(group_of[np.bincount(label_of)[label_of] == 1])
 
-    codes = np.unique(groups, return_inverse=True)[1]
-    # Of very many groups, several are divided together.
-    bundles = np.random.RandomState(seed).permutation(codes.max() + 1)[codes] % MOST_BUNDLES
-    splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
-    fold = np.full(len(codes), folds - 1)  # what is in no other fold is in the last
+
+def stratified_folds(labels: np.ndarray, groups: np.ndarray | None, folds: int, seed: int = 0) -> np.ndarray:
+    """The fold of each row (0 .. folds - 1): no group is in two folds, each class spread as evenly as that allows."""
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold  # imports scipy
+
+    kind = StratifiedKFold if groups is None else StratifiedGroupKFold
+    if groups is not None:  # of very many groups, several are divided together
+        codes = np.unique(groups, return_inverse=True)[1]
+        groups = np.random.RandomState(seed).permutation(codes.max() + 1)[codes] % MOST_BUNDLES
+    splits = kind(folds, shuffle=True, random_state=seed).split(labels, labels, groups)
+    fold = np.full(len(labels), folds - 1)  # what is in no other fold is in the last
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The least populated class")
-        for number, (_, rows) in zip(range(folds - 1), splitter.split(codes, labels, bundles), strict=False):
+        warnings.filterwarnings("ignore", "The groups parameter is ignored")
+        for number, (_, rows) in zip(range(folds - 1), splits, strict=False):
             fold[rows] = number
     return fold

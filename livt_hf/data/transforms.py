@@ -232,10 +232,10 @@ def eval_processor(
 ) -> ViTImageProcessor:
     """The image processor that is published with the model.
 
-    Shorter side to image_size / 0.875 (bicubic), centre crop; from 384 pixels on without the margin. `native` is for
+    Shorter side to image_size / 0.875 (bicubic), centre crop; above 224 pixels without the margin. `native` is for
     small images at their own size: no margin either, so these stay as they are and others come to that size.
     """
-    shortest_edge = image_size if native or image_size >= 384 else int(image_size / 0.875)
+    shortest_edge = image_size if native or image_size > 224 else int(image_size / 0.875)
     return ViTImageProcessor(
         do_resize=True,
         size={"shortest_edge": shortest_edge},

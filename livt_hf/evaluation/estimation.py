@@ -1,5 +1,6 @@
 """What images tell about a classifier without being trained on: their class prior, and how to calibrate its head."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -13,6 +14,7 @@ from livt_hf.long_tail.calibration import Calibration, fit_calibration
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import PriorEstimate, estimate_prior
+from livt_hf.metrics import best_thresholds
 
 
 def estimated_prior(head: LongTailHead, batches: Batches, accelerator: Accelerator) -> PriorEstimate:
@@ -33,16 +35,23 @@ def estimated_prior(head: LongTailHead, batches: Batches, accelerator: Accelerat
 def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Calibration:
     """Fit the calibration of a model's head on held-out images of all processes, and put it into the model's config.
 
-    Every process keeps the posteriors of all held-out images: 4 bytes per image and class.
+    Where an image may have several labels, it comes with the threshold of each. Every process keeps the logits of all
+    held-out images: 4 bytes per image and class.
     """
     head = model.head
-    pairs = [
-        (head.fitted_posterior(logits).cpu(), batch["labels"].cpu())
-        for logits, batch in logits_of(model, loader, accelerator)
-    ]
+    pairs = [(logits.cpu(), batch["labels"].cpu()) for logits, batch in logits_of(model, loader, accelerator)]
     if accelerator.num_processes > 1:
         pairs = gather_object(pairs)
-    fitted, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    calibration = fit_calibration(fitted, labels, head.prior)
-    model.config.long_tail = LongTailConfig.from_dict({**model.config.long_tail, "calibration": calibration.to_dict()})
+    logits, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    logits = logits.to(accelerator.device)
+    calibration = fit_calibration(head.fitted_posterior(logits).cpu(), labels, head.prior)
+    _keep(model, calibration)
+    if head.multi_label:
+        thresholds = best_thresholds(head.posterior(logits).cpu(), labels)
+        calibration = dataclasses.replace(calibration, thresholds=thresholds)
+        _keep(model, calibration)
     return calibration
+
+
+def _keep(model: PreTrainedModel, calibration: Calibration) -> None:
+    model.config.long_tail = LongTailConfig.from_dict({**model.config.long_tail, "calibration": calibration.to_dict()})

@@ -1,8 +1,9 @@
 """A classifier under examination: one pass over the images of a split, and all that is asked of its logits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,14 @@ from livt_hf.evaluation.estimation import estimated_prior
 from livt_hf.evaluation.models import head_of
 from livt_hf.evaluation.running import Outputs, Rule, evaluate_rules, on_disk, scores_under
 from livt_hf.long_tail.priors import PriorEstimate
-from livt_hf.metrics import ConfusionPairs, LongTailMetrics, bootstrap_intervals, one_against_rest, shot_groups
+from livt_hf.metrics import (
+    ConfusionPairs,
+    LongTailMetrics,
+    bootstrap_intervals,
+    one_against_rest,
+    ranking_means,
+    shot_groups,
+)
 
 
 class Answers(NamedTuple):
@@ -28,9 +36,12 @@ class Answers(NamedTuple):
 
 @dataclass
 class Exam:
-    """`thresholds` are those of the shot groups; `clusters` say what each row of the dataset belongs to: a patient."""
+    """What is asked of the logits of a model, or of the pooled scores of several models, which belong to none.
 
-    model: PreTrainedModel
+    `thresholds` are those of the shot groups; `clusters` say what each row of the dataset belongs to: a patient.
+    """
+
+    model: PreTrainedModel | None
     outputs: Outputs
     train_counts: np.ndarray
     accelerator: Accelerator
@@ -92,3 +103,33 @@ class Exam:
     def _gathered(self, part: Tensor) -> Tensor:
         """The parts of all processes, one after another."""
         return torch.cat(gather_object([part])) if self.accelerator.num_processes > 1 else part
+
+
+@dataclass
+class Findings:
+    """What an evaluation found: the contents of evaluation.json, and what its pictures are drawn from.
+
+    `per_class` and `pairs` are those of the first rule. `answers` are those to the images `index` of the dataset.
+    Images with several labels have neither pairs nor answers.
+    """
+
+    summary: dict
+    measured: dict[str, LongTailMetrics]
+    pairs: ConfusionPairs | None
+    per_class: list[dict]
+    answers: dict[str, Answers] = field(default_factory=dict)
+    index: Tensor | None = None
+
+
+def examine(exam: Exam, rules: dict[str, Rule], names: Sequence[str], summary: dict) -> Findings:
+    """All numbers of the test set as it is: under every rule, and class by class under the first."""
+    measured, pairs = exam.metrics(rules)
+    rankings, answers = exam.rankings(next(iter(rules.values()))), exam.answers(rules)
+    summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
+    summary["intervals"] = exam.intervals(answers)
+    summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
+    per_class = next(iter(measured.values())).per_class(names)
+    for row in per_class:
+        values = {name: values[row["class"]].item() for name, values in rankings.items()}
+        row |= {name: value if row["images"] and isfinite(value) else None for name, value in values.items()}
+    return Findings(summary, measured, pairs, per_class, answers, exam.index)

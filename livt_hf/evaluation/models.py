@@ -15,10 +15,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from livt_hf.data import class_counts, load_long_tailed
 from livt_hf.data.labels import class_feature
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.priors import read_class_counts
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.runs import ARGUMENTS, Run, newest_finished, runs_folder
@@ -40,6 +42,17 @@ def load_checkpoint(path: str) -> PreTrainedModel:
         return balance(model) if config.get("long_tail") else model
 
 
+def told_its_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrainedModel:
+    """A classifier trained elsewhere, balanced by its class counts: those of its training folder or of a file."""
+    if head_of(model) is not None:
+        raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
+    if not Path(place).is_dir():
+        return balance(model, class_counts=read_class_counts(place, class_names(model)), loss=loss)
+    train = load_long_tailed(place)["train"]
+    check_classes_match(model, train)
+    return balance(model, class_counts=class_counts(train).tolist(), loss=loss)
+
+
 def is_pretraining(path: str) -> bool:
     with _refusing_what_is_not_there(path):
         return PreTrainedConfig.get_config_dict(path)[0].get("model_type") == "vit_mae"
@@ -56,6 +69,8 @@ def _refusing_what_is_not_there(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if Run(Path(path)).fold(1).folder.is_dir():
+            raise LiVTError(f"{path} is a cross-validation; its models are in fold-1, fold-2 and so on.") from error
         words = " ".join(str(error).split())
         raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
 
@@ -120,7 +135,10 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
     """Refuse to measure a model on classes that are not its own."""
     names, known = class_feature(dataset).names, class_names(model)
     if len(names) != len(known):
-        raise LiVTError(f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first.")
+        raise LiVTError(
+            f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first, or measure "
+            "its features (livt eval --probe)."
+        )
     unnamed = known == [f"LABEL_{i}" for i in range(len(known))]
     if not unnamed and known != names:
         first = next(i for i in range(len(names)) if names[i] != known[i])
@@ -149,7 +167,7 @@ def lent_by_run(asked: dict) -> dict:
     """What an evaluation takes from a run where it was not told: the model, its data, its plugin."""
     lent = {}
     if asked.get("model", "auto") == "auto":
-        run = newest_finished(FinetuneSettings)
+        run = newest_finished(FinetuneSettings, folds=None)  # a cross-validation has no model of its own
         if run is None:
             raise LiVTError(f"there is no finished fine-tuning under {runs_folder()}; name a checkpoint with --model.")
         lent["model"] = str(run.folder)

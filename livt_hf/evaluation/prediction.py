@@ -16,13 +16,12 @@ from livt_hf.data.decoding import DAMAGED, decode_rgb
 from livt_hf.evaluation.models import (
     choose_device,
     class_names,
-    is_multi_label,
     load_classifier,
     load_processor,
     why_no_posterior,
     why_uncalibrated,
 )
-from livt_hf.evaluation.rules import headline, own_rule, posterior_rule, standard_rules
+from livt_hf.evaluation.rules import BY_LOGIT, label_thresholds, posterior_rule, standard_rules
 from livt_hf.evaluation.running import scores_under
 from livt_hf.long_tail.priors import Prior
 
@@ -44,30 +43,37 @@ class Predictor:
 
     def serve_under(self, prior: Prior, words: str = "the given prior") -> None:
         """Give probabilities for a world with these class frequencies; None leaves the model's own rule."""
-        if prior is not None:
-            self.rule_name, self.rule = f"posterior, {words}", posterior_rule(self.model, prior)
-        elif not is_multi_label(self.model):
-            self.rule_name = headline(self.model)
-            self.rule = standard_rules(self.model)[self.rule_name]
-        elif why_no_posterior(self.model) is None:
-            self.rule_name, self.rule = own_rule(self.model), posterior_rule(self.model, None)
-        else:
-            self.rule_name, self.rule = "each class by its own logit", None
+        self.thresholds = label_thresholds(self.model)
+        if prior is None:
+            self.rule_name, self.rule = next(iter(standard_rules(self.model).items()))
+            return
+        self.rule_name, self.rule = f"posterior, {words}", posterior_rule(self.model, prior)
+        if self.thresholds is not None:  # they were chosen under the model's own prior
+            self.thresholds.fill_(0.5)
 
     @property
     def explanation(self) -> str:
         """The rule behind the scores, and what the scores are."""
-        if self.rule is not None:
+        given = ""
+        if self.thresholds is not None:
+            given = f"; a star marks the labels that are given, at {self._threshold_words}"
+        if self.rule is not None and self.rule_name != BY_LOGIT:
             doubt = why_uncalibrated(self.model)
-            return f"{self.rule_name}: scores are class probabilities" + (f"; beware: {doubt}" if doubt else "")
-        kind = "sigmoid" if is_multi_label(self.model) else "softmax"
+            doubt = f"; beware: {doubt}" if doubt else ""
+            return f"{self.rule_name}: scores are class probabilities{given}{doubt}"
+        kind = "softmax" if self.rule is None else "sigmoid"
         why = why_no_posterior(self.model) or "the model is not calibrated; `livt calibrate` does that"
-        return f"{self.rule_name}: scores are the {kind} of the logits and no class probabilities ({why})"
+        return f"{self.rule_name}: scores are the {kind} of the logits and no class probabilities ({why}){given}"
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        if self.rule is None and is_multi_label(self.model):
-            return logits.sigmoid()
-        return scores_under(self.rule, logits)
+    def given(self, scores: Tensor) -> list[str]:
+        """The labels that an image with these scores (C,) is given: one, or those that reach their thresholds."""
+        chosen = scores.argmax()[None] if self.thresholds is None else (scores >= self.thresholds).nonzero()[:, 0]
+        return [self.labels[label] for label in chosen.tolist()]
+
+    @property
+    def _threshold_words(self) -> str:
+        low, high = self.thresholds.min().item(), self.thresholds.max().item()
+        return f"scores of {low:.2f}" if low == high else f"scores of {low:.2f} to {high:.2f}, chosen for each class"
 
     def read(self, path: Path) -> Tensor | str:
         """A file to the pixels the model sees (3, H, W), as bytes where `finish` can do the rest; or what is wrong."""
@@ -98,7 +104,7 @@ class Predictor:
         for shape in {tuple(image.shape) for image in pixels}:
             chosen = [i for i, image in enumerate(pixels) if tuple(image.shape) == shape]
             batch = torch.stack([pixels[i] for i in chosen])
-            result[chosen] = self._scores(self.model(self.finish(batch)).logits.float()).cpu()
+            result[chosen] = scores_under(self.rule, self.model(self.finish(batch)).logits.float()).cpu()
         return result
 
     def predict(

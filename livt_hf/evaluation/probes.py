@@ -1,4 +1,4 @@
-"""What a pretrained encoder knows about classes it was never told: kNN and a linear probe on frozen features."""
+"""What a pretrained model knows about classes it was never told: kNN and a linear probe on frozen features."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,8 +6,11 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from livt_hf.evaluation.running import progress
+from livt_hf.long_tail.anatomy import pooled_features
+from livt_hf.modeling_livit_mae import LiViTForPreTraining
 
 
 @dataclass
@@ -17,21 +20,26 @@ class Features:
 
 
 @torch.no_grad()
-def encoder_features(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator) -> Features:
-    """The mean patch token of a ViTMAE encoder that sees the whole image, for every image of the loader."""
-    vit = model.vit.eval()
+def frozen_features(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Features:
+    """What the classifier of a model sees of every image of the loader; of a pretraining, the mean patch token."""
+    see = mean_patch_tokens if isinstance(model, LiViTForPreTraining) else pooled_features
+    model.eval()
     features, labels = [], []
     for batch in progress(loader, "encoding", accelerator):
-        pixels = batch["pixel_values"].to(accelerator.device)
-        embeddings = vit.embeddings
-        x = embeddings.patch_embeddings(pixels) + embeddings.position_embeddings[:, 1:]
-        cls_token = (embeddings.cls_token + embeddings.position_embeddings[:, :1]).expand(len(x), -1, -1)
-        x = torch.cat([cls_token, x], dim=1)  # (B, 1 + patches, D): nothing is masked
-        for layer in vit.layers:
-            x = layer(x, None)
-        features.append(vit.layernorm(x)[:, 1:].mean(dim=1).float())
+        features.append(see(model, batch["pixel_values"].to(accelerator.device)).float())
         labels.append(batch["labels"].to(accelerator.device))
     return Features(torch.cat(features), torch.cat(labels))
+
+
+def mean_patch_tokens(model: LiViTForPreTraining, pixel_values: Tensor) -> Tensor:
+    """The mean patch token of a ViTMAE encoder that sees the whole image. (B, D)"""
+    embeddings = model.vit.embeddings
+    x = embeddings.patch_embeddings(pixel_values) + embeddings.position_embeddings[:, 1:]
+    cls_token = (embeddings.cls_token + embeddings.position_embeddings[:, :1]).expand(len(x), -1, -1)
+    x = torch.cat([cls_token, x], dim=1)  # (B, 1 + patches, D): nothing is masked
+    for layer in model.vit.layers:
+        x = layer(x, None)
+    return model.vit.layernorm(x)[:, 1:].mean(dim=1)
 
 
 def knn_scores(train: Features, test: Features, num_classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:

@@ -6,6 +6,7 @@ training prior pi and q the prior of the images to come (livt_hf/long_tail/prior
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,11 +20,11 @@ from livt_hf.evaluation.models import (
 )
 from livt_hf.evaluation.running import Rule
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, read_prior
+from livt_hf.results import OWN, PAPER, UNIFORM
 
-PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
 TRAINING, TRUE = "posterior, training prior", "posterior, true prior"
-OWN = "posterior, the model's test prior"
 ESTIMATED = "posterior, estimated prior"
+BY_LOGIT = "each class by its own logit"
 
 
 def posterior_rule(model: PreTrainedModel, prior: Prior) -> Rule:
@@ -52,8 +53,29 @@ def own_rule(model: PreTrainedModel) -> str:
     return UNIFORM if prior in (None, "uniform") else OWN
 
 
+def label_thresholds(model: PreTrainedModel) -> Tensor | None:
+    """Of a model whose images may have several labels: the score under its own rule from which on each is given."""
+    if not is_multi_label(model):
+        return None
+    calibration = head_of(model).settings.calibration if is_calibrated(model) else None
+    chosen = calibration and calibration.get("thresholds")
+    return torch.tensor(chosen or [0.5] * model.config.num_labels, dtype=torch.float64)
+
+
+def given_labels(model: PreTrainedModel, logits: Tensor) -> Tensor:
+    """Which labels a model gives to images that may have several. (B, C)"""
+    (rule,) = standard_rules(model).values()
+    return rule(logits).cpu() >= label_thresholds(model)
+
+
 def standard_rules(model: PreTrainedModel) -> dict[str, Rule]:
-    """The headline first, then the paper's rule and, of a model with probabilities, that of the uniform prior."""
+    """The headline first, then the paper's rule and, of a model with probabilities, that of the uniform prior.
+
+    Where an image may have several labels there is one rule, which asks for each of them by itself.
+    """
+    if is_multi_label(model):
+        known = why_no_posterior(model) is None
+        return {own_rule(model): posterior_rule(model, None)} if known else {BY_LOGIT: torch.sigmoid}
     rules = {headline(model): None, PAPER: None}
     if why_no_posterior(model) is None:
         rules[UNIFORM] = posterior_rule(model, "uniform")

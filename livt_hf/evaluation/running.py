@@ -68,6 +68,13 @@ class Outputs:
         for rows in chosen.split(max(1, _BLOCK // self.logits.shape[1])):
             yield self.logits[rows].to(self.device), {"labels": self.labels[rows], "index": self.index[rows]}
 
+    def gathered(self, accelerator: Accelerator) -> "Outputs":
+        """Those of all processes, in the order of the images."""
+        if accelerator.num_processes == 1:
+            return self
+        parts = gather_object([(self.logits.clone(), self.labels, self.index)])
+        return Outputs(*(torch.cat(column) for column in zip(*parts, strict=True)), self.device)
+
 
 def run_model(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator) -> Outputs:
     labels, index = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
@@ -124,10 +131,13 @@ def _merged(mine):
 
 
 def evaluate_multi_label(
-    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, class_counts, **thresholds: int
+    batches: Batches, accelerator: Accelerator, class_counts, given: Callable[[Tensor], Tensor], **thresholds: int
 ) -> MultiLabelMetrics:
-    """Average precision by class; scores of all images are kept, as a ranking needs them."""
+    """Average precision by class, and F1 of the labels that are `given` to logits.
+
+    Scores of all images are kept, as a ranking needs them. `thresholds` are those of the shot groups.
+    """
     metrics = MultiLabelMetrics(class_counts, **thresholds)
-    for logits, batch in logits_of(model, loader, accelerator):
-        metrics.update(logits, batch["labels"])
+    for logits, batch in batches:
+        metrics.update(logits, batch["labels"], given(logits))
     return _merged(metrics) if accelerator.num_processes > 1 else metrics

@@ -4,15 +4,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from datasets import Dataset
 from torch import Tensor
 
+from livt_hf.data.labels import class_feature, image_paths, labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Answers
+from livt_hf.evaluation.running import Batches, Rule, scores_under
 
 ANSWERS = "predictions.parquet"  # in every report
+SEPARATOR = "|"  # between the labels of an image that has several
 _TOGETHER = 1000  # images written at once
 _WRITERS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
@@ -31,12 +36,13 @@ class PredictionTable:
     """One row per image, written block by block.
 
     For every rule there is the predicted class, its score, and the scores of all classes: one list per image in
-    parquet, one column per class in CSV. A score that is missing, of an image that cannot be read, is empty.
+    parquet, one column per class in CSV. Where images may have several labels, there are those whose score reaches
+    their threshold (C,) instead of one class. A score that is missing, of an image that cannot be read, is empty.
     """
 
-    def __init__(self, path: str, classes: list[str]):
+    def __init__(self, path: str, classes: list[str], thresholds: Tensor | None = None):
         check_table(path)
-        self.path, self.classes, self._writer = Path(path), classes, None
+        self.path, self.classes, self.thresholds, self._writer = Path(path), classes, thresholds, None
         self._waiting: list[pa.Table] = []
 
     def __enter__(self) -> Self:
@@ -52,12 +58,27 @@ class PredictionTable:
         columns = _fact_columns(facts)
         for rule, rows in scores.items():
             rows = rows.cpu().float()
-            best = rows.max(-1)  # NaN, where a score is
-            labels = best.indices.masked_fill(best.values.isnan(), -1)
-            columns |= _answer_columns(rule, Answers(labels, best.values), self.classes) | self._all_scores(rule, rows)
+            columns |= self._best(rule, rows) if self.thresholds is None else self._given(rule, rows)
+            columns |= self._all_scores(rule, rows)
         self._waiting.append(pa.table(columns))
         if sum(map(len, self._waiting)) >= _TOGETHER:
             self._flush()
+
+    def _best(self, rule: str, rows: Tensor) -> dict[str, pa.Array]:
+        best = rows.max(-1)  # NaN, where a score is
+        labels = best.indices.masked_fill(best.values.isnan(), -1)
+        return _answer_columns(rule, Answers(labels, best.values), self.classes)
+
+    def _given(self, rule: str, rows: Tensor) -> dict[str, pa.Array]:
+        """Labels as a list in parquet, in one cell of a CSV."""
+        given = [
+            None if row.isnan().any() else [self.classes[i] for i in (row >= self.thresholds).nonzero()[:, 0].tolist()]
+            for row in rows
+        ]
+        if self.path.suffix == ".csv":
+            given = [None if labels is None else SEPARATOR.join(labels) for labels in given]
+        kind = pa.string() if self.path.suffix == ".csv" else pa.list_(pa.string())
+        return {f"labels ({rule})": pa.array(given, kind)}
 
     def _flush(self) -> None:
         if self._waiting:
@@ -99,3 +120,36 @@ def _answer_columns(rule: str, answer: Answers, classes: list[str]) -> dict[str,
 def _numbers(values: Tensor) -> pa.Array:
     """What is not a number is empty."""
     return pa.array(values.numpy(), from_pandas=True)
+
+
+def write_predictions(
+    path: str | Path,
+    batches: Batches,
+    rules: dict[str, Rule],
+    dataset: Dataset,
+    split: str,
+    thresholds: Tensor | None = None,
+) -> None:
+    """What each rule says of each image of a split; `thresholds` are those of `PredictionTable`."""
+    facts = image_facts(dataset, split)
+    with PredictionTable(str(path), class_feature(dataset).names, thresholds) as table:
+        for logits, batch in batches:
+            scores = {name: scores_under(rule, logits) for name, rule in rules.items()}
+            table.write(facts_of(facts, batch["index"]), scores)
+
+
+def image_facts(dataset: Dataset, split: str) -> dict[str, np.ndarray]:
+    """What a table says of the images besides their scores; several labels of an image stand in one cell."""
+    labels, names = labels_of(dataset), np.array(class_feature(dataset).names, dtype=object)
+    texts = names[labels.values]
+    if labels.offsets is not None:
+        texts = [SEPARATOR.join(part) for part in np.split(texts, labels.offsets[1:-1])]
+    facts = {"file": image_paths(dataset), "label": texts, "split": [split] * len(dataset)}
+    if "group" in dataset.column_names:
+        facts["group"] = labels_of(dataset, "group").values
+    return {name: np.array(values, dtype=object) for name, values in facts.items()}
+
+
+def facts_of(facts: dict[str, np.ndarray], index: Tensor) -> dict[str, list]:
+    """Those of some images."""
+    return {name: values[index].tolist() for name, values in facts.items()}

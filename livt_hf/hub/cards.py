@@ -11,7 +11,7 @@ from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec,
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.metrics import GROUPS
-from livt_hf.results import Results, number, percent
+from livt_hf.results import PAPER, Results, number, percent
 
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
 CITATION = """\
@@ -54,9 +54,11 @@ def template(name: str) -> str:
 
 def measured(results: Results) -> dict[str, tuple[str, str, float]]:
     """The metrics that were measured, with type and name; a group without classes is left out."""
-    known = MULTI_LABEL_TITLES if "map" in results.metrics else METRIC_TITLES
-    found = {key: results.metrics.get(key) for key in known}
-    return {key: (*known[key], value) for key, value in found.items() if value is not None}
+    rule, metrics = next(iter(results.rules.items()))
+    known = MULTI_LABEL_TITLES if "map" in metrics else METRIC_TITLES
+    suffix = "" if rule == PAPER else f", {rule}"
+    found = {key: (kind, name + suffix, metrics.get(key)) for key, (kind, name) in known.items()}
+    return {key: fact for key, fact in found.items() if fact[-1] is not None}
 
 
 def eval_results(results: Results, **source) -> list[EvalResult]:
@@ -135,7 +137,8 @@ def card_data(results: Results, model_name: str, source: Mapping | None = None, 
     """The metadata of a card; `source` says who measured, where it was not the run itself."""
     classifier = results.stage == "finetune"
     hub_id = dataset_names(results)[1]
-    tags = ["livt", "long-tailed-recognition", "imbalanced-data", "vit"] + ([] if classifier else ["vit_mae", "mae"])
+    tags = ["livt", "long-tailed-recognition", "imbalanced-data"] + (["vit"] if is_vit(results) else [])
+    tags += [] if classifier else ["vit_mae", "mae"]
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="image-classification" if classifier else "image-feature-extraction",
@@ -181,16 +184,16 @@ def _outputs(results: Results, arguments: Mapping) -> dict:
 
 
 def _results_sections(results: Results, arguments: Mapping) -> dict:
-    metrics, posterior = results.metrics, results.posterior
     sections = dict(evaluation=_evaluation(results))
-    if "map" in metrics:
-        rows = [["this model", *(percent(metrics[name]) for name in PRECISION_COLUMNS)]]
+    if "map" in results.metrics:
+        rows = [["this model", *(percent(results.metrics[name]) for name in PRECISION_COLUMNS)]]
         return sections | dict(measure="mean average precision", accuracy_rows=rows, multi_label=True)
-    rows = [["this model, argmax z (the paper's rule)", *_percents(metrics, ACCURACY_COLUMNS)]]
-    calibration = [["softmax(z), the authors' convention", *_percents(metrics, ("ece", "mce"))]]
-    if posterior:
-        rows.append(["this model, posterior rule, uniform prior", *_percents(posterior, ACCURACY_COLUMNS)])
-        calibration.append(["`probabilities`, uniform prior", *_percents(posterior, ("ece", "mce"))])
+    rows = [[f"this model, {rule}", *_percents(values, ACCURACY_COLUMNS)] for rule, values in results.rules.items()]
+    scored = {PAPER: "softmax(z), the authors' convention"}
+    calibration = [
+        [scored.get(rule, f"`probabilities`, {rule}"), *_percents(values, ("ece", "mce"))]
+        for rule, values in results.rules.items()
+    ]
     paper = _paper_row(results, arguments)
     if paper:
         label = f"the paper, ViT-{paper['model_size'].capitalize()} at {paper['image_size']} px"
@@ -255,7 +258,7 @@ def _pretraining_evaluation(results: Results) -> str:
 
 
 def _limits(results: Results) -> str:
-    metrics, lines = results.metrics, []
+    metrics, lines = next(iter(results.rules.values()), {}), []
     if results.stage == "pretrain":
         lines.append("This is a starting point, not a classifier: its features are meant to be fine-tuned.")
     else:
@@ -267,14 +270,25 @@ def _limits(results: Results) -> str:
         if worst is not None:
             lines.append(f"The worst class reaches {percent(worst)} %.")
         lines.append("The numbers were measured on images from the same source as the training data.")
-    lines.append(f"Trained at {results.image_size} px; other sizes interpolate positions and were not measured.")
+    other = "other sizes interpolate positions and were" if is_vit(results) else "other sizes were"
+    lines.append(f"Trained at {results.image_size} px; {other} not measured.")
     if results.seed is not None:
         lines.append("One run with one seed.")
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _training(results: Results, arguments: Mapping) -> str:
-    names = ("model_size", "epochs", "batch_size", "base_lr", "weight_decay", "layer_decay", "drop_path", "mask_ratio")
+    names = (
+        "model_size",
+        "tune",
+        "epochs",
+        "batch_size",
+        "base_lr",
+        "weight_decay",
+        "layer_decay",
+        "drop_path",
+        "mask_ratio",
+    )
     names += ("loss", "tau", "test_prior", "mixup", "cutmix", "seed")
     lines = [f"- `{name}`: {arguments[name]}" for name in names if arguments.get(name) is not None]
     if results.pretrained not in (None, "none"):

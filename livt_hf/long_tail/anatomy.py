@@ -3,6 +3,7 @@
 For transformers' classes and, through their wrapper, for the models of timm.
 """
 
+import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TimmWrapperForImageClassification
@@ -68,10 +69,21 @@ def undecayed_parameters(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.ndim <= 1 or id(p) not in decayed}
 
 
-def has_overlapping_convolutions(model: nn.Module) -> bool:
-    """Whether a model is convolutional: the patch embedding of a transformer has patches side by side."""
+def prefer_channels_last(model: nn.Module) -> None:
+    """Give a convolutional model its pixels in the layout in which convolutions are fastest; later layers keep it.
+
+    The patch embedding of a transformer has its patches side by side, and gains nothing.
+    """
     convolutions = (layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
-    return any(layer.kernel_size > layer.stride for layer in convolutions)
+    if any(layer.kernel_size > layer.stride for layer in convolutions):
+        model.register_forward_pre_hook(_channels_last, with_kwargs=True)
+
+
+def _channels_last(_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    args = tuple(value.contiguous(memory_format=torch.channels_last) for value in args[:1]) + args[1:]
+    if "pixel_values" in kwargs:
+        kwargs["pixel_values"] = kwargs["pixel_values"].contiguous(memory_format=torch.channels_last)
+    return args, kwargs
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.anatomy import (
     classifier_of,
-    has_overlapping_convolutions,
     parameter_depths,
+    prefer_channels_last,
     undecayed_parameters,
 )
 from livt_hf.long_tail.config import LongTailConfig
@@ -103,16 +103,7 @@ def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
     model.head = LongTailHead(model.config).to(classifier.weight.device).train(model.training)
     classifier.register_forward_pre_hook(model.head.take_features)
     model.register_forward_hook(model.head.drop_features, always_call=True)
-    if has_overlapping_convolutions(model):
-        model.register_forward_pre_hook(_channels_last, with_kwargs=True)
-
-
-def _channels_last(_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The layout in which convolutions are fastest; every later layer takes it over from the pixels."""
-    args = tuple(value.contiguous(memory_format=torch.channels_last) for value in args[:1]) + args[1:]
-    if "pixel_values" in kwargs:
-        kwargs["pixel_values"] = kwargs["pixel_values"].contiguous(memory_format=torch.channels_last)
-    return args, kwargs
+    prefer_channels_last(model)
 
 
 @functools.cache

@@ -30,12 +30,16 @@ _SURE = -1e-7  # the largest log p: its log (1 - p) is still finite
 
 @dataclass(frozen=True)
 class Calibration:
-    """Saved as `config.long_tail.calibration`, with the number of held-out images that it was fitted on."""
+    """Saved as `config.long_tail.calibration`, with the number of held-out images that it was fitted on.
+
+    `thresholds`: where an image may have several labels, the probability from which on each label is given.
+    """
 
     scale: float
     odds: float
     offsets: list[float]
     num_images: int
+    thresholds: list[float] | None = None
 
     def to_dict(self) -> dict:
         return asdict(self)

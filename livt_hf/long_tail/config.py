@@ -26,8 +26,7 @@ class LongTailConfig(dict):
     test_prior: None (Theorem 2), "uniform" (Eq. 13) or one probability per class (Theorem 3).
     bias: bias of balanced sigmoid losses: "bce" (Theorems 2 and 3) or "ce" (Theorem 1, the paper's negative example).
     head_start: where the bias of the classifier starts under a sigmoid loss: "zero", or "prior", which makes a fresh
-        model predict the training prior at tau 1: logit(test_prior), or without a test prior logit(pi_s) for a loss
-        that adds no bias.
+        model predict the training prior at tau 1: logit(test_prior), or logit(pi_s) for a loss that adds no bias.
     label_smoothing: applied once, in the loss, in training mode.
     normalised_classifier: logits are cosines of features and weights, without a bias (Cao et al.; LiViT only).
     drw_start: share of the training after which images are weighted by class (deferred re-weighting, Cao et al.).

@@ -143,16 +143,20 @@ class LongTailHead(nn.Module):
         return self
 
     def classifier_start(self) -> Tensor:
-        """Where the bias of the classifier starts. Under a sigmoid loss a fresh model then predicts the prior."""
+        """Where the bias of the classifier starts: a fresh sigmoid head predicts the training prior (at tau 1).
+
+        The bias of a class of two images hardly moves in a short training. Started higher, its sigmoid would stay far
+        above its prior, and the posterior rule, which divides by that prior, would answer with this class alone.
+        """
         settings, classes = self.settings, self.config.num_labels
         zero = torch.zeros(classes)
         if self.spec.activation == "softmax" or settings.head_start == "zero":
             return zero
-        if settings.test_prior is not None:
-            return torch.logit(as_prior(settings.test_prior, classes, multi_label=self.multi_label)).float()
-        if self.spec.balanced or settings.class_counts is None:  # the bias of the loss is logit(pi_s) itself
+        if not self.spec.balanced and settings.class_counts is not None:
+            return log_odds(settings.shown_counts, settings.num_images).float()
+        if settings.test_prior is None:  # the bias of the loss is logit(pi_s) itself
             return zero
-        return log_odds(settings.shown_counts, settings.num_images).float()
+        return torch.logit(as_prior(settings.test_prior, classes, multi_label=self.multi_label)).float()
 
     def forward(self, logits: Tensor, labels: Tensor, features: Tensor | None = None) -> Tensor:
         settings, classes = self.settings, None

@@ -82,6 +82,11 @@ def read_class_weights(path: str, labels: Sequence[str]) -> list[float]:
     return _numbers_by_class(path, labels, "class weights")
 
 
+def read_class_counts(path: str, labels: Sequence[str]) -> list[float]:
+    """A JSON or YAML file with the number of training images of each class, as a list or by class name."""
+    return _numbers_by_class(path, labels, "class counts")
+
+
 def _numbers_by_class(path: str, labels: Sequence[str], what: str) -> list[float]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from livt_hf.metrics.bootstrap import bootstrap_intervals
 from livt_hf.metrics.classification import LongTailMetrics, long_tail_metrics
 from livt_hf.metrics.confusion import ConfusionPairs
 from livt_hf.metrics.groups import GROUPS, group_sizes, shot_groups
-from livt_hf.metrics.multilabel import MultiLabelMetrics
+from livt_hf.metrics.multilabel import MultiLabelMetrics, best_thresholds
 from livt_hf.metrics.ranking import one_against_rest, ranking_means
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "ConfusionPairs",
     "LongTailMetrics",
     "MultiLabelMetrics",
+    "best_thresholds",
     "bootstrap_intervals",
     "group_sizes",
     "long_tail_metrics",

@@ -6,17 +6,48 @@ import torch
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
+from livt_hf.metrics.classification import recall_precision_f1
 from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_scores, known, shot_groups
 from livt_hf.metrics.ranking import auroc, average_precision
 
 _BLOCK = 2**22  # scores sorted at a time
+ENOUGH = 5  # images with a label that choose its threshold; classes with fewer choose one together
+
+
+def best_thresholds(scores: Tensor, targets: Tensor) -> list[float]:
+    """The probability from which on each label should be given: that of the highest F1 on held-out images.
+
+    `scores` are probabilities (N, C) and `targets` 0 and 1. A label that too few images have would learn a threshold
+    by heart, so such labels share one. Where there is nothing to learn from, it is 0.5.
+    """
+    positives = targets.sum(dim=0)
+    enough = (positives >= ENOUGH) & (positives < len(targets))
+    thresholds = torch.full((scores.shape[1],), 0.5, dtype=torch.float64)
+    if (~enough).any():
+        thresholds[~enough] = _best_threshold(scores[:, ~enough].flatten(), targets[:, ~enough].flatten())
+    for label in enough.nonzero()[:, 0].tolist():
+        thresholds[label] = _best_threshold(scores[:, label], targets[:, label])
+    return thresholds.tolist()
+
+
+def _best_threshold(scores: Tensor, targets: Tensor) -> float:
+    """Midway between the last score that should be given and the next one; the highest of equally good ones."""
+    scores, order = scores.double().sort(descending=True)
+    hits = targets[order].double()
+    if not 0 < hits.sum() < len(hits):
+        return 0.5
+    f1 = 2 * hits.cumsum(0) / (torch.arange(1, len(hits) + 1) + hits.sum())
+    f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are given together
+    last = int(f1.argmax())
+    below = scores[last + 1] if last + 1 < len(scores) else 0.0
+    return float((scores[last] + below) / 2)
 
 
 class MultiLabelMetrics:
-    """Macro and per-group mAP, and AUROC. Keeps 5 bytes per image and class; several processes' `merge` into one.
+    """Macro and per-group mAP, and AUROC; where labels are given, macro precision, recall and F1 too.
 
-    Classes without a positive test image take no part, and in AUROC those without a negative one. A NaN score ranks
-    last.
+    Keeps 5 or 6 bytes per image and class; several processes' `merge` into one. Classes without a positive test image
+    take no part, and in AUROC those without a negative one. A NaN score ranks last.
     """
 
     def __init__(
@@ -27,9 +58,13 @@ class MultiLabelMetrics:
         self.num_classes = len(self.class_counts)
         self._scores: list[Tensor] = []
         self._targets: list[Tensor] = []
+        self._given: list[Tensor] = []
 
-    def update(self, scores: Tensor, targets: Tensor) -> None:
-        """Keep a batch of (B, C) logits or probabilities with its (B, C) targets of 0 and 1."""
+    def update(self, scores: Tensor, targets: Tensor, given: Tensor | None = None) -> None:
+        """Keep a batch of (B, C) logits or probabilities with its (B, C) targets of 0 and 1.
+
+        `given` says which labels the model gives; without it there are rankings only.
+        """
         scores, targets = torch.as_tensor(scores).detach().cpu().float(), torch.as_tensor(targets).cpu()
         check_scores(scores, self.num_classes)
         if targets.shape != scores.shape:
@@ -38,6 +73,8 @@ class MultiLabelMetrics:
             raise LiVTError("targets must be 0 or 1 for each class; soft labels have no average precision.")
         self._scores.append(scores)
         self._targets.append(targets.bool())
+        if given is not None:
+            self._given.append(given.cpu())
 
     def merge(self, other: "MultiLabelMetrics") -> None:
         """Add what another one kept."""
@@ -45,6 +82,7 @@ class MultiLabelMetrics:
             raise LiVTError("metrics of different class_counts cannot be merged.")
         self._scores += other._scores
         self._targets += other._targets
+        self._given += other._given
 
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
         """One row per class: training images, group, positive test images, average precision and AUROC."""
@@ -54,6 +92,7 @@ class MultiLabelMetrics:
         positives, areas = targets.sum(dim=0), torch.cat([auroc(*block) for block in blocks])
         precisions = known(torch.cat([average_precision(*block) for block in blocks]), positives > 0)
         known_areas = known(areas, areas.isfinite())
+        decided = self._by_decision(targets)
         return [
             {
                 "class": i,
@@ -64,6 +103,7 @@ class MultiLabelMetrics:
                 "average_precision": precisions[i],
                 "auroc": known_areas[i],
             }
+            | {name: values[i] for name, values in decided.items()}
             for i in range(self.num_classes)
         ]
 
@@ -73,8 +113,19 @@ class MultiLabelMetrics:
         members = {"map": rows} | {group: [row for row in rows if row["group"] == group] for group in GROUPS}
         metrics = {name: _mean([row["average_precision"] for row in part]) for name, part in members.items()}
         metrics["auroc"] = _mean([row["auroc"] for row in rows])
+        if self._given:
+            metrics |= {f"macro_{name}": _mean([row[name] for row in rows]) for name in ("precision", "recall", "f1")}
         scores, _ = self._all()
         return metrics | {"num_images": len(scores), "num_nan": int(scores.isnan().any(dim=1).sum())}
+
+    def _by_decision(self, targets: Tensor) -> dict[str, list[float | None]]:
+        """Precision, recall and F1 of each class by the labels that were given; nothing where none were decided."""
+        if not self._given:
+            return {}
+        given, positives = torch.cat(self._given), targets.sum(dim=0)
+        parts = recall_precision_f1(positives, (given & targets).sum(dim=0), given.sum(dim=0))
+        named = zip(("recall", "precision", "f1"), parts, strict=True)
+        return {name: known(values, positives > 0) for name, values in named}
 
     def _all(self) -> tuple[Tensor, Tensor]:
         if not self._scores:

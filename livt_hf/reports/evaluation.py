@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,9 @@ from datasets import Dataset
 from livt_hf.data.labels import class_feature, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import LiVTError
-from livt_hf.metrics import GROUPS, ConfusionPairs, LongTailMetrics
+from livt_hf.evaluation.exam import Findings
+from livt_hf.evaluation.tables import ANSWERS, facts_of, image_facts, write_answers
+from livt_hf.metrics import GROUPS
 from livt_hf.reports import (
     accuracy_by_frequency,
     best_and_worst,
@@ -26,10 +27,11 @@ from livt_hf.reports.comparison import CLASSES, write_classes
 from livt_hf.reports.shifts import accuracy_by_shift, shift_rows
 from livt_hf.reports.verdict import Measured, first_screen, first_screen_text
 from livt_hf.results import percent
-from livt_hf.runs import LOG
+from livt_hf.runs import FOLD, LOG
 from livt_hf.settings import EvalSettings
 
 SAMPLES = 6
+FOLD_METRICS = ("accuracy", "map", "mean_class_accuracy", "macro_f1", *GROUPS, "auroc", "ece")
 _SHARES = ("accuracy", "precision", "f1", "auroc", "average_precision", "confidence")
 # The files of a report that show numbers and no image of the dataset: they may be published without asking.
 NUMBERS = ("evaluation.json", "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
@@ -48,19 +50,6 @@ def choose_folder(settings: EvalSettings) -> Path:
     return next(path for path in itertools.chain([folder], numbered) if not path.exists())
 
 
-@dataclass
-class Findings:
-    """What an evaluation found: the contents of evaluation.json, and what its pictures are drawn from.
-
-    `per_class` and `pairs` are those of the first rule.
-    """
-
-    summary: dict
-    measured: dict[str, LongTailMetrics]
-    pairs: ConfusionPairs
-    per_class: list[dict]
-
-
 def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset: Dataset) -> None:
     folder.mkdir(parents=True)
     names, per_class, summary = class_feature(dataset).names, found.per_class, found.summary
@@ -77,11 +66,14 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
             pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
     if "shifted" in summary:
         pictures["Shifted test sets"] = accuracy_by_shift(summary["shifted"], folder / "shifts.png")
-    log = Path(settings.model) / LOG
-    if log.exists():
-        pictures["Training"] = training_curves({Path(settings.model).name: log}, folder / "training.png")
+    folds = sorted(Path(settings.model).glob(f"{FOLD}*/{LOG}"))
+    logs = {log.parent.name: log for log in (Path(settings.model) / LOG, *folds) if log.exists()}
+    if logs:
+        pictures["Training"] = training_curves(logs, folder / "training.png")
     tables = _tables(summary, per_class)
     write_classes(per_class, folder / CLASSES)
+    facts = facts_of(image_facts(dataset, settings.split), found.index)
+    write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
     (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"{settings.model} on {settings.dataset} ({settings.split})"
     known = Measured(found.measured, found.pairs, names, next(iter(summary["intervals"].values())))
@@ -100,6 +92,8 @@ def _tables(summary: dict, per_class: list[dict]) -> dict[str, list[dict]]:
         "Metrics (percent, with 95 % intervals)": [_rule_row(rule, summary) for rule in summary["rules"]],
         f"Precision, F1 and rankings of each class against the rest (percent; {first})": _group_rows(summary),
     }
+    if "folds" in summary:
+        tables = {f"Folds (percent; {first})": fold_rows(summary)} | tables
     if "shifted" in summary:
         tables["Shifted test sets (accuracy in percent)"] = shift_rows(summary["shifted"])
     tables["Classes (percent; the accuracy of a class is its recall)"] = [
@@ -116,6 +110,20 @@ def _rule_row(rule: str, summary: dict) -> dict:
         words = f" ({percent(low_high[0])} to {percent(low_high[1])})" if low_high else ""
         row[name] = percent(metrics[name]) + words
     return row
+
+
+def fold_rows(summary: dict) -> list[dict]:
+    """One row per fold of a cross-validation, their mean and deviation, and all their test images taken together."""
+    pooled = next(iter(summary["rules"].values()))
+    folds = {str(number): metrics for number, metrics in enumerate(summary["folds"]["each"], 1)} | {"pooled": pooled}
+    names = [name for name in FOLD_METRICS if name in pooled]
+    rows = [
+        {"fold": fold, "images": metrics["num_images"]} | {name: percent(metrics[name]) for name in names}
+        for fold, metrics in folds.items()
+    ]
+    mean, deviation = summary["folds"]["mean"], summary["folds"]["deviation"]
+    spread = {name: f"{percent(mean[name])} ± {percent(deviation[name])}" for name in names}
+    return [*rows[:-1], {"fold": "mean ± deviation"} | spread, rows[-1]]
 
 
 def _group_rows(summary: dict) -> list[dict]:

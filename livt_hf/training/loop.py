@@ -55,14 +55,19 @@ def make_accelerator(settings: TrainingSettings) -> Accelerator:
     return accelerator
 
 
-def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
+def claim_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
     """The folder this command works in, the same on every process: a new one, or the one to resume."""
     found = [resumed]
     if accelerator.is_main_process and resumed is None:
         found = [new_run(settings)]
         found[0].begin(settings)
     broadcast_object_list(found)
-    run = found[0]
+    return found[0]
+
+
+def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
+    """The folder of a training, with the trackers that write there."""
+    run = claim_folder(accelerator, settings, resumed)
     accelerator.project_configuration.logging_dir = str(run.folder)
     said = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
     place = run.folder.resolve()
@@ -99,7 +104,7 @@ class Progress:
     update: int = 0
     # Losses since the last line of the log, so that a resumed run writes the same line.
     pending: list[float] = field(default_factory=list)
-    # Of `select best`: the epoch and its accuracy on the validation split.
+    # Of `select best`: the epoch, and the number on the validation split that it is best by.
     best_epoch: int | None = None
     best_accuracy: float | None = None
     seconds: float = 0.0
@@ -139,7 +144,7 @@ class Loop:
             self.total = min(self.total, settings.max_steps)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        if settings.compile:
+        if settings.compile is True:
             model.compile()  # in place: no wrapper, so checkpoints keep their names
         optimizer = make_optimizer(model, settings)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
@@ -203,7 +208,7 @@ class Loop:
                 self.model.train()
                 batches = iter(self.loader.epoch(epoch, start_update=first))
                 for step in range(first, min(self.per_epoch, self.total - epoch * self.per_epoch)):
-                    self._update(batches, epoch)
+                    self.update(batches, epoch)
                     bar.update()
                     self.progress.seconds = seconds_before + time.monotonic() - started
                     if self.progress.update % self.settings.log_steps == 0 or self.progress.update == self.total:
@@ -223,7 +228,7 @@ class Loop:
                     if stop and not finished:
                         raise Interrupted
 
-    def _update(self, batches: Iterable[dict], epoch: int) -> None:
+    def update(self, batches: Iterable[dict], epoch: int) -> None:
         """One update: all micro-batches, each weighted alike, then one optimizer step."""
         accelerator, settings, update = self.accelerator, self.settings, self.progress.update
         self._lr = self.schedule.set(update)
@@ -324,11 +329,16 @@ class Loop:
 
 
 def finish_run(loop: Loop, model: PreTrainedModel, processor: BaseImageProcessor, results: Results) -> None:
-    """Write the final model and its processor, then the results that mark the run as finished."""
+    """Write the final model and its processor, then the results that mark the run as finished.
+
+    The process group stays: the next fold needs it.
+    """
     accelerator = loop.accelerator
     if accelerator.is_main_process:
         model.save_pretrained(loop.run.folder)
         processor.save_pretrained(loop.run.folder)
         loop.run.write_results(results)
     accelerator.wait_for_everyone()
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.trackers = []

@@ -32,8 +32,8 @@ def available_cores() -> int:
 def use_all_cores(device: torch.device, threads: int | None = None) -> None:
     """Give a CPU process its share of the cores: `accelerate launch` pins it to one, whatever the machine has."""
     if device.type == "cpu":
-        share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(threads or max(1, share))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(threads or max(1, available_cores() // processes))
         _keep_freed_memory()
     else:
         torch.set_float32_matmul_precision("high")

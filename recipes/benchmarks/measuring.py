@@ -48,6 +48,14 @@ def compared(question: str, values: dict[str, float], unit: str, smaller_is_bett
     ]
 
 
+def ratio_words(row: dict) -> str:
+    """The ratio with its range over runs, and whether that leaves open who is faster."""
+    low, high = row.get("ratio_range", (row["ratio"],) * 2)
+    if low == high:
+        return f"{row['ratio']:.2f}"
+    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f}{', no difference' if low <= 1 <= high else ''})"
+
+
 def peak_megabytes(work: Callable[[], object], children: bool = False) -> float:
     """Growth of the process's resident memory while `work` runs, looked at every half millisecond.
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEForPreTraining
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf.budget import layer_flops
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.recipes.benchmarks.measuring import compared, median_seconds
 from livt_hf.training.optim import layer_decay_groups
@@ -50,20 +51,14 @@ def run_finetune(quick: bool = False) -> list[dict]:
         pixels, labels = torch.randn(images, 3, config.image_size, config.image_size), torch.arange(images) % 100
         sizes = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         sizes |= {name: getattr(config, name) for name in ("intermediate_size", "image_size", "patch_size")}
-        peer = timm.create_model(
-            "vit_small_patch16_224",
-            img_size=config.image_size,
-            patch_size=config.patch_size,
-            embed_dim=config.hidden_size,
-            depth=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_classes=100,
-            global_pool="avg",
-        )
         bce = BinaryCrossEntropy(smoothing=0.0)
+
+        def timm_step(drop_path: float, config=config, x=pixels, y=labels, loss=bce) -> Callable[[], None]:
+            return _step(create_timm_vit(config, drop_path), lambda m: loss(m(x), y), fused=False)
+
         ways = {
             "ours": _step(LiViTForImageClassification(config), lambda m, x=pixels, y=labels: m(x, labels=y).loss),
-            "timm's ViT, BCE": _step(peer, lambda m, x=pixels, y=labels, loss=bce: loss(m(x), y), fused=False),
+            "timm's ViT, BCE": timm_step(0.0),
             "stock ViTForImageClassification, CE": _step(
                 ViTForImageClassification(ViTConfig(num_labels=100, **sizes)),
                 lambda m, x=pixels, y=labels: m(x, labels=y).loss,
@@ -72,9 +67,31 @@ def run_finetune(quick: bool = False) -> list[dict]:
         }
         times = median_seconds(ways, 3 if quick else 7)
         rows += compared(f"BFT step, {shape}", {name: images / t for name, t in times.items()}, "images/s")
+        kept = torch.rand(images, config.num_patches).argsort(dim=1)[:, : config.num_patches // 2]
+        for question, drop_path, shown in (("drop path 0.1", 0.1, {}), ("half of the patches", 0.0, {"kept": kept})):
+            config.drop_path_rate = drop_path
+            model = LiViTForImageClassification(config)
+            ours = _step(model, lambda m, x=pixels, y=labels, shown=shown: m(x, labels=y, **shown).loss)
+            times = median_seconds({"ours": ours, "timm's ViT, BCE": timm_step(drop_path)}, 3 if quick else 7)
+            speed = {name: images / time for name, time in times.items()}
+            rows += compared(f"BFT step, {shape}, {question}", speed, "images/s")
     for classes in (1000, 8142):
         rows += _bias_cost(classes, quick)
     return rows
+
+
+def create_timm_vit(config: LiViTConfig, drop_path: float) -> nn.Module:
+    return timm.create_model(
+        "vit_small_patch16_224",
+        img_size=config.image_size,
+        patch_size=config.patch_size,
+        embed_dim=config.hidden_size,
+        depth=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_classes=100,
+        global_pool="avg",
+        drop_path_rate=drop_path,
+    )
 
 
 def _bias_cost(classes: int, quick: bool) -> list[dict]:
@@ -114,15 +131,11 @@ def _step(model: nn.Module, loss_of: Callable, fused: bool = True) -> Callable[[
 
 def _flops(config) -> float:
     """Floating-point operations of a training step for one image: three times the forward's matrix products."""
-
-    def blocks(layers: int, width: int, tokens: int) -> float:
-        return layers * (24 * width**2 * tokens + 4 * width * tokens**2)
-
     patches = (config.image_size // config.patch_size) ** 2
     visible = int(patches * (1 - config.mask_ratio))
     pixels = config.patch_size**2 * config.num_channels
-    encoder = blocks(config.num_hidden_layers, config.hidden_size, visible + 1)
-    decoder = blocks(config.decoder_num_hidden_layers, config.decoder_hidden_size, patches + 1)
+    encoder = config.num_hidden_layers * layer_flops(config.hidden_size, visible + 1)
+    decoder = config.decoder_num_hidden_layers * layer_flops(config.decoder_hidden_size, patches + 1)
     ends = 2 * visible * pixels * config.hidden_size + 2 * (patches - visible) * pixels * config.decoder_hidden_size
     return 3 * (encoder + decoder + ends)
 

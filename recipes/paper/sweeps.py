@@ -24,6 +24,8 @@ class Variant:
     configs: dict[str, str] = field(default_factory=dict)
     # The variant whose fine-tuned model this one goes on from, in place of a pretraining.
     start: "Variant | None" = None
+    # Whether its own pretraining is run even where the others start from a given checkpoint.
+    from_own_images: bool = False
 
 
 @dataclass(frozen=True)

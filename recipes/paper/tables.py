@@ -1,4 +1,4 @@
-"""Write the tables of README.md and results/README.md from the result files in recipes/results.
+"""Write the tables of README.md, results/README.md and configs/README.md from the result files in recipes/results.
 
     python recipes/paper/tables.py            # rewrites them between their markers
     python recipes/paper/tables.py --check    # fails where they are out of date
@@ -14,12 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from livt_hf.recipes.benchmarks.measuring import ratio_words
+from livt_hf.recipes.benchmarks.race import race_table
 from livt_hf.recipes.paper.sweeps import table_rows
 from livt_hf.reports import markdown_table
 
 RECIPES = Path(__file__).parents[1]
 RESULTS = RECIPES / "results"
-PAGES = (RECIPES.parent / "README.md", RESULTS / "README.md")
+PAGES = (RECIPES.parent / "README.md", RESULTS / "README.md", RECIPES / "configs" / "README.md")
 
 
 def results_section(which: str, page: Path) -> str:
@@ -42,7 +44,7 @@ def benchmark_section(which: str, _page: Path) -> str:
     path = RESULTS / "benchmark.json"
     wanted = tuple(question.strip() for question in which.split(";"))  # every question begins with ""
     rows = [
-        {"question": row["question"], "peer": row["peer_name"], "ratio": f"{row['ratio']:.2f}"}
+        {"question": row["question"], "peer": row["peer_name"], "ratio": ratio_words(row)}
         for row in (json.loads(path.read_text()) if path.exists() else ())
         if row["ratio"] is not None and row["question"].startswith(wanted)
     ]
@@ -54,7 +56,17 @@ def scale_section(_which: str, _page: Path) -> str:
     return markdown_table(json.loads(path.read_text())["table"]).strip() if path.exists() else ""
 
 
-SECTIONS = {"results": results_section, "benchmark": benchmark_section, "scale": scale_section}
+def race_section(_which: str, page: Path) -> str:
+    """The rows of `recipes/benchmark.py race --output recipes/results/race.json`, and its picture."""
+    path = RESULTS / "race.json"
+    if not path.exists():
+        return ""
+    picture = Path(os.path.relpath(path.with_suffix(".png"), page.parent)).as_posix()
+    table = markdown_table(race_table(json.loads(path.read_text()))).strip()
+    return f'{table}\n\n<img src="{picture}" width="560" alt="accuracy over core-minutes">'
+
+
+SECTIONS = {"race": race_section, "results": results_section, "benchmark": benchmark_section, "scale": scale_section}
 
 
 def render(text: str, page: Path) -> str:

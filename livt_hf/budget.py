@@ -1,0 +1,118 @@
+"""How much training fits into a given time, and what is trained with it: stated rules in plain arithmetic."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from livt_hf.configuration_livit import PRESETS
+
+# The clock that budgets are counted by. recipes/benchmarks/race.py takes the processor's time instead.
+clock: Callable[[], float] = time.perf_counter
+
+# What a core or a GPU computes per second in training. Measured on one AVX2 core at the micro ViT: 50; a GPU: a guess.
+CORE_FLOPS, GPU_FLOPS = 4e10, 2e13
+# From scratch: model, pixels and patch, the largest first. One is taken if every image can be seen so often.
+FROM_SCRATCH = (("base", 224, 16), ("small", 224, 16), ("tiny", 224, 16), ("micro", 64, 8), ("micro", 32, 8))
+PASSES = 100
+# The share of the time that masked pretraining gets. On CIFAR-100-LT, 41 % of 22 minutes led to 27.4 % accuracy, 78 %
+# of 58 minutes to 31.3 %.
+PRETRAINING_SHARE = 0.6
+# A backbone is trained as a whole where the time is enough for so many epochs; else its classifier alone.
+FULL_EPOCHS = 10
+# Updates per epoch that the batch is chosen for: a short training wants many small updates.
+UPDATES_PER_EPOCH = 80
+# Epochs from which on mixing images pays (on CIFAR-100-LT: not with 12, but with 30).
+MIXUP_EPOCHS = 30
+# Compiling takes 30 to 60 seconds and makes a step of the micro ViT 1.04 to 1.23 times as fast on a CPU: at 1.04, 60
+# seconds are earned back after 26 minutes.
+COMPILING_PAYS_AFTER = 30 * 60
+
+
+def epochs_within(seconds: float, seconds_per_epoch: float) -> int:
+    """Whole epochs that fit; at least one, for less is no training."""
+    return max(1, int(seconds / seconds_per_epoch))
+
+
+def compiling_pays(seconds: float, device: str) -> bool:
+    """Of a training that takes so long without: always on a GPU, and on a CPU where it is long enough."""
+    return device not in ("cpu", "mps") or (device == "cpu" and seconds >= COMPILING_PAYS_AFTER)
+
+
+def layer_flops(width: int, tokens: int) -> float:
+    """Of the matrix products of one image's forward pass through one layer of a ViT."""
+    return 24 * width**2 * tokens + 4 * width * tokens**2
+
+
+def training_flops(model_size: str, image_size: int, patch_size: int) -> float:
+    """Of one image in fine-tuning, forward and backward."""
+    preset, tokens = PRESETS[model_size], (image_size // patch_size) ** 2 + 1
+    return 3 * preset["num_hidden_layers"] * layer_flops(preset["hidden_size"], tokens)
+
+
+def batch_within(num_images: int) -> int:
+    """Images per update of pretraining: a power of two from 16 to 256 that leaves an epoch its updates."""
+    return next((size for size in (256, 128, 64, 32) if num_images >= UPDATES_PER_EPOCH * size), 16)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What is trained from scratch on so many images, their shorter side in pixels, with so much computation."""
+
+    num_images: int
+    side: int
+    flops: float
+
+    @property
+    def model(self) -> tuple[str, int, int]:
+        """Preset, pixels and patch: the largest that sees each image often enough and no image larger than it is."""
+        fitting = (choice for choice in FROM_SCRATCH if choice[1] <= self.side and self.passes(choice) >= PASSES)
+        return next(fitting, FROM_SCRATCH[-1])
+
+    def passes(self, model: tuple[str, int, int]) -> float:
+        """How often the whole time would show every image to the model in fine-tuning."""
+        return self.flops / training_flops(*model) / self.num_images
+
+    @property
+    def batch_size(self) -> int:
+        """Of pretraining; fine-tuning, whose loss is less noisy, takes half."""
+        return batch_within(self.num_images)
+
+    @property
+    def base_lrs(self) -> tuple[float, float]:
+        """Of both stages, for 256 images per update: of the micro ViT as chosen on CIFAR-100-LT, else the paper's."""
+        return (2e-3, 4e-3) if self.model[0] == "micro" else (1.5e-4, 1e-3)
+
+    @property
+    def mixup(self) -> float:
+        return 0.2 if (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS else 0.0
+
+    def words(self, hours: float) -> dict[str, list[str]]:
+        """The options of both stages."""
+        (size, pixels, patch), rates = self.model, self.base_lrs
+        model = f"--model_size {size} --image_size {pixels} --patch_size {patch}"
+        small = pixels == self.side
+        first = f"--batch_size {self.batch_size} --base_lr {rates[0]} --warmup_epochs 2 --decode_ratio 0.5"
+        second = f"--batch_size {max(16, self.batch_size // 2)} --base_lr {rates[1]} --warmup_epochs 1 "
+        second += "--layer_decay 1 --drop_path 0 --erase 0 --cutmix 0 "
+        second += f"--augmentation {'pad_crop' if small else 'crop'} --crop_scale 0.3 --mixup {self.mixup}"
+        shares = {"pretrain": PRETRAINING_SHARE, "finetune": 1 - PRETRAINING_SHARE}
+        told = {"pretrain": first, "finetune": second}
+        return {stage: f"{model} {told[stage]} --hours {hours * shares[stage]:g}".split() for stage in told}
+
+    def why(self, hours: float) -> str:
+        (size, pixels, patch), share = self.model, PRETRAINING_SHARE
+        return (
+            f"From scratch: {size} at {pixels} pixels with patches of {patch}. {hours:g} hours would show it each of "
+            f"the {self.num_images:,} images about {self.passes(self.model):,.0f} times; {PASSES} are wanted.\n"
+            f"  {share:.0%} of the time goes to masked pretraining, {self.batch_size} images per update; the rest to "
+            f"balanced fine-tuning, {max(16, self.batch_size // 2)} images per update, "
+            + (f"with mixup {self.mixup}." if self.mixup else f"without mixup, which wants {MIXUP_EPOCHS} epochs.")
+        )
+
+
+def tuning_within(seconds: float, num_images: int, forward_seconds: float) -> str:
+    """What of a pretrained backbone is trained, if it sees one image in so many seconds: everything or the head.
+
+    A training step takes three times as long as a forward pass.
+    """
+    return "full" if seconds >= FULL_EPOCHS * 3 * forward_seconds * num_images else "head"

@@ -1,0 +1,177 @@
+"""Cross-validation of fine-tuning: a run of its own for each fold, and what all folds say together.
+
+Every image is predicted once, by a model that saw neither it nor its group. A fold leaves its predictions beside its
+model, so the numbers of all images together need no second look at the images.
+"""
+
+import dataclasses
+import itertools
+import json
+import logging
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict, concatenate_datasets
+from torch import nn
+
+from livt_hf.data import class_counts
+from livt_hf.data.labels import class_feature, group_codes, is_multi_label, labels_of
+from livt_hf.evaluation.exam import Exam, Findings, examine
+from livt_hf.evaluation.rules import label_thresholds, standard_rules
+from livt_hf.evaluation.running import Outputs, Rule, run_model
+from livt_hf.evaluation.tables import ANSWERS, write_predictions
+from livt_hf.metrics import MultiLabelMetrics
+from livt_hf.reports.evaluation import write_report
+from livt_hf.results import OWN, PAPER, UNIFORM, provenance
+from livt_hf.runs import Run
+from livt_hf.settings import EvalSettings, FinetuneSettings
+from livt_hf.stages import counts_summary
+
+logger = logging.getLogger(__name__)
+
+# How the columns begin that hold the scores of all classes under a rule, and the labels that are given.
+_SCORES, _LABELS = "scores (", "labels ("
+
+
+def fold_settings(settings: FinetuneSettings, number: int) -> FinetuneSettings:
+    """Those of one fold, from those of the whole cross-validation."""
+    own = {"folds": None, "fold": f"{number}/{settings.folds}", "push_to_hub": False}
+    return dataclasses.replace(settings, **own, output_dir=None, resume=None)
+
+
+def say_what_was_seen(settings: FinetuneSettings) -> None:
+    """Warn of a pretraining on the images that are tested."""
+    start = Run(Path(settings.pretrained))
+    if start.finished and start.arguments["dataset"] == settings.dataset:
+        logger.warning(
+            "the pretraining has seen test images of all folds, though not their labels; to rule that out, pretrain "
+            "and fine-tune fold by fold with --fold 1/%d and so on",
+            settings.folds,
+        )
+
+
+def write_fold(run: Run, model: nn.Module, batches, data: DatasetDict, accelerator: Accelerator) -> None:
+    """What a fold's model says of the images that it has not seen."""
+    outputs = run_model(model, batches, accelerator).gathered(accelerator)
+    if accelerator.is_main_process:
+        path = run.folder / ANSWERS
+        path.unlink(missing_ok=True)  # of a run that was killed before it had results
+        rules, thresholds = standard_rules(model), label_thresholds(model)
+        write_predictions(path, outputs.batches(), rules, data["test"], "test", thresholds)
+
+
+def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerator) -> tuple[Findings, Dataset]:
+    """The numbers of each fold and of all test images together, and these images. `parts` are the data of all folds.
+
+    Groups of classes are those of the mean number of training images.
+    """
+    tables = [pq.read_table(run.fold(number).folder / ANSWERS) for number in range(1, len(parts) + 1)]
+    if accelerator.is_main_process:
+        numbered = [
+            table.append_column("fold", pa.array([number] * len(table))) for number, table in enumerate(tables, 1)
+        ]
+        pq.write_table(pa.concat_tables(numbered), run.folder / ANSWERS)
+    tested = concatenate_datasets([part["test"] for part in parts])
+    counts = np.mean([class_counts(part["train"]) for part in parts], axis=0).round().astype(np.int64)
+    rules, scores = _pooled_scores(tables, len(counts))
+    summary = {"model": str(run.folder), "split": f"{len(parts)} folds"} | provenance()
+    fold = torch.repeat_interleave(torch.tensor([len(part["test"]) for part in parts]))
+    if is_multi_label(tested):
+        return _examine_several(tables, scores, tested, counts, summary), tested
+    mine = torch.arange(len(tested)).tensor_split(accelerator.num_processes)[accelerator.process_index]
+    outputs = Outputs(scores[mine], torch.from_numpy(labels_of(tested).values)[mine], mine, accelerator.device)
+    clusters = group_codes(tested) if "group" in tested.column_names else None
+    exam = Exam(None, outputs, counts, accelerator, clusters=clusters)
+    found = examine(exam, rules, class_feature(tested).names, summary)
+    summary["folds"] = _spread([_of_fold(exam, rules, fold[mine] == number) for number in range(len(parts))])
+    return found, tested
+
+
+def _examine_several(
+    tables: Sequence[pa.Table], scores: torch.Tensor, tested: Dataset, counts: np.ndarray, summary: dict
+) -> Findings:
+    """The same where images may have several labels, of which each fold's model gives some by its own thresholds."""
+    names = class_feature(tested).names
+    (column,) = [name for name in tables[0].column_names if name.startswith(_LABELS)]
+    texts = [labels for table in tables for labels in table[column].to_pylist()]
+    given = torch.tensor([[name in labels for name in names] for labels in texts])
+    targets = torch.from_numpy(labels_of(tested).targets(range(len(tested)), len(names)))
+
+    def measured(rows: slice) -> MultiLabelMetrics:
+        metrics = MultiLabelMetrics(counts)
+        metrics.update(scores[rows], targets[rows], given[rows])
+        return metrics
+
+    pooled, ends = measured(slice(None)), np.cumsum([0, *map(len, tables)])
+    each = [measured(slice(start, end)).compute() for start, end in itertools.pairwise(ends)]
+    summary |= {"rules": {column.removeprefix(_LABELS)[:-1]: pooled.compute()}, "folds": _spread(each)}
+    return Findings(summary, {}, None, pooled.per_class(names))
+
+
+def _pooled_scores(tables: Sequence[pa.Table], classes: int) -> tuple[dict[str, Rule], torch.Tensor]:
+    """The scores under all rules side by side, (N, rules x C), and for each rule what picks its own."""
+    columns = [name for name in tables[0].column_names if name.startswith(_SCORES)]
+    scores = [
+        torch.from_numpy(
+            np.concatenate([table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False) for table in tables])
+        )
+        for name in columns
+    ]
+
+    def pick(place: int) -> Rule:
+        return lambda rows: rows[:, place * classes : (place + 1) * classes]
+
+    rules = {name.removeprefix(_SCORES)[:-1]: pick(place) for place, name in enumerate(columns)}
+    return rules, torch.cat([part.reshape(-1, classes) for part in scores], dim=1)
+
+
+def _of_fold(exam: Exam, rules: dict[str, Rule], chosen: torch.Tensor) -> dict:
+    first = dict(list(rules.items())[:1])
+    measured, _ = exam.metrics(first, chosen.nonzero()[:, 0])
+    return next(iter(measured.values())).compute()
+
+
+def _spread(each: list[dict]) -> dict:
+    """Mean and standard deviation over folds; a number that some folds lack is that of the others."""
+    values = {name: [row[name] for row in each if row[name] is not None] for name in each[0]}
+    mean = {name: statistics.mean(some) if some else None for name, some in values.items()}
+    deviation = {name: statistics.stdev(some) if len(some) > 1 else None for name, some in values.items()}
+    return {"each": each, "mean": mean, "deviation": deviation}
+
+
+def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: Dataset) -> Path:
+    """The report of all folds, and last of all the results that mark the run as finished. Returns the report."""
+    summary, report = found.summary, run.folder / "report"
+    summary["dataset"] = settings.dataset
+    shutil.rmtree(report, ignore_errors=True)  # of a run that was killed before it had results
+    named = EvalSettings(model=str(run.folder), dataset=settings.dataset, split=summary["split"])
+    if found.measured:
+        write_report(report, named, found, tested)
+    else:  # there is no page for several labels per image
+        report.mkdir()
+        numbers = summary | {"classes": found.per_class}
+        (report / "evaluation.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    folds = [run.fold(number).results for number in range(1, settings.folds + 1)]
+    counts = np.array([row["count"] for row in found.per_class])
+    rules = summary["rules"]
+    whole = dict(
+        metrics=rules.get(PAPER, next(iter(rules.values()))),
+        posterior=rules.get(UNIFORM),
+        own_prior=rules.get(OWN),
+        folds=summary["folds"],
+        split=summary["split"],
+        num_images=len(tested),
+        num_train_images=round(statistics.mean(fold.num_train_images for fold in folds)),
+        class_counts=counts_summary(counts),
+        updates=sum(fold.updates for fold in folds),
+        seconds=sum(fold.seconds for fold in folds),
+    )
+    run.write_results(dataclasses.replace(folds[0], **whole))
+    return max(report.glob("report.html"), default=report / "evaluation.json")

@@ -1,0 +1,147 @@
+"""Which way for your images? From scratch against three ways to start from a pretrained backbone, at one budget.
+
+    livt compare FOLDER --pretrained org/any-classifier --minutes 30
+    livt compare FOLDER --pretrained org/any-classifier --ways head full --seeds 0 1 2
+    livt compare cifar100-lt --source FOLDER --pretrained org/any-classifier --image_size 128
+
+Foundation models do not always win: this shows it on your own images. Every way is a run of its own, which goes on
+where it was stopped; what is done is skipped. It ends with a table, a picture and compare.json in the output folder.
+"""
+
+import json
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from livt_hf.commands import run_command
+from livt_hf.errors import LiVTError
+from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
+from livt_hf.recipes.sweep import CONFIGS, Plan, SweepSettings, as_words, carried_out
+from livt_hf.reports import markdown_table, sweep_plot
+from livt_hf.reports.comparison import difference
+from livt_hf.results import Results
+from livt_hf.runs import runs_folder
+from livt_hf.settings import REQUIRED, DataSettings, option
+
+WAYS = ("scratch", "head", "lora", "full")
+LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
+MGP_SHARE = 0.6  # of the time of a training from scratch
+# From scratch on images that have no config of their own: small enough to see them often in minutes on a CPU.
+_SMALL = {"model_size": "micro", "image_size": 64, "patch_size": 8, "batch_size": 64}
+SMALL_PRETRAIN = _SMALL | {"base_lr": 2e-3}
+SMALL_FINETUNE = _SMALL | {"base_lr": 4e-3, "drop_path": 0, "augmentation": "crop", "crop_scale": 0.3, "erase": 0}
+SMALL_FINETUNE |= {"mixup": 0.2, "cutmix": 0}
+
+
+@dataclass(kw_only=True)
+class CompareSettings(DataSettings):
+    """Compare ways to train on the same images, at one budget of time."""
+
+    stage: ClassVar[str] = "compare"
+
+    dataset: str = option(REQUIRED, "the images, as for `livt finetune`", positional=True, place=True)
+    pretrained: str | None = option(None, "checkpoint folder or Hub id of the backbone", place=True)
+    ways: list[str] | None = option(None, f"some of {', '.join(WAYS)}; default: all")
+    minutes: float = option(30.0, "time of each way on this machine; a head that needs less takes less", at_least=0.1)
+    image_size: int | None = option(None, "pixels of the backbone's images; default: its own", at_least=1)
+    loss: str = option("bal_bce", "loss of every way")
+    seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
+    validation_fraction: float | None = option(None, "as for `livt finetune`")
+    output_dir: str | None = option(None, "default: runs/compare/<dataset>-<backbone>-<minutes>", place=True)
+    dry_run: bool = option(False, "print the commands and run nothing")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.pretrained is None:
+            raise LiVTError(f"name a backbone to start from: livt compare {self.dataset} --pretrained CHECKPOINT.")
+        self.ways = list(self.ways or WAYS)
+        unknown = [way for way in self.ways if way not in WAYS]
+        if unknown:
+            raise LiVTError(f"there is no way {unknown[0]!r}; choose from {', '.join(WAYS)}.")
+
+    @property
+    def folder(self) -> Path:
+        name = f"{Path(self.dataset).name}-{Path(self.pretrained).name}-{self.minutes:g}"
+        return Path(self.output_dir or runs_folder() / "compare" / name)
+
+
+class Ways(Plan):
+    """The runs of a comparison, which has a folder of its own: they are told apart by their ways."""
+
+    def changes(self, stage: str, options: dict, base: dict | None = None) -> list[str]:  # noqa: ARG002
+        return [] if stage == "pretrain" else [options.get("tune", "scratch")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = CompareSettings.parse(argv)
+    plan = Ways(as_sweep(settings), [variant_of(way, settings) for way in settings.ways])
+    if carried_out(plan):
+        report(settings, plan)
+
+
+def as_sweep(settings: CompareSettings) -> SweepSettings:
+    """The runs of a comparison are those of a sweep; both stages see the same images."""
+    defaults, common = DataSettings(), ("dataset", "source", "imbalance_factor", "plugin")
+    own = [name for name in DataSettings.names() if name not in (*common, "validation_fraction")]
+    data = {name: getattr(settings, name) for name in own if getattr(settings, name) != getattr(defaults, name)}
+    words = shlex.join(as_words(data))
+    return SweepSettings(
+        **{name: getattr(settings, name) for name in (*common, "pretrained", "seeds", "dry_run")},
+        pretrain=words,
+        finetune=shlex.join(as_words(data | {"validation_fraction": settings.validation_fraction})),
+        output_dir=str(settings.folder),
+    )
+
+
+def variant_of(way: str, settings: CompareSettings) -> Variant:
+    """A way with its share of the time. A frozen head has its own number of epochs: it takes seconds."""
+    hours, loss = settings.minutes / 60, {"loss": settings.loss}
+    if way == "scratch":
+        small = not (CONFIGS / f"pretrain-{settings.dataset}.yaml").exists()
+        first = (SMALL_PRETRAIN if small else {}) | {"hours": round(MGP_SHARE * hours, 4)}
+        second = (SMALL_FINETUNE if small else {}) | loss | {"hours": round((1 - MGP_SHARE) * hours, 4)}
+        return Variant(LABELS[way], second, first, from_own_images=True)
+    options = {"tune": way, "image_size": settings.image_size} | loss
+    return Variant(LABELS[way], options if way == "head" else options | {"hours": round(hours, 4)})
+
+
+def report(settings: CompareSettings, plan: Plan) -> None:
+    """The table, the picture and compare.json, and which way was best."""
+    results, first = plan.results(), plan.first_stages()
+    rows = summarise(results)
+    for row in rows:
+        second = results[row["variant"]]
+        row["epochs"] = " + ".join(f"{runs[0].epochs:g}" for runs in (first[row["variant"]], second) if runs)
+        row["minutes"] = statistics.fmean(map(spent, second)) + sum(map(spent, first[row["variant"]])) / len(second)
+    folder = settings.folder
+    table = [
+        line | {"epochs": row["epochs"], "minutes": f"{row['minutes']:.1f}"}
+        for line, row in zip(table_rows(rows), rows, strict=True)
+    ]
+    said = {"title": f"Ways to train on {Path(settings.dataset).name}", "minutes": settings.minutes, "rows": rows}
+    (folder / "compare.json").write_text(json.dumps(said, indent=2) + "\n")
+    (folder / "table.md").write_text(markdown_table(table) + "\n")
+    sweep_plot(rows, folder / "plot.png", "way", title=f"{said['title']}, {settings.minutes:g} minutes each")
+    print(f"{said['title']}, {settings.minutes:g} minutes each, percent\n\n{markdown_table(table)}\n")
+    print(f"{verdict(results)}\nPicture: {folder / 'plot.png'}")
+
+
+def spent(run: Results) -> float:
+    """Minutes from the start of a run to its last update."""
+    return (run.seconds + (run.preparation_seconds or 0)) / 60
+
+
+def verdict(results: dict[str, list[Results]]) -> str:
+    """The two best ways, by their first seeds, and whether the number of test images can tell them apart."""
+    accuracy = {label: statistics.fmean(run.metrics["accuracy"] for run in runs) for label, runs in results.items()}
+    best, *others = sorted(accuracy, key=lambda label: -accuracy[label])
+    if not others:
+        return f"Only {best!r} was run."
+    return f"Best: {best!r}, then {others[0]!r}. {difference(*(results[way][0].metrics for way in (best, others[0])))}"
+
+
+if __name__ == "__main__":
+    run_command(main)

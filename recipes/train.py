@@ -1,0 +1,159 @@
+"""Train a classifier on your images in a given time.
+
+    livt train FOLDER --hours 2                                        # from scratch: MGP, then BFT
+    livt train FOLDER --hours 0.5 --pretrained org/any-classifier      # all of a backbone or its head, as time allows
+    livt train --resume runs/train-FOLDER/1                            # go on with what was interrupted
+
+It says what it chose and why before it starts; the rules are in livt_hf/budget.py. The folder of the run ends up
+holding plan.json and the runs of its stages, that of the last with its report. Evaluation comes on top of the hours.
+"""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from livt_hf import budget
+from livt_hf.backbones import build_classifier, input_facts, serving_processor
+from livt_hf.commands import EXIT_UNFINISHED, run_command
+from livt_hf.data import load_data
+from livt_hf.data.loading import StoredImages
+from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.runs import Run, next_number, runs_folder
+from livt_hf.settings import DataSettings, FinetuneSettings, option
+from livt_hf.training.machine import available_cores, use_all_cores
+
+PLAN = "plan.json"
+
+
+@dataclass
+class TrainSettings(DataSettings):
+    """Train on a dataset for some hours: both stages, or a pretrained backbone."""
+
+    stage: ClassVar[str] = "train"
+
+    dataset: str = option(
+        "glyphs", "benchmark name, image folder, table of labels, or Hub dataset", positional=True, place=True
+    )
+    hours: float = option(1.0, "hours of training; evaluation comes on top")
+    pretrained: str | None = option(
+        None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
+    )
+    seed: int = option(0, "seed of everything random except the split")
+    output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
+    resume: str | None = option(None, "go on with an interrupted run: its folder", place=True)
+    launch: str = option("", 'options of accelerate launch, such as "--num_processes 1"')
+    threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
+
+    def data_words(self) -> list[str]:
+        """What both stages are told about the data, where it is not the default."""
+        defaults = {field.name: field.default for field in fields(DataSettings)}
+        said = {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
+        said |= {"dataset": self.dataset, "seed": self.seed}
+        return [word for name, value in said.items() for word in (f"--{name}", str(value))]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = TrainSettings.parse(argv)
+    if settings.hours <= 0:
+        raise LiVTError(f"hours is {settings.hours}; it must be above 0.")
+    folder = begin(settings) if settings.resume is None else Path(settings.resume)
+    if not (folder / PLAN).exists():
+        raise LiVTError(f"{folder} has no {PLAN}; give the folder that livt train began.")
+    plan = json.loads((folder / PLAN).read_text())
+    print(plan["why"], flush=True)
+    threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
+    launcher = shlex.split(settings.launch)
+    for stage, words in plan["stages"].items():
+        place = ["--output_dir", str(folder / stage), "--resume", "auto"]
+        if not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads]):
+            print(f"Or, to go on with all that is left:\n  livt train --resume {shlex.quote(str(folder))}")
+            raise Interrupted
+    run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
+
+
+def run_livt(words: list[str]) -> bool:
+    """Run a command; whether it was stopped and saved. It gets every wish to stop that this process gets."""
+    command = subprocess.Popen([sys.executable, "-m", "livt_hf.recipes.cli", *words])
+    wishes = signal.SIGINT, signal.SIGTERM
+    before = {wish: signal.signal(wish, lambda wish, _: command.send_signal(wish)) for wish in wishes}
+    status = command.wait()
+    for wish in wishes:
+        signal.signal(wish, before[wish])
+    if status not in (0, EXIT_UNFINISHED):
+        sys.exit(status)  # the command has said why
+    return status == EXIT_UNFINISHED
+
+
+def begin(settings: TrainSettings) -> Path:
+    """Choose, and write down what was chosen, so that going on does not choose again."""
+    train = load_data(settings)["train"]
+    if settings.pretrained is not None:
+        why, stages = plan_backbone(settings, train)
+    else:
+        why, stages = plan_scratch(settings, train)
+    if settings.output_dir is None:
+        folder = next_number(runs_folder() / f"train-{Path(settings.dataset).name}").folder
+    else:
+        folder = Path(settings.output_dir)
+        if (folder / PLAN).exists():
+            raise LiVTError(f"{folder} holds another run; pass --resume {folder} to go on, or a new --output_dir.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if "pretrain" in stages:
+        stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
+    (folder / PLAN).write_text(json.dumps({"why": why, "stages": stages}, indent=2) + "\n")
+    return folder
+
+
+def plan_scratch(settings: TrainSettings, train) -> tuple[str, dict[str, list[str]]]:
+    side = min(StoredImages(train.select(range(1))).images([0])[0].shape[-2:])
+    per_second = available_cores() * budget.CORE_FLOPS
+    if torch.accelerator.is_available():
+        per_second = torch.accelerator.device_count() * budget.GPU_FLOPS
+    choice = budget.Scratch(len(train), side, 3600 * settings.hours * per_second)
+    stages = choice.words(settings.hours)
+    return choice.why(settings.hours), {stage: [*settings.data_words(), *words] for stage, words in stages.items()}
+
+
+def plan_backbone(settings: TrainSettings, train) -> tuple[str, dict[str, list[str]]]:
+    words = [*settings.data_words(), "--pretrained", settings.pretrained]
+    model_settings = FinetuneSettings.parse([*words, "--tune", "head"])
+    model = build_classifier(model_settings, train).eval()
+    size = input_facts(serving_processor(model_settings, train, model)).size
+    seconds = forward_seconds(model, size)
+    tune = budget.tuning_within(3600 * settings.hours, len(train), seconds)
+    epoch = 3 * seconds * len(train)
+    chosen = {
+        "full": f"hold {budget.FULL_EPOCHS} of them or more: all of it is fine-tuned.",
+        "head": f"do not hold {budget.FULL_EPOCHS}: its classifier is trained on frozen features.",
+    }
+    why = (
+        f"{settings.pretrained}: an epoch of {len(train):,} images at {size} pixels takes about {epoch:.0f} seconds "
+        f"where everything is trained, and {settings.hours:g} hours {chosen[tune]}"
+    )
+    limit = ["--hours", f"{settings.hours:g}"] if tune == "full" else []  # a head is done in seconds
+    return why, {"finetune": [*words, "--tune", tune, *limit]}
+
+
+@torch.inference_mode()
+def forward_seconds(model: torch.nn.Module, size: int, images: int = 8) -> float:
+    """Of one image, by the second of two batches."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    use_all_cores(device)
+    model, pixels = model.to(device), torch.randn(images, 3, size, size, device=device)
+    for _ in range(2):
+        began = time.perf_counter()
+        model(pixels).logits.sum().item()
+    return (time.perf_counter() - began) / images
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,176 @@
+"""How much training fits into a given time."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from livt_hf import budget
+from livt_hf.data import eval_processor
+from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.recipes import train
+from livt_hf.runs import parse_training
+from livt_hf.settings import FinetuneSettings, PretrainSettings
+
+STAGES = PretrainSettings, FinetuneSettings
+
+
+def test_epochs_that_fit_are_whole_and_never_fewer_than_one():
+    assert budget.epochs_within(60, 25) == 2
+    assert budget.epochs_within(50, 25) == 2
+    assert budget.epochs_within(10, 25) == budget.epochs_within(-5, 25) == 1
+
+
+def test_a_pass_through_the_micro_vit_costs_what_its_matrices_say():
+    """17 tokens, 6 layers of width 128: per token 12 D^2 multiplications for weights and 2 D N for attention."""
+    multiplications = 6 * 17 * (12 * 128**2 + 2 * 128 * 17)
+    assert budget.training_flops("micro", 32, 8) == 3 * 2 * multiplications
+
+
+@pytest.mark.parametrize(
+    ("num_images", "side", "core_hours", "model"),
+    [
+        (10_847, 32, 1, ("micro", 32, 8)),  # CIFAR-100-LT
+        (2_336, 256, 1, ("micro", 64, 8)),  # PlantDoc in half an hour of two cores: 123 passes
+        (2_336, 256, 20, ("tiny", 224, 16)),  # 167 passes
+        (2_336, 200, 20, ("micro", 64, 8)),  # no image is enlarged
+        (1_000_000, 256, 1, ("micro", 32, 8)),  # never enough: the smallest
+    ],
+)
+def test_the_largest_model_that_sees_each_image_a_hundred_times_is_trained(num_images, side, core_hours, model):
+    choice = budget.Scratch(num_images, side, 3600 * core_hours * budget.CORE_FLOPS)
+    assert choice.model == model
+
+
+def test_cifar_gets_the_batches_and_rates_of_its_own_config():
+    choice = budget.Scratch(10_847, 32, 3600 * budget.CORE_FLOPS)
+    assert (choice.batch_size, choice.base_lrs) == (128, (2e-3, 4e-3))
+    first, second = (settings.parse(words) for settings, words in zip(STAGES, choice.words(1.0).values(), strict=True))
+    assert (first.hours, second.hours) == (0.6, 0.4)
+    assert (second.batch_size, second.patch_size, second.augmentation) == (64, 8, "pad_crop")
+
+
+def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
+    assert budget.tuning_within(3600, num_images=1000, forward_seconds=0.1) == "full"  # ten epochs take 3,000 s
+    assert budget.tuning_within(1800, num_images=1000, forward_seconds=0.1) == "head"
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path) -> list[list[str]]:
+    """What `livt train` would run; the first command is stopped and saved, all others end well."""
+    run = []
+
+    def record(words: list[str]) -> bool:
+        run.append(words)
+        if len(run) > 1 and "--output_dir" in words:
+            folder = Path(words[words.index("--output_dir") + 1])
+            folder.mkdir()
+            (folder / "results.json").touch()
+        return len(run) == 1
+
+    monkeypatch.setattr(train, "run_livt", record)
+    monkeypatch.setattr(train, "available_cores", lambda: 1)
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    return run
+
+
+def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys):
+    pictures = make_pictures(tmp_path / "pictures")
+    with pytest.raises(Interrupted):
+        train.main([str(pictures), "--hours", "0.5", "--test_fraction", "0.3"])
+    folder = tmp_path / "runs" / "train-pictures" / "1"
+    assert "From scratch: micro at 32 pixels with patches of 8" in (printed := capsys.readouterr().out)
+    assert f"livt train --resume {folder}" in printed
+    train.main(["--resume", str(folder)])
+    assert [words[0] for words in commands] == ["pretrain", "pretrain", "finetune", "eval"]
+    assert commands[0] == commands[1]  # not planned again
+    first, second = (settings.parse(words[1:]) for settings, words in zip(STAGES, commands[1:3], strict=True))
+    assert (first.dataset, first.test_fraction, first.hours) == (str(pictures), 0.3, 0.3)
+    assert (second.pretrained, second.test_fraction, second.hours) == (str(folder / "pretrain"), 0.3, 0.2)
+    train.main(["--resume", str(folder)])
+    assert [words[0] for words in commands[4:]] == ["eval"]
+
+
+def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, tmp_path, monkeypatch):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
+    ResNetForImageClassification(config).save_pretrained(tmp_path / "resnet")
+    eval_processor(16, [0.5] * 3, [0.25] * 3).save_pretrained(tmp_path / "resnet")
+    words = [str(make_pictures(tmp_path / "pictures")), "--hours", "1", "--pretrained", str(tmp_path / "resnet")]
+    for seconds in (0.01, 100.0):
+        monkeypatch.setattr(train, "forward_seconds", lambda *_, answer=seconds: answer)
+        with contextlib.suppress(Interrupted):
+            train.main(words)
+    full, *_, head = (FinetuneSettings.parse(words[1:]) for words in commands if words[0] == "finetune")
+    assert (full.tune, full.hours, head.tune, head.hours) == ("full", 1.0, "head", None)
+
+
+@pytest.mark.slow
+def test_train_runs_both_stages_and_the_evaluation(tmp_path):
+    words = [make_pictures(tmp_path / "pictures"), "--hours", 2 / 3600, "--threads", 1]
+    done = RecipeRun("train", tmp_path / "run", *words)
+    assert done.wait() == 0, done.printed
+    assert (tmp_path / "run" / "finetune" / "report" / "report.html").exists()
+
+
+def test_compiling_pays_on_a_gpu_and_after_half_an_hour_of_a_cpu():
+    assert budget.compiling_pays(1, "cuda") and budget.compiling_pays(1800, "cpu")
+    assert not budget.compiling_pays(1799, "cpu") and not budget.compiling_pays(9999, "mps")
+
+
+def test_compile_is_a_truth_or_auto():
+    words = {"": False, "--compile": True, "--compile false": False, "--compile auto": "auto"}
+    assert {text: PretrainSettings.parse(text.split()).compile for text in words} == words
+    with pytest.raises(LiVTError, match="'maybe'; it must be true, false or auto"):
+        PretrainSettings.parse(["--compile", "maybe"])
+
+
+def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):
+    options = ["--dataset", make_pictures(tmp_path / "pictures"), *TINY, "--pretrained", "none", "--mixup", 0.5]
+    options += ["--drop_path", 0.5, "--ema_decay", 0.5]
+    short = RecipeRun("finetune", tmp_path / "hours", *options, "--hours", 2 / 3600, "--compile", "auto").finish()
+    epochs = short.arguments["epochs"]
+    assert epochs >= 1 and short.results.epochs == epochs and short.arguments["compile"] is False
+    same = RecipeRun("finetune", tmp_path / "epochs", *options, "--epochs", epochs).finish()
+    assert_same_weights(short.folder, same.folder)
+    (short.folder / "results.json").unlink()
+    words = [*map(str, options), "--hours", str(2 / 3600), "--compile", "auto", "--resume", str(short.folder)]
+    settings, _ = parse_training(FinetuneSettings, words[2:])  # the same command goes on with what was chosen
+    assert (settings.epochs, settings.compile) == (epochs, False)
+
+
+def test_resnet32_has_its_464_thousand_weights_and_31_convolutions():
+    from livt_hf.recipes.benchmarks.race import resnet32
+
+    model = resnet32(classes=10)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
+    assert len(convolutions) == 31  # with the classifier 32 layers
+    assert sum(p.numel() for p in model.parameters()) == 464_154  # 0.46 million in He et al., Table 6
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_a_plain_loop_of_the_race_ends_with_its_budget(monkeypatch):
+    """A clock of one second per look: the rate rises over the first twentieth (5.05 s) and falls to 0."""
+    from livt_hf.recipes.benchmarks import race
+
+    ticks = iter(range(1000))
+    monkeypatch.setattr(race, "core_seconds", lambda: next(ticks))
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates = []
+    losses = (rates.append(optimizer.param_groups[0]["lr"]) or model(torch.ones(1)).sum() for _ in range(1000))
+    assert race.train(model, optimizer, losses, until=101) == 100
+    assert rates.index(max(rates)) == 5 and rates[0] == pytest.approx(1 / 5.05)
+    assert rates[-1] < 0.001
+
+
+def test_the_table_of_the_race_has_a_column_per_budget_and_the_range_of_seeds():
+    from livt_hf.recipes.benchmarks.race import race_table
+
+    rows = [{"entry": "ours", "budget": 5.0, "accuracy": value} for value in (10.0, 12.0)]
+    rows.append({"entry": "resnet32", "budget": 15.0, "accuracy": 20.0})
+    ours, resnet = race_table(rows)
+    assert (ours["5"], ours["15"]) == ("11.0 (10.0 to 12.0)", "-")
+    assert (resnet["5"], resnet["15"]) == ("-", "20.0")

@@ -1,0 +1,101 @@
+"""`livt compare`: four ways to train on the same images, at one budget."""
+
+import contextlib
+import importlib
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate.state import AcceleratorState
+from recipe_runs import make_pictures
+from test_sweep import Runs
+from test_tuning import dinov2
+
+from livt_hf.errors import LiVTError
+from livt_hf.recipes import compare as recipe
+from livt_hf.recipes import sweep
+from livt_hf.settings import FinetuneSettings, PretrainSettings
+
+CONFIGS = Path(recipe.__file__).parent / "configs"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    make_pictures(tmp_path / "pictures", train=(160, 80, 40, 10))
+    dinov2(tmp_path / "backbone")
+    return tmp_path
+
+
+def compared(place: Path, *options) -> Path:
+    words = [place / "pictures", "--pretrained", place / "backbone", "--minutes", 60, *options]
+    recipe.main([str(word) for word in words])
+    return place / "runs" / "compare" / "pictures-backbone-60"
+
+
+def test_each_way_gets_the_same_time_and_both_stages_from_scratch_share_theirs(place, capsys):
+    compared(place, "--dry_run", "--min_images", 2, "--image_size", 16)
+    printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    stages = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
+    first, *backbones, second = [stages[words[1]].parse(words[2:], CONFIGS) for words in printed]
+    assert first.hours + second.hours == pytest.approx(1) and second.pretrained == first.output_dir
+    assert (first.image_size, second.image_size, second.tune) == (64, 64, None)
+    assert {run.tune: run.hours for run in backbones} == {"head": None, "lora": 1, "full": 1}
+    assert {(run.pretrained, run.image_size) for run in backbones} == {(str(place / "backbone"), 16)}
+    assert {run.min_images for run in (first, second, *backbones)} == {2}
+
+
+def test_a_comparison_ends_in_a_table_and_a_picture_and_runs_what_is_done_no_more(place, monkeypatch, capsys):
+    runs = Runs()
+    monkeypatch.setattr(subprocess, "run", runs)
+    folder = compared(place, "--ways", "scratch", "head", "--seeds", 0, 1)
+    assert len(runs.of(".pretrain")) == 2 and len(runs.of(".finetune")) == 4
+    rows = {row["variant"]: row for row in json.loads((folder / "compare.json").read_text())["rows"]}
+    assert rows["frozen, head only"]["epochs"] == "60" and rows["from scratch"]["epochs"].count("+") == 1
+    assert rows["from scratch"]["minutes"] == pytest.approx(2 * rows["frozen, head only"]["minutes"])
+    assert (folder / "plot.png").stat().st_size > 1000
+    assert "Best: " in capsys.readouterr().out
+    compared(place, "--ways", "scratch", "head", "--seeds", 0, 1)
+    assert len(runs.commands) == 6
+
+
+def test_unknown_ways_and_a_missing_backbone_are_refused(place):
+    with pytest.raises(LiVTError, match="no way 'heads'; choose from scratch, head, lora, full"):
+        compared(place, "--ways", "heads")
+    with pytest.raises(LiVTError, match="name a backbone to start from"):
+        recipe.main([str(place / "pictures")])
+
+
+def in_this_process(command: list[str], **_streams) -> SimpleNamespace:
+    """Stands in for subprocess.run: what would be launched runs here, where everything is imported already."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    place = command.index("--module") + 1
+    importlib.import_module(command[place]).main(command[place + 1 :])
+    return SimpleNamespace(returncode=0)
+
+
+class InTurn(contextlib.nullcontext):
+    """Stands in for a pool of threads: a training listens to signals, which only the main thread can."""
+
+    map = staticmethod(map)
+
+    def __init__(self, _jobs: int):
+        super().__init__(self)
+
+
+@pytest.mark.slow
+def test_a_real_comparison_measures_every_way(place, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setattr(subprocess, "run", in_this_process)
+    monkeypatch.setattr(sweep, "ThreadPoolExecutor", InTurn)
+    words = [place / "pictures", "--pretrained", place / "backbone", "--minutes", 0.1]
+    recipe.main([str(word) for word in words])
+    folder = place / "runs" / "compare" / "pictures-backbone-0.1"
+    rows = json.loads((folder / "compare.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["from scratch", "frozen, head only", "LoRA", "all of it"]
+    assert all(row["minutes"] > 0 and row["accuracy"] is not None for row in rows)
