@@ -10,6 +10,7 @@ livt convert MODEL OUT --to torch-export          the same as OUT/model.pt2, for
 
 import importlib.util
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,8 @@ def export(settings: ConvertSettings) -> None:
         raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
     from livt_hf.export import image_size, save_exported
 
+    for name in ("onnxscript", "onnx_ir"):  # which tell every rewritten node
+        logging.getLogger(name).setLevel(logging.WARNING)
     folder = Path(settings.output)
     if folder.exists():
         raise LiVTError(f"{folder} exists; name a new folder.")

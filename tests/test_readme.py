@@ -131,10 +131,11 @@ def test_a_loss_is_added_as_the_readme_says(losses_restored, tiny):
     model = LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[50, 20, 5], loss="focal_bce")).train()
     pixels, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 0, 1, 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # By hand, at the start: z is logit(1/3) for every class, and a focal term is (1 - p)^2 * -log p.
+    # By hand, at the start: z is the logit of the prior, and a focal term is (1 - p)^2 * -log p of what is so.
     first = model(pixels, labels=labels).loss
-    right, wrong = torch.tensor(1 / 3), torch.tensor(2 / 3)
-    by_hand = (1 - right) ** 2 * -right.log() + 2 * (1 - wrong) ** 2 * -wrong.log()
+    prior = torch.tensor([50, 20, 5]) / 75
+    p = torch.where(torch.eye(3)[labels] == 1, prior, 1 - prior)
+    by_hand = ((1 - p) ** 2 * -p.log()).sum(-1).mean()
     torch.testing.assert_close(first, by_hand, atol=1e-3, rtol=0)
     first.backward()
     optimizer.step()
