@@ -309,7 +309,7 @@ def test_no_prior_is_estimated_from_smoothed_labels_or_scores(workplace, refused
     assert "gives no probabilities under a prior (it was trained with loss 'ldam': its margins and scale" in sentence
     prior = written(tmp_path / "prior.json", [0.25] * 4)
     sentence = refused("--model", workplace.pretrained, *data, "--prior", prior)
-    assert "gives no probabilities under a prior (it is no classifier)" in sentence
+    assert "kNN and the linear probe measure features and know no prior; leave --prior out" in sentence
 
 
 def test_a_loss_without_posterior_is_measured_by_the_paper_s_rule_alone(workplace, evaluate, tmp_path):

@@ -98,7 +98,9 @@ def step_cost(stage, size: str, pixels: int, classes: int, images: int) -> dict:
         kind, config = LiViTForPreTraining, pretraining_config(size, image_size=pixels)
     else:
         kind = LiViTForImageClassification
-        config = LiViTConfig.preset(size, image_size=pixels, class_counts=[10] * classes, drop_path_rate=0.1)
+        config = LiViTConfig.preset(
+            size, image_size=pixels, class_counts=[10] * classes
+        )  # stochastic depth saves some
     with torch.device("meta"):
         model = kind(config).train()
     kept = {}
