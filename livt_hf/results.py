@@ -82,8 +82,8 @@ class Results:
     def rules(self) -> dict[str, dict]:
         """The metrics of each rule, the headline first."""
         measured = {PAPER: self.metrics, UNIFORM: self.posterior, OWN: self.own_prior}
-        order = sorted(measured, key=lambda rule: rule != self.headline)
-        return {rule: measured[rule] for rule in order if measured[rule]}
+        order = sorted(measured.items(), key=lambda item: item[0] != self.headline)
+        return {rule: metrics for rule, metrics in order if metrics}
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

@@ -530,8 +530,8 @@ def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
     """The type of an option: int, float, bool, str, a Literal, bool | Literal, or a list; None aside."""
     hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    parts = [part for part in parts if part is not type(None)]
-    return parts[0] if len(parts) == 1 else Union[tuple(parts)]  # noqa: UP007
+    parts = tuple(part for part in parts if part is not type(None))
+    return parts[0] if len(parts) == 1 else Union[parts]  # noqa: UP007
 
 
 def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
