@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from livt_hf.backbones import load_backbone
 from livt_hf.commands import accuracy_line, run_command
-from livt_hf.data import class_counts, eval_loader, load_data
+from livt_hf.data import eval_loader, load_data
 from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
@@ -43,6 +43,7 @@ from livt_hf.evaluation.models import (
     load_checkpoint,
     load_processor,
     told_its_counts,
+    training_counts,
     why_uncalibrated,
 )
 from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return eval_loader(data[split], processor, batches)
 
     summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split} | provenance()
-    counts, dataset = class_counts(data["train"]), data[settings.split]
+    counts, dataset = training_counts(model, data["train"]), data[settings.split]
     thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
     if settings.probe:
         summary |= measure_features(model, loader, accelerator, counts, settings)

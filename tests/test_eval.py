@@ -312,6 +312,14 @@ def test_no_prior_is_estimated_from_smoothed_labels_or_scores(workplace, refused
     assert "kNN and the linear probe measure features and know no prior; leave --prior out" in sentence
 
 
+def test_shot_groups_are_those_of_the_images_the_model_was_trained_on(workplace, evaluate, tmp_path):
+    model = LiViTForImageClassification.from_pretrained(workplace.finetuned, class_counts=[500, 500, 50, 5])
+    measured = evaluate("--model", saved(tmp_path / "own", model), "--dataset", workplace.pictures)
+    rows = [line.split(",") for line in (measured.report / "classes.csv").read_text().splitlines()]
+    counts = [int(row[rows[0].index("count")]) for row in rows[1:]]
+    assert counts == [500, 500, 50, 5]  # the folder has others
+
+
 def test_a_loss_without_posterior_is_measured_by_the_paper_s_rule_alone(workplace, evaluate, tmp_path):
     model = LiViTForImageClassification.from_pretrained(workplace.finetuned, loss="ldam")
     result = evaluate("--model", saved(tmp_path / "ldam", model), "--dataset", workplace.pictures)

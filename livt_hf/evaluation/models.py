@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import Dataset
 from transformers import (
@@ -98,6 +99,16 @@ def is_multi_label(model: PreTrainedModel) -> bool:
 def head_of(model: PreTrainedModel) -> LongTailHead | None:
     """The head that knows the class prior, or None for a model without one."""
     return model.head if isinstance(model, BalancedClassifier) else None
+
+
+def training_counts(model: PreTrainedModel, train: Dataset) -> np.ndarray:
+    """The class counts that shot groups go by: of the images a model was trained on, where it knows them.
+
+    A training split may have more: those that were held out to calibrate.
+    """
+    head = head_of(model)
+    known = None if head is None else head.settings.class_counts
+    return class_counts(train) if known is None else np.array(known)
 
 
 def why_no_posterior(model: PreTrainedModel) -> str | None:
