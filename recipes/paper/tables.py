@@ -25,19 +25,24 @@ PAGES = (RECIPES.parent / "README.md", RESULTS / "README.md", RECIPES / "configs
 
 
 def results_section(which: str, page: Path) -> str:
-    """One table per sweep: results/<dataset>/<sweep>.json, as `livt sweep` writes it."""
+    """One table per sweep: results/<dataset>/<sweep>.json, as `livt sweep` writes it, or with a `table` as it is."""
     paths = [RESULTS / f"{name}.json" for name in which.split()] or sorted(RESULTS.glob("*/*.json"))
     parts = []
     for path in paths:
         sweep = json.loads(path.read_text())
         parts.append(f"**{sweep['title']}**, {path.parent.name}: {sweep['budget']}")
         parts.append(f"`{sweep['command']}`")
-        parts.append(markdown_table(table_rows(sweep["rows"])).strip())
-        plot = path.with_suffix(".png")
-        if plot.exists():
-            address = Path(os.path.relpath(plot, page.parent)).as_posix()
-            parts.append(f'<img src="{address}" width="420" alt="{sweep["title"]}">')
+        rows = sweep["table"] if "table" in sweep else table_rows(sweep["rows"])
+        parts.append(markdown_table(rows).strip())
+        parts += _picture(path, page, 420, sweep["title"])
     return "\n\n".join(parts)
+
+
+def _picture(path: Path, page: Path, width: int, words: str) -> list[str]:
+    """The picture beside a result file, if there is one."""
+    picture = path.with_suffix(".png")
+    address = Path(os.path.relpath(picture, page.parent)).as_posix()
+    return [f'<img src="{address}" width="{width}" alt="{words}">'] if picture.exists() else []
 
 
 def benchmark_section(which: str, _page: Path) -> str:
@@ -61,9 +66,8 @@ def race_section(_which: str, page: Path) -> str:
     path = RESULTS / "race.json"
     if not path.exists():
         return ""
-    picture = Path(os.path.relpath(path.with_suffix(".png"), page.parent)).as_posix()
     table = markdown_table(race_table(json.loads(path.read_text()))).strip()
-    return f'{table}\n\n<img src="{picture}" width="560" alt="accuracy over core-minutes">'
+    return "\n\n".join([table, *_picture(path, page, 560, "accuracy over core-minutes")])
 
 
 SECTIONS = {"race": race_section, "results": results_section, "benchmark": benchmark_section, "scale": scale_section}
