@@ -9,7 +9,8 @@ from livt_hf.configuration_livit import PRESETS
 # The clock that budgets are counted by. recipes/benchmarks/race.py takes the processor's time instead.
 clock: Callable[[], float] = time.perf_counter
 
-# What a core or a GPU computes per second in training. Measured on one AVX2 core at the micro ViT: 50; a GPU: a guess.
+# Operations per second in training. A core: 5e10 were measured on one with AVX2 at the micro ViT, and some are for
+# decoding. A GPU: a guess, which only chooses the size of the model; the epochs are fitted to the time that passes.
 CORE_FLOPS, GPU_FLOPS = 4e10, 2e13
 # From scratch: model, pixels and patch, the largest first. One is taken if every image can be seen so often.
 FROM_SCRATCH = (("base", 224, 16), ("small", 224, 16), ("tiny", 224, 16), ("micro", 64, 8), ("micro", 32, 8))

@@ -101,7 +101,9 @@ def _examine_several(
     names = class_feature(tested).names
     (column,) = [name for name in tables[0].column_names if name.startswith(_LABELS)]
     texts = [labels for table in tables for labels in table[column].to_pylist()]
-    given = torch.tensor([[name in labels for name in names] for labels in texts])
+    given, place = torch.zeros(len(texts), len(names), dtype=torch.bool), {name: i for i, name in enumerate(names)}
+    for row, labels in enumerate(texts):
+        given[row, [place[name] for name in labels or ()]] = True  # none for an image without scores
     targets = torch.from_numpy(labels_of(tested).targets(range(len(tested)), len(names)))
 
     def measured(rows: slice) -> MultiLabelMetrics:

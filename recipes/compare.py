@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from livt_hf.budget import PRETRAINING_SHARE
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
@@ -28,7 +29,6 @@ from livt_hf.settings import REQUIRED, DataSettings, option
 
 WAYS = ("scratch", "head", "lora", "full")
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
-MGP_SHARE = 0.6  # of the time of a training from scratch
 # From scratch on images that have no config of their own: small enough to see them often in minutes on a CPU.
 _SMALL = {"model_size": "micro", "image_size": 64, "patch_size": 8, "batch_size": 64}
 SMALL_PRETRAIN = _SMALL | {"base_lr": 2e-3}
@@ -101,8 +101,8 @@ def variant_of(way: str, settings: CompareSettings) -> Variant:
     hours, loss = settings.minutes / 60, {"loss": settings.loss}
     if way == "scratch":
         small = not (CONFIGS / f"pretrain-{settings.dataset}.yaml").exists()
-        first = (SMALL_PRETRAIN if small else {}) | {"hours": round(MGP_SHARE * hours, 4)}
-        second = (SMALL_FINETUNE if small else {}) | loss | {"hours": round((1 - MGP_SHARE) * hours, 4)}
+        first = (SMALL_PRETRAIN if small else {}) | {"hours": round(PRETRAINING_SHARE * hours, 4)}
+        second = (SMALL_FINETUNE if small else {}) | loss | {"hours": round((1 - PRETRAINING_SHARE) * hours, 4)}
         return Variant(LABELS[way], second, first, from_own_images=True)
     options = {"tune": way, "image_size": settings.image_size} | loss
     return Variant(LABELS[way], options if way == "head" else options | {"hours": round(hours, 4)})

@@ -58,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings.pretrained = find_pretraining(settings)
     check_publishing(settings)
     if settings.folds is not None:
-        if settings.hours is not None:
-            raise LiVTError("--hours fits the epochs of one model to a time; with --folds give --epochs instead.")
         cross_validate(settings, resumed)
         return
     accelerator = make_accelerator(settings)
@@ -88,11 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def say_copies(settings: FinetuneSettings, splits: Mapping[str, Dataset], accelerator: Accelerator) -> None:
     """Warn of identical images on both sides of a split; those of benchmarks are what they are."""
-    words = None
     if accelerator.is_main_process and settings.dataset not in BENCHMARKS:
         words = copies_in_words(splits)
-    if words is not None:
-        logger.warning(words)
+        if words is not None:
+            logger.warning(words)
 
 
 def finetune(
@@ -154,6 +151,8 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
     """One model for each fold, in a folder of its own below the run's; then the numbers of all folds together."""
     if settings.push_to_hub:
         raise LiVTError("a cross-validation has no model of its own to publish; leave --push_to_hub out.")
+    if settings.hours is not None:
+        raise LiVTError("--hours fits the epochs of one model to a time; with --folds give --epochs instead.")
     started, accelerator = time.monotonic(), make_accelerator(settings)
     with accelerator.main_process_first():
         images = load_images(fold_settings(settings, 1))

@@ -31,7 +31,7 @@ from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.pretraining import held_out_images, mask_noise, reconstruction_loss, reconstruction_rows, update_advice
 from livt_hf.reports import reconstruction_sheet
 from livt_hf.results import Results
-from livt_hf.runs import parse_training
+from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.stages import common_results, counts_summary, image_size, is_native, shared_batches, training_batches
 from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run, track_picture
@@ -98,21 +98,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     finish_run(loop, loop.final_model, processor, results)
     accelerator.end_training()
-    advice = update_advice(loss, zero_loss, loop.progress.update)
+    accelerator.print(in_words(settings, run, results))
+    if accelerator.is_main_process:
+        publish_if_asked(settings, run)
+
+
+def in_words(settings: PretrainSettings, run: Run, results: Results) -> str:
+    """What came out, where it is, and the next command."""
+    loss, zero_loss = results.metrics["loss"], results.metrics["zero_prediction_loss"]
+    advice = update_advice(loss, zero_loss, results.updates)
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
     default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size
-    smaller = f" --batch_size {settings.batch_size}" if default > loader.num_images else ""
-    accelerator.print(
-        f"\nPretrained {settings.model_size} on {loader.num_images:,} images of {settings.dataset} "
-        f"for {loop.progress.update:,} updates in {loop.progress.seconds / 60:.1f} minutes.\n"
+    smaller = f" --batch_size {settings.batch_size}" if default > results.num_train_images else ""
+    return (
+        f"\nPretrained {settings.model_size} on {results.num_train_images:,} images of {settings.dataset} "
+        f"for {results.updates:,} updates in {results.seconds / 60:.1f} minutes.\n"
         f"  loss on held-out images  {loss:.3f}  (predicting zero: {zero_loss:.3f})\n"
         + (f"  warning                  {advice}\n" if advice else "")
         + f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"
         f"  look at                  {run.folder / 'reconstructions.png'}\n"
         f"Next, fine-tune it:\n  {next_command('finetune', '--pretrained', run)}{smaller}"
     )
-    if accelerator.is_main_process:
-        publish_if_asked(settings, run)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def test_em_refuses_nan_and_empty_posteriors():
         estimate_prior(torch.zeros(0, CLASSES), PI)
 
 
-# Several labels an image
+# Several labels per image
 
 
 def multi_label(**config) -> LongTailHead:

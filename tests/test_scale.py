@@ -40,6 +40,6 @@ def test_hours_are_operations_over_the_rate(monkeypatch, tmp_path, capsys):
     assert first["hours_at_share_of_peak"] == pytest.approx(10)  # 3.6e18 over 2 x 50e12 a second
     assert last["hours_at_authors_rate"] == pytest.approx(94 / 2)  # their log of four GPUs, on two
     assert first["images_that_fit"] == 1000  # 80 GB without 16 of state, at 64 MB
-    assert first["cores_at_share_of_peak"] == pytest.approx(4)  # 1000 images a second, 250 a core
+    assert first["cores_at_share_of_peak"] == pytest.approx(4)  # 1000 images per second, 250 per core
     assert said["table"][0]["hours on 2, 50% of peak"] == "10.0"
     assert "ViT-B" in capsys.readouterr().out

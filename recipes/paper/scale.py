@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         row["hours_at_authors_rate"] = row["operations"] / (authors_rate * arguments.gpus * 3600)
         row["hours_at_share_of_peak"] = row["operations"] / (rate * arguments.gpus * 3600)
         for name, speed in (("authors_rate", authors_rate), ("share_of_peak", rate)):
-            needed = speed * arguments.gpus / row["operations_an_image"]  # images a second
+            needed = speed * arguments.gpus / row["operations_an_image"]  # images per second
             row[f"cores_at_{name}"] = needed / prepared[row["stage"]]
     said = {name: getattr(arguments, name) for name in ("gpus", "memory", "tflops", "utilisation")}
     said |= {"authors_tflops": authors_rate / 1e12, "rows": rows}
