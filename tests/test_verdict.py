@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from livt_hf.metrics import GROUPS, ConfusionPairs, LongTailMetrics
 from livt_hf.recipes.eval import main
 from livt_hf.reports.comparison import difference, write_classes
 from livt_hf.reports.verdict import Measured, actions, doubtful, first_screen, first_screen_text, groups
+from livt_hf.results import PAPER, UNIFORM
 
 NAMES = ["common <b>", "usual", "rare", "rarer"]
 COUNTS = [500, 200, 12, 6]
@@ -57,6 +59,13 @@ def test_what_is_to_be_done_is_what_promises_most():
     assert steps[1].startswith("Label more images of rare, rarer: ")
     assert len(steps) == 3
     assert not any("another rule" in step for step in actions(measured(WEAK)))
+
+
+def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
+    found = measured(WEAK, WEAK)
+    named = replace(found, rules=dict(zip((PAPER, UNIFORM), found.rules.values(), strict=True)))
+    calibrated = replace(named, rules=dict(reversed(named.rules.items())))
+    assert [any("livt calibrate" in words for words in actions(one)) for one in (named, calibrated)] == [True, False]
 
 
 def test_a_perfect_model_has_nothing_to_be_done():
