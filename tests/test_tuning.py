@@ -30,10 +30,10 @@ from transformers import (
 
 from livt_hf import balance
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, resized, serving_processor
-from livt_hf.data import Batches, eval_loader, load_long_tailed
+from livt_hf.data import Batches, eval_loader, load_data, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
-from livt_hf.long_tail.anatomy import pooled_features
+from livt_hf.long_tail.anatomy import classifier_of, pooled_features
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
@@ -258,6 +258,18 @@ def test_lora_trains_few_parameters_and_merges_to_the_same_logits_in_the_stock_c
         before = model.eval()(pixels).logits
         torch.testing.assert_close(merge_lora(model)(pixels).logits, before, atol=1e-4, rtol=1e-4)
     assert set(model.state_dict()) == names
+
+
+def test_training_goes_on_from_a_classifier_of_the_same_labels_and_anew_for_others(pictures, tmp_path):
+    run = trained(pictures, resnet(tmp_path / "resnet"), tmp_path / "run", "--tune", "head")
+    head = AutoModelForImageClassification.from_pretrained(run.folder).state_dict()
+    settings = FinetuneSettings.parse(["--dataset", str(pictures), "--pretrained", str(run.folder), "--tune", "full"])
+    train = load_data(settings)["train"]
+    going_on = build_classifier(settings, train).state_dict()
+    assert all(torch.equal(going_on[name], head[name]) for name in head)
+    names = [f"other {name}" for name in train.features["label"].names]
+    anew = build_classifier(settings, train.cast_column("label", ClassLabel(names=names)))
+    assert classifier_of(anew).weight.abs().max() < 1e-3
 
 
 def test_lora_fine_tuning_ends_as_a_stock_model(pictures, tmp_path):
