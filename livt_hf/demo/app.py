@@ -10,9 +10,9 @@ from pathlib import Path
 
 import gradio as gr
 from datasets import DatasetDict
+from PIL import Image
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from torchvision.io import encode_png
 
 from livt_hf.demo import bars, tabs
 from livt_hf.demo.images import data_of_run, decoded, example_rows
@@ -74,7 +74,7 @@ def _written_examples(data: DatasetDict) -> list[Path]:
     folder, rows = private_folder(), example_rows(data, EXAMPLES)
     paths = [folder / f"test-{row}.png" for row in rows]
     for path, image in zip(paths, decoded(data, "test", rows), strict=True):
-        path.write_bytes(encode_png(image).numpy().tobytes())
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
     return paths
 
 
