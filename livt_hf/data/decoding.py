@@ -1,8 +1,8 @@
 """Encoded images to RGB tensors: plain JPEGs and PNGs by torchcodec, all others by Pillow.
 
-What torchcodec is given comes out equal to Pillow bit by bit: 1.5 times as fast for photographs of PlantDoc, twice for
-the PNGs of CIFAR. It needs no FFmpeg for images. Its Linux wheels on PyPI are built for the CUDA release of PyPI's torch
-and do not load beside a torch from elsewhere; Pillow then decodes everything.
+What torchcodec is given comes out equal to Pillow bit by bit: 1.5 times as fast for the photographs of PlantDoc, twice
+for the PNGs of CIFAR. It needs no FFmpeg for images. Its Linux wheels on PyPI are built for one CUDA, that of PyPI's
+torch, and do not load beside a torch without it or before 2.11; Pillow then decodes everything.
 """
 
 import functools
@@ -124,15 +124,13 @@ def _from_pillow(image: Image.Image) -> torch.Tensor:
 
 @functools.cache
 def fast_decoders() -> tuple[tuple[bytes, Callable, Callable], ...]:
-    """How a kind of file begins, the size of a plain one or None, and its decoder; nothing where torchcodec does not
-    load.
-    """
+    """How a kind of file begins, the size of a plain one or None, and its decoder; none if torchcodec cannot load."""
     try:
         from torchcodec.decoders import decode_jpeg, decode_png
     except (ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "torchcodec does not load beside torch %s, so Pillow decodes the images: they are the same, but take up to "
-            "twice the time. Install torchcodec from where torch came from. (%s)",
+            "torchcodec does not load beside torch %s, so Pillow decodes the images: they are the same, but take up "
+            "to twice the time. Install torchcodec from where torch came from. (%s)",
             torch.__version__,
             str(error).partition("\n")[0],
         )
@@ -141,8 +139,9 @@ def fast_decoders() -> tuple[tuple[bytes, Callable, Callable], ...]:
 
 
 def _plain_jpeg(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a grey or colour JPEG, from its start-of-frame segment. CMYK, which Adobe writes inverted, and
-    XMP, which may say how to turn the image, are Pillow's.
+    """Height and width of a grey or colour JPEG, from its start-of-frame segment.
+
+    CMYK, which Adobe writes inverted, and XMP, which may say how to turn the image, are Pillow's.
     """
     position = 2
     while position + 10 <= len(data) and data[position] == 0xFF:
