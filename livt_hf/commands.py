@@ -10,7 +10,7 @@ from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results, percent
 from livt_hf.runs import Run
 from livt_hf.settings import TrainingSettings
-from livt_hf.system import command_line
+from livt_hf.system import shell_line
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
@@ -48,7 +48,7 @@ def _quiet_bars() -> None:
 
 def next_command(command: str, option: str, run: Run) -> str:
     """A command to copy: the folder is quoted where it has spaces."""
-    return command_line(["livt", command, option, run.folder])
+    return shell_line(["livt", command, option, run.folder])
 
 
 def resume_message(run: Run, command: str) -> str:

@@ -11,7 +11,7 @@ import yaml
 from livt_hf.errors import LiVTError
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
-from livt_hf.system import command_line, rename
+from livt_hf.system import rename, shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
 FOLD = "fold-"
@@ -135,7 +135,7 @@ def next_number(group: Path) -> Run:
 
 def _holds_another(folder: Path) -> LiVTError:
     return LiVTError(
-        f"{folder} holds another run; pass --resume {command_line([folder])} to go on, or a new --output_dir."
+        f"{folder} holds another run; pass --resume {shell_line([folder])} to go on, or a new --output_dir."
     )
 
 

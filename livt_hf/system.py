@@ -44,13 +44,13 @@ def rename(path: Path, target: Path) -> Path:
     return target
 
 
-def command_line(words: Iterable[str | Path]) -> str:
+def shell_line(words: Iterable[str | Path]) -> str:
     """Words as a line for the shell of this system: what has spaces is quoted."""
     words = list(map(str, words))
     return shlex.join(words) if os.sep == "/" else subprocess.list2cmdline(words)
 
 
-def split_line(line: str) -> list[str]:
+def shell_words(line: str) -> list[str]:
     """The words of such a line. A backslash is a part of a path where it separates folders."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters = True, ""

@@ -31,7 +31,7 @@ from livt_hf.evaluation.models import (
 from livt_hf.runs import replace_text
 from livt_hf.settings import DataSettings, option
 from livt_hf.stages import shared_batches
-from livt_hf.system import command_line
+from livt_hf.system import shell_line
 from livt_hf.training.machine import use_all_cores
 
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.dataset} ({settings.split}): "
         f"scale {calibration.scale:.2f}, odds {calibration.odds:.2f}, offsets from {low:+.2f} to {high:+.2f}.\n"
-        f"Next, measure it again:\n  {command_line(['livt', 'eval', '--model', settings.model])}"
+        f"Next, measure it again:\n  {shell_line(['livt', 'eval', '--model', settings.model])}"
     )
 
 

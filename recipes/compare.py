@@ -25,7 +25,7 @@ from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
 from livt_hf.runs import runs_folder
 from livt_hf.settings import REQUIRED, DataSettings, option
-from livt_hf.system import command_line
+from livt_hf.system import shell_line
 
 WAYS = ("scratch", "head", "lora", "full")
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
@@ -87,11 +87,11 @@ def as_sweep(settings: CompareSettings) -> SweepSettings:
     defaults, common = DataSettings(), ("dataset", "source", "imbalance_factor", "plugin")
     own = [name for name in DataSettings.names() if name not in (*common, "validation_fraction")]
     data = {name: getattr(settings, name) for name in own if getattr(settings, name) != getattr(defaults, name)}
-    words = command_line(as_words(data))
+    words = shell_line(as_words(data))
     return SweepSettings(
         **{name: getattr(settings, name) for name in (*common, "pretrained", "seeds", "dry_run")},
         pretrain=words,
-        finetune=command_line(as_words(data | {"validation_fraction": settings.validation_fraction})),
+        finetune=shell_line(as_words(data | {"validation_fraction": settings.validation_fraction})),
         output_dir=str(settings.folder),
     )
 

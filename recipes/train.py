@@ -28,7 +28,7 @@ from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.runs import Run, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
-from livt_hf.system import SENDS_SIGNALS, command_line, split_line
+from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
 PLAN = "plan.json"
@@ -71,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     print(plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
-    launcher = split_line(settings.launch)
+    launcher = shell_words(settings.launch)
     for stage, words in plan["stages"].items():
         place = ["--output_dir", str(folder / stage), "--resume", "auto"]
         if not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads]):
-            print(f"Or, to go on with all that is left:\n  livt train --resume {command_line([folder])}")
+            print(f"Or, to go on with all that is left:\n  livt train --resume {shell_line([folder])}")
             raise Interrupted
     run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
 
@@ -111,7 +111,7 @@ def begin(settings: TrainSettings) -> Path:
         folder = Path(settings.output_dir)
         if (folder / PLAN).exists():
             raise LiVTError(
-                f"{folder} holds another run; pass --resume {command_line([folder])} to go on, or a new --output_dir."
+                f"{folder} holds another run; pass --resume {shell_line([folder])} to go on, or a new --output_dir."
             )
     folder.mkdir(parents=True, exist_ok=True)
     if "pretrain" in stages:

@@ -1,4 +1,5 @@
 import io
+import re
 import sys
 import zlib
 
@@ -65,7 +66,7 @@ def test_a_path_its_bytes_an_open_file_and_a_pillow_image_are_read_alike(tmp_pat
         for source in (path, str(path), data, file, Image.open(path)):
             assert torch.equal(read_rgb(source), decode_rgb(data))
     path.write_bytes(data[:50])
-    with pytest.raises(BrokenImageError, match=f"^{path} cannot be read: "):
+    with pytest.raises(BrokenImageError, match=f"^{re.escape(str(path))} cannot be read: "):
         read_rgb(path)
 
 

@@ -27,7 +27,7 @@ from livt_hf.metrics import LongTailMetrics
 from livt_hf.recipes import cli, sweep, train
 from livt_hf.recipes.paper.sweeps import SWEEPS
 from livt_hf.settings import DataSettings
-from livt_hf.system import command_line, flush, outlive_ctrl_c, rename, split_line
+from livt_hf.system import flush, outlive_ctrl_c, rename, shell_line, shell_words
 
 ROOT = Path(__file__).parents[1]
 
@@ -125,11 +125,11 @@ def test_runs_of_sweeps_have_names_that_every_file_system_takes():
 def test_a_command_to_copy_is_quoted_as_the_shell_of_the_system_wants_it(monkeypatch, separator):
     monkeypatch.setattr(os, "sep", separator)
     words = ["livt", "finetune", "--resume", f"C:{separator}my birds{separator}1"]
-    line = command_line(words)
+    line = shell_line(words)
     quote = "'" if separator == "/" else '"'
     assert line == f"livt finetune --resume {quote}{words[-1]}{quote}"
-    assert split_line(line) == words
-    assert split_line('--name "a b" --tag #1') == ["--name", "a b", "--tag", "#1"]
+    assert shell_words(line) == words
+    assert shell_words('--name "a b" --tag #1') == ["--name", "a b", "--tag", "#1"]
 
 
 def test_a_folder_of_windows_is_no_hub_id_and_loses_the_separator_that_a_shell_appends(monkeypatch):
