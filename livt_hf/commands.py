@@ -20,8 +20,9 @@ SECONDS_FOR_THE_FIRST = 15
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command. What the package refuses is a sentence; anything else is a bug and keeps its traceback."""
-    for stream in (sys.stdout, sys.stderr):  # in a pipe, Windows has an encoding that lacks most names of classes
-        stream.reconfigure(encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if stream.encoding.lower() != "utf-8":  # a pipe on Windows, which has no letters for most names of classes
+            stream.reconfigure(encoding="utf-8")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for chatty in ("httpx", "httpcore", "accelerate", "datasets", "filelock", "matplotlib", "PIL"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,12 +1,14 @@
 """What Linux, macOS and Windows do differently, by taking away here what is missing there."""
 
 import ast
+import io
 import json
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import livt_hf.system
 from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.commands import run_command
 from livt_hf.data.loading import Batches, augmented_in_order, eval_loader, train_loader
 from livt_hf.data.sources import load_long_tailed
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, eval_processor
@@ -119,6 +122,14 @@ def test_runs_of_sweeps_have_names_that_every_file_system_takes():
 
 
 # Words and paths
+
+
+def test_what_a_command_says_is_utf_8_also_where_a_pipe_is_not(monkeypatch):
+    pipe = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, encoding="cp1252"))
+    run_command(lambda: print("白头鹰"))
+    sys.stdout.flush()
+    assert pipe.getvalue().decode("utf-8").strip() == "白头鹰"
 
 
 @pytest.mark.parametrize("separator", ["/", "\\"])
