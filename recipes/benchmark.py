@@ -5,8 +5,9 @@
     python recipes/benchmark.py all --output benchmark.json
     python recipes/benchmark.py race --help     # accuracy against processor time: hours, not minutes
 
-Ratios above 1 are in our favour; each is the median of several runs, with their range. Numbers of one machine say
-little about another: run it on yours.
+Ratios above 1 are in our favour; each is the median of several independent runs, with their range, and a range that
+has 1 in it is called no difference. A question takes less than five minutes on two cores and says what it measures
+meanwhile. Numbers of one machine say little about another: run it on yours.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+from functools import partial
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_a_ratio_of_several_runs_is_their_median_and_says_its_range():
     assert recipe.ratio_words(rows[0]) == "1.20"
 
 
+def test_ways_take_turns_and_end_when_they_have_taken_long_enough(monkeypatch):
+    measuring = importlib.import_module("livt_hf.recipes.benchmarks.measuring")
+    turns = []
+    ways = {name: partial(turns.append, name) for name in "ab"}
+    assert measuring.median_seconds(ways, 5, clock=lambda work: (work(), len(turns))[1]) == {"a": 7, "b": 8}
+    assert turns == ["a", "b"] * 6  # the first to warm up
+    monkeypatch.setattr(measuring, "PATIENCE", 0)
+    measuring.median_seconds(ways, 50)
+    assert turns == ["a", "b"] * (6 + 1 + measuring.FEWEST)
+
+
 def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
     steps = importlib.import_module("livt_hf.recipes.benchmarks.steps")
     monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
@@ -78,7 +90,6 @@ def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
 def test_fine_tuning_steps_are_compared_with_and_without_what_saves_computation(benchmark, monkeypatch):
     steps = importlib.import_module("livt_hf.recipes.benchmarks.steps")
     monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
-    monkeypatch.setattr(steps, "_bias_cost", lambda *_: [])
     rows, printed = benchmark("finetune")
     assert_readable(rows, printed)
     assert [row["question"] for row in rows[2:]] == [
