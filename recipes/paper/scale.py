@@ -194,7 +194,7 @@ def table_rows(said: dict) -> list[dict]:
             f"images in {said['memory']:g} GB": row["images_that_fit"],
             "GPU-hours, authors' rate": each(row, "gpu_hours_at_authors_rate"),
             rate: each(row, "gpu_hours_at_share_of_peak"),
-            "bound by": " / ".join(way["bound_by"] for way in row["ways"]),
+            "bound by": " / ".join(dict.fromkeys(way["bound_by"] for way in row["ways"])),
             "cores that feed a GPU": each(row, "cores"),
         }
         for row in said["rows"]
