@@ -56,16 +56,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     rows = []
     for name in BENCHMARKS if arguments.question == "all" else [arguments.question]:
-        rows += answered(name, arguments.quick, arguments.runs)
+        rows += [row | {"asked": name} for row in answered(name, arguments.quick, arguments.runs)]
     print(markdown_table([_readable(row) for row in rows]))
     if arguments.output is not None:
         record(arguments.output, rows)
 
 
 def record(path: Path, rows: list[dict]) -> None:
-    """Rows of a question that was asked again replace the old ones."""
-    asked, old = {row["question"] for row in rows}, json.loads(path.read_text()) if path.exists() else []
-    path.write_text(json.dumps([row for row in old if row["question"] not in asked] + rows, indent=2) + "\n")
+    """What is asked again replaces all that it said before."""
+    asked, old = {row["asked"] for row in rows}, json.loads(path.read_text()) if path.exists() else []
+    path.write_text(json.dumps([row for row in old if row["asked"] not in asked] + rows, indent=2) + "\n")
 
 
 def answered(name: str, quick: bool, runs: int) -> list[dict]:

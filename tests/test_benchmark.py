@@ -114,8 +114,9 @@ def test_each_question_is_answered(benchmark, question):
     assert_readable(*benchmark(question))
 
 
-def test_recorded_rows_replace_those_of_their_question_and_leave_the_others(tmp_path):
+def test_recorded_rows_replace_all_that_was_said_when_the_same_was_asked(tmp_path):
     file = tmp_path / "rows.json"
-    recipe.record(file, [{"question": "a", "ours": 1}, {"question": "b", "ours": 2}])
-    recipe.record(file, [{"question": "a", "ours": 3}])
-    assert json.loads(file.read_text()) == [{"question": "b", "ours": 2}, {"question": "a", "ours": 3}]
+    one, renamed, other = ({"asked": a, "question": q} for a, q in (("a", "x"), ("a", "y"), ("b", "x")))
+    recipe.record(file, [one, other])
+    recipe.record(file, [renamed])
+    assert json.loads(file.read_text()) == [other, renamed]
