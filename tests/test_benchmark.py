@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+from functools import partial
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_a_ratio_of_several_runs_is_their_median_and_says_its_range():
     assert recipe.ratio_words(rows[0]) == "1.20"
 
 
+def test_ways_take_turns_and_end_when_they_have_taken_long_enough(monkeypatch):
+    measuring = importlib.import_module("livt_hf.recipes.benchmarks.measuring")
+    turns = []
+    ways = {name: partial(turns.append, name) for name in "ab"}
+    assert measuring.median_seconds(ways, 5, clock=lambda work: (work(), len(turns))[1]) == {"a": 7, "b": 8}
+    assert turns == ["a", "b"] * 6  # the first to warm up
+    monkeypatch.setattr(measuring, "PATIENCE", 0)
+    measuring.median_seconds(ways, 50)
+    assert turns == ["a", "b"] * (6 + 1 + measuring.FEWEST)
+
+
 def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
     steps = importlib.import_module("livt_hf.recipes.benchmarks.steps")
     monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
@@ -78,7 +90,6 @@ def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
 def test_fine_tuning_steps_are_compared_with_and_without_what_saves_computation(benchmark, monkeypatch):
     steps = importlib.import_module("livt_hf.recipes.benchmarks.steps")
     monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
-    monkeypatch.setattr(steps, "_bias_cost", lambda *_: [])
     rows, printed = benchmark("finetune")
     assert_readable(rows, printed)
     assert [row["question"] for row in rows[2:]] == [
@@ -103,8 +114,9 @@ def test_each_question_is_answered(benchmark, question):
     assert_readable(*benchmark(question))
 
 
-def test_recorded_rows_replace_those_of_their_question_and_leave_the_others(tmp_path):
+def test_recorded_rows_replace_all_that_was_said_when_the_same_was_asked(tmp_path):
     file = tmp_path / "rows.json"
-    recipe.record(file, [{"question": "a", "ours": 1}, {"question": "b", "ours": 2}])
-    recipe.record(file, [{"question": "a", "ours": 3}])
-    assert json.loads(file.read_text()) == [{"question": "b", "ours": 2}, {"question": "a", "ours": 3}]
+    one, renamed, other = ({"asked": a, "question": q} for a, q in (("a", "x"), ("a", "y"), ("b", "x")))
+    recipe.record(file, [one, other])
+    recipe.record(file, [renamed])
+    assert json.loads(file.read_text()) == [other, renamed]

@@ -6,10 +6,10 @@ the split are wall time.
 """
 
 import io
-import statistics
 import tempfile
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,14 @@ from livt_hf.data import (
     train_loader,
 )
 from livt_hf.data.labels import labels_of
-from livt_hf.recipes.benchmarks.measuring import compared, peak_megabytes
+from livt_hf.recipes.benchmarks.measuring import (
+    compared,
+    median_seconds,
+    peak_megabytes,
+    processor_seconds,
+    say,
+    seconds,
+)
 
 BATCH, SMALL_BATCH = 32, 128
 BICUBIC = transforms.InterpolationMode.BICUBIC
@@ -108,7 +115,9 @@ def photos(folder: Path, quick: bool) -> list[dict]:
             ),
             "datasets, set_transform and Pillow": lambda t=theirs: set_transform_batches(dataset, t),
         }
-        rows += compared(f"{stage} input, 500x375 JPEG at 224 px, a core", rates(makers, count, repeats), "images/s")
+        question = f"{stage} input, 500x375 JPEG at 224 px, a core"
+        say(f"{question}: three ways in turn, {count} images each")
+        rows += compared(question, rates(makers, count, repeats), "images/s")
         if stage == "MGP":
             latency = latencies(makers, repeats)
             rows += compared("time to the first batch, 500x375 JPEG", latency, "s", smaller_is_better=True)
@@ -117,6 +126,7 @@ def photos(folder: Path, quick: bool) -> list[dict]:
 
 def small_images(quick: bool) -> list[dict]:
     count, repeats = (1920, 3) if quick else (9984, 5)  # whole batches
+    say(f"CIFAR-size input: two ways in turn, {count} images each")
     generator = np.random.RandomState(0)
     dataset = as_dataset([encode(picture(generator, 32, 32), "PNG") for _ in range(count)])
     theirs = transforms.Compose(
@@ -160,32 +170,20 @@ def set_transform_batches(dataset: Dataset, transform, batch_size: int = BATCH) 
 
 
 def rates(makers: dict[str, Callable], count: int, repeats: int) -> dict[str, float]:
-    """Images a second of an epoch: medians over rounds in which every way takes its turn."""
-    loaders = {name: make() for name, make in makers.items()}
-    values = {name: [] for name in makers}
-    for _ in range(repeats + 1):
-        for name, loader in loaders.items():
-            started = time.process_time()
-            for _ in loader:
-                pass
-            values[name].append(count / (time.process_time() - started))
-    return {name: statistics.median(rounds[1:]) for name, rounds in values.items()}  # the first is a warm-up
+    """Images a second of an epoch."""
+    ways = {name: partial(deque, make(), maxlen=0) for name, make in makers.items()}
+    return {name: count / time for name, time in median_seconds(ways, repeats, processor_seconds).items()}
 
 
 def latencies(makers: dict[str, Callable], repeats: int) -> dict[str, float]:
     """Seconds from nothing to the first batch."""
-    values = {name: [] for name in makers}
-    for _ in range(repeats + 1):
-        for name, make in makers.items():
-            started = time.perf_counter()
-            next(iter(make()))
-            values[name].append(time.perf_counter() - started)
-    return {name: statistics.median(rounds[1:]) for name, rounds in values.items()}
+    return median_seconds({name: lambda make=make: next(iter(make())) for name, make in makers.items()}, repeats)
 
 
 def splits(quick: bool) -> list[dict]:
     """A derived split of a table as long as ImageNet with as many classes as iNaturalist 2018."""
     rows, classes = 1_281_167, 8_142
+    say(f"derived split of {rows:,} rows")
     labels = np.random.RandomState(0).permutation(np.arange(rows) % classes)
     dataset = Dataset.from_dict({"label": labels}, features=Features(label=ClassLabel(num_classes=classes)))
     counts = exponential_counts(classes, rows // classes, 100)
@@ -202,16 +200,9 @@ def splits(quick: bool) -> list[dict]:
 
     # First of all, before freed memory lies ready to be used again.
     memory = {"ours": max(1.0, peak_megabytes(ours)), "the bound this project set itself": 300.0}
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        ours()
-        times.append(time.perf_counter() - started)
     few = 10_000 if quick else 40_000
-    started = time.perf_counter()
-    row_loop(few)
-    loop = (time.perf_counter() - started) * rows / few
-    times = {"ours": statistics.median(times), f"a loop over rows, {few} of them timed and extrapolated": loop}
+    loop = seconds(lambda: row_loop(few)) * rows / few
+    times = median_seconds({"ours": ours}, 3) | {f"a loop over rows, {few} of them timed and extrapolated": loop}
     size = f"{rows:,} rows x {classes:,} classes"
     return [
         *compared(f"derived split of {size}", times, "s", smaller_is_better=True),

@@ -17,7 +17,7 @@ from PIL import Image
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor
 from livt_hf.demo.serving import ServedClassifier
-from livt_hf.recipes.benchmarks.measuring import compared, median_seconds
+from livt_hf.recipes.benchmarks.measuring import compared, median_seconds, say
 
 CLASSES, FEW = 8_142, 10
 # Moves the slider by itself: milliseconds from each move to the new bars, and to the first paint of the page.
@@ -48,6 +48,7 @@ def run(quick: bool = False) -> list[dict]:
     try:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
+            say("the demo's slider on the server, then in a browser")
             for classes in (FEW, CLASSES):
                 save_model(folder / str(classes), classes)
             pixels = torch.randint(0, 256, (375, 500, 3), dtype=torch.uint8)

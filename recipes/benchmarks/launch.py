@@ -12,23 +12,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from livt_hf.recipes.benchmarks.measuring import compared
+from livt_hf.recipes.benchmarks.measuring import compared, say
 
 HERE = Path(__file__).parent
 
 
 def run(quick: bool = False) -> list[dict]:
     steps = 10 if quick else 60
-    rounds = 1 if quick else 3
-    ours, stock = [], []
-    for _ in range(rounds):
-        ours.append(launch_ours(steps))
-        stock.append(float(launch(HERE / "stock_pretrain.py", str(steps)).splitlines()[-1]))
-    times = {
-        "ours": sorted(ours)[rounds // 2],
-        "stock ViTMAE and DataLoader, launched alike": sorted(stock)[rounds // 2],
-    }
-    return compared(f"{steps} launched MGP updates of 128 glyphs, micro", times, "s", smaller_is_better=True)
+    question = f"{steps} launched MGP updates of 128 glyphs, micro"
+    say(f"{question}: ours")
+    ours = launch_ours(steps)
+    say(f"{question}: stock")
+    stock = float(launch(HERE / "stock_pretrain.py", str(steps)).splitlines()[-1])
+    times = {"ours": ours, "stock ViTMAE and DataLoader, launched alike": stock}
+    return compared(question, times, "s", smaller_is_better=True)
 
 
 def launch(script: Path, *arguments: str, processes: int = 1) -> str:

@@ -2,11 +2,20 @@
 
 import contextlib
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 import psutil
+
+# Rounds of a comparison after which it ends, however many were planned, once it has lasted so many seconds.
+FEWEST, PATIENCE = 3, 25.0
+
+
+def say(what: str) -> None:
+    """What is measured now, for whoever waits."""
+    print(f"  {what}", file=sys.stderr, flush=True)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -22,13 +31,20 @@ def processor_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def median_seconds(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def median_seconds(
+    ways: dict[str, Callable[[], object]], repeats: int, clock: Callable[[Callable], float] = seconds
+) -> dict[str, float]:
     """Every way takes its turn in every round, so that a busy moment of the machine meets all; round one warms up."""
+    for work in ways.values():
+        work()
     times = {name: [] for name in ways}
-    for _ in range(repeats + 1):
+    started = time.perf_counter()
+    for done in range(repeats):
+        if done >= FEWEST and time.perf_counter() - started > PATIENCE:
+            break
         for name, work in ways.items():
-            times[name].append(seconds(work))
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+            times[name].append(clock(work))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def compared(question: str, values: dict[str, float], unit: str, smaller_is_better: bool = False) -> list[dict]:

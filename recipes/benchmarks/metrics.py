@@ -11,7 +11,7 @@ from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, recall_score, top_k_accuracy_score
 
 from livt_hf.metrics import LongTailMetrics, shot_groups
-from livt_hf.recipes.benchmarks.measuring import peak_megabytes, processor_seconds
+from livt_hf.recipes.benchmarks.measuring import peak_megabytes, processor_seconds, say
 
 SIZES = {"ImageNet-LT": (50_000, 1_000), "iNat18": (24_426, 8_142)}
 
@@ -29,6 +29,7 @@ def run(quick: bool = False) -> list[dict]:
 
 
 def compare(name: str, images: int, classes: int, repeats: int) -> list[dict]:
+    say(f"metrics of {images:,} images, {classes:,} classes")
     logits, labels, counts = test_set(images, classes)
 
     def ours() -> dict:

@@ -1,19 +1,21 @@
-"""What the paper's training costs, on paper: operations, memory and hours on GPUs, without running it.
+"""What the paper's training costs, on paper: operations, memory and GPU-hours of every config, without running it.
 
-    python recipes/paper/scale.py                          # eight GPUs of 80 GB and 312 TFLOP/s (A100, bfloat16)
-    python recipes/paper/scale.py --gpus 16 --tflops 990 --utilisation 0.4
+    python recipes/paper/scale.py                          # GPUs of 80 GB and 312 TFLOP/s (A100, bfloat16)
+    python recipes/paper/scale.py --tflops 990 --utilisation 0.4 --cores 12
 
 Operations and activations are counted on tensors without data that go through our own models, forward and backward
-under bfloat16 autocast. Hours are operations over a rate, and two rates are shown: the one of the authors' log, and
-the given share of a GPU's peak. The truth lies between: the first includes their input pipeline, the second none. What
-either rate asks of the processors is told in cores, each preparing as many images per second as `recipes/benchmark.py
-data` recorded.
+under bfloat16 autocast. Hours are operations over a rate, and two rates are shown: the one of the authors' log, which
+includes their input pipeline, and the given share of a GPU's peak, which its cores may not be able to feed: each
+prepares as many images per second as `recipes/benchmark.py data` recorded, and whichever takes longer, computing or
+preparing, is the time. Beside what the paper does stands what saves computation: `--decode_ratio` in the first stage,
+`--keep_ratio` in the second. What `--compile` gains is not among it: that cannot be counted.
 """
 
 import argparse
 import itertools
 import json
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -23,86 +25,129 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf.data import exponential_counts
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.reports import markdown_table
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 RECIPES = Path(__file__).parents[1]
 CONFIGS = RECIPES / "configs"
-CLASSES = {"imagenet-lt": 1000, "inat18": 8142}
-RUNS = [
-    (PretrainSettings, "imagenet-lt", "base"),
-    (FinetuneSettings, "imagenet-lt", "base"),
-    (PretrainSettings, "imagenet-lt", "large"),
-    (FinetuneSettings, "imagenet-lt", "large"),
-    (PretrainSettings, "inat18", "base"),
-    (FinetuneSettings, "inat18", "base"),
-]
-AUTHORS_GPU_HOURS = 4 * 23.5  # their log of fine-tuning ViT-B on iNat18 at 224 pixels
+STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
+CLASSES = {"imagenet": 1000, "inat18": 8142, "places": 365, "cifar100": 100, "cifar10": 10}
+# Shares of the hidden patches that are decoded, and of all patches that are seen; 1 is the paper.
+SHARES = {"pretrain": (1, 0.5, 0.25), "finetune": (1, 0.5)}
+# Their log of fine-tuning ViT-B on iNat18 at 224 pixels.
+LOGGED, AUTHORS_GPU_HOURS = "finetune-inat18", 4 * 23.5
 BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two moments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--memory", type=float, default=80, help="of a GPU, GB")
     parser.add_argument("--tflops", type=float, default=312, help="peak of a GPU, 10^12 operations a second")
-    parser.add_argument("--utilisation", type=float, default=0.4, help="share of the peak")
-    parser.add_argument("--output", default=None, help="JSON file for the rows")
+    parser.add_argument(
+        "--utilisation", type=float, help="share of the peak; default: that of a recorded ViT-S step on a CPU, a bound"
+    )
+    parser.add_argument("--cores", type=int, default=16, help="of the machine, per GPU")
+    parser.add_argument("--output", type=Path, help="JSON file for the rows")
     arguments = parser.parse_args(argv)
-    rows = [cost(*run) for run in RUNS]
-    authors_rate = rows[-1]["operations"] / (AUTHORS_GPU_HOURS * 3600)
-    rate = arguments.utilisation * arguments.tflops * 1e12
-    prepared = images_a_core()
-    for row in rows:
-        row["images_that_fit"] = int((arguments.memory * 1e9 - row["state_bytes"]) // row["bytes_an_image"])
-        row["hours_at_authors_rate"] = row["operations"] / (authors_rate * arguments.gpus * 3600)
-        row["hours_at_share_of_peak"] = row["operations"] / (rate * arguments.gpus * 3600)
-        for name, speed in (("authors_rate", authors_rate), ("share_of_peak", rate)):
-            needed = speed * arguments.gpus / row["operations_an_image"]  # images per second
-            row[f"cores_at_{name}"] = needed / prepared[row["stage"]]
-    said = {name: getattr(arguments, name) for name in ("gpus", "memory", "tflops", "utilisation")}
-    said |= {"authors_tflops": authors_rate / 1e12, "rows": rows}
+    if arguments.utilisation is None:
+        arguments.utilisation = recorded("share of the machine's peak, ViT-S")
+    said = {name: getattr(arguments, name) for name in ("memory", "tflops", "utilisation", "cores")}
+    said |= predicted(costs(), arguments)
     said["table"] = table_rows(said)
     print(markdown_table(said["table"]))
     print(f"\nThe authors' rate: {said['authors_tflops']:.1f} TFLOP/s a GPU, from {AUTHORS_GPU_HOURS:g} GPU-hours.")
     if arguments.output is not None:
-        Path(arguments.output).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        arguments.output.write_text(json.dumps(said, indent=2) + "
+", encoding="utf-8")
 
 
-def cost(stage, dataset: str, size: str) -> dict:
-    """One stage of the paper on one dataset, as its config sets it."""
-    large = size == "large" and stage is FinetuneSettings  # the one that has a config of its own
-    words = ["--config", str(CONFIGS / "finetune-imagenet-lt-large.yaml")] if large else ["--dataset", dataset]
-    settings = stage.parse([*words, "--model_size", size], CONFIGS)
-    pixels = settings.image_size or 224
-    few, many = (step_cost(stage, size, pixels, CLASSES[dataset], images) for images in (8, 16))
-    operations = (many["operations"] - few["operations"]) / 8
+def predicted(rows: list[dict], arguments: argparse.Namespace) -> dict:
+    """The rows with their hours, cores and what bounds them, and the authors' rate."""
+    logged = next(row for row in rows if LOGGED in row["configs"])
+    authors_rate = logged["ways"][0]["operations"] / (AUTHORS_GPU_HOURS * 3600)
+    rate = arguments.utilisation * arguments.tflops * 1e12
+    prepared = {"pretrain": recorded("MGP input"), "finetune": recorded("BFT input")}
+    for row in rows:
+        row["images_that_fit"] = int((arguments.memory * 1e9 - row["state_bytes"]) // row["bytes_an_image"])
+        preparing = row["images"] / (arguments.cores * prepared[row["stage"]])  # seconds
+        for way in row["ways"]:
+            computing = way["operations"] / rate
+            way["gpu_hours_at_authors_rate"] = way["operations"] / authors_rate / 3600
+            way["gpu_hours_at_share_of_peak"] = max(computing, preparing) / 3600
+            way["bound_by"] = "input" if preparing > computing else "compute"
+            way["cores"] = arguments.cores * preparing / computing
+    return {"authors_tflops": authors_rate / 1e12, "rows": rows}
+
+
+def costs() -> list[dict]:
+    """A row for all configs of the paper that cost the same: the losses and rates of a training do not."""
+    rows: dict[tuple, dict] = {}
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        stage = path.stem.split("-")[0]
+        settings = STAGES[stage].parse(["--config", str(path)])
+        if settings.model_size == "micro":
+            continue  # ours
+        key = stage, settings.model_size, settings.image_size, num_classes(settings), images_seen(settings)
+        if key not in rows:
+            rows[key] = cost(settings)
+        rows[key]["configs"].append(path.stem)
+    return list(rows.values())
+
+
+def cost(settings: PretrainSettings | FinetuneSettings) -> dict:
+    """One stage as its settings have it, and with what saves computation."""
+    few, many = (step_cost(*model_of(settings), images=images) for images in (1, 2))
+    ways = []
+    for share in SHARES[settings.stage]:
+        operations = step_cost(*model_of(settings), share=share)["operations"]
+        # The last epochs of fine-tuning see all patches.
+        whole = settings.keep_all_epochs / settings.epochs if settings.stage == "finetune" else 0
+        mean = (1 - whole) * operations + whole * few["operations"]
+        ways.append({"share": share, "operations_an_image": mean, "operations": mean * images_seen(settings)})
     return {
-        "stage": "MGP" if stage is PretrainSettings else "BFT",
-        "dataset": dataset,
-        "model_size": size,
-        "image_size": pixels,
-        "epochs": settings.epochs,
-        "parameters": many["parameters"],
-        "operations_an_image": operations,
-        "operations": operations * settings.epochs * BENCHMARKS[dataset].train_images,
-        "state_bytes": BYTES_A_PARAMETER * many["parameters"],
-        "bytes_an_image": (many["bytes"] - few["bytes"]) / 8,
+        "configs": [],
+        "stage": settings.stage,
+        "images": images_seen(settings),
+        "parameters": few["parameters"],
+        "state_bytes": BYTES_A_PARAMETER * few["parameters"],
+        "bytes_an_image": many["bytes"] - few["bytes"],
+        "ways": ways,
     }
 
 
-def step_cost(stage, size: str, pixels: int, classes: int, images: int) -> dict:
-    """Operations of forward and backward and the bytes autograd keeps between them, of a model that has no data."""
-    if stage is PretrainSettings:
-        kind, config = LiViTForPreTraining, pretraining_config(size, image_size=pixels)
+def model_of(settings: PretrainSettings | FinetuneSettings) -> tuple[str, str, int, int]:
+    return settings.stage, settings.model_size, settings.image_size, num_classes(settings)
+
+
+def num_classes(settings: PretrainSettings | FinetuneSettings) -> int:
+    """Of the classifier; pretraining has none."""
+    return CLASSES[settings.dataset.split("-")[0]] if settings.stage == "finetune" else 0
+
+
+def images_seen(settings: PretrainSettings | FinetuneSettings) -> int:
+    """Over all epochs."""
+    dataset, classes = settings.dataset, CLASSES[settings.dataset.split("-")[0]]
+    if settings.images_per_class is not None:
+        images = classes * settings.images_per_class
+    elif dataset.startswith("cifar"):
+        images = int(exponential_counts(classes, 50_000 // classes, settings.imbalance_factor).sum())
     else:
-        kind = LiViTForImageClassification
-        config = LiViTConfig.preset(
-            size, image_size=pixels, class_counts=[10] * classes
-        )  # stochastic depth saves some
+        images = BENCHMARKS[dataset].train_images or 1_281_167  # of ImageNet-1K
+    return settings.epochs * images
+
+
+@cache
+def step_cost(stage: str, size: str, pixels: int, classes: int, images: int = 1, share: float = 1) -> dict:
+    """Operations of forward and backward and the bytes autograd keeps between them, of a model that has no data."""
+    if stage == "pretrain":
+        make = partial(LiViTForPreTraining, pretraining_config(size, image_size=pixels), decode_ratio=share)
+    else:  # without stochastic depth, which saves nothing on GPUs
+        config = LiViTConfig.preset(size, image_size=pixels, class_counts=[10] * classes)
+        make = partial(LiViTForImageClassification, config)
     with torch.device("meta"):
-        model = kind(config).train()
+        model = make().train()
     kept = {}
 
     def keep(tensor):
@@ -114,8 +159,11 @@ def step_cost(stage, size: str, pixels: int, classes: int, images: int) -> dict:
         # On the meta device attention would not be the fused one; tensors without data of the CPU have it.
         named = itertools.chain(model.named_parameters(), model.named_buffers())
         weights = {name: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad) for name, t in named}
+        shown = {}
+        if stage == "finetune" and share < 1:
+            shown["kept"] = torch.zeros(images, round(share * config.num_patches), dtype=torch.int64)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = functional_call(model, weights, torch.empty(images, 3, pixels, pixels))
+            output = functional_call(model, weights, torch.empty(images, 3, pixels, pixels), shown)
             loss = output.logits.sum() if output.loss is None else output.loss  # the loss has no matrix product
         loss.backward()
     return {
@@ -125,26 +173,28 @@ def step_cost(stage, size: str, pixels: int, classes: int, images: int) -> dict:
     }
 
 
-def images_a_core() -> dict[str, float]:
-    """Images a second that one core decodes and augments for each stage, from the recorded benchmark."""
-    recorded = json.loads((RECIPES / "results" / "benchmark.json").read_text(encoding="utf-8"))
-    stages = ("MGP", "BFT")
-    return {stage: next(r["ours"] for r in recorded if r["question"].startswith(f"{stage} input")) for stage in stages}
+        arguments.output.write_text(json.dumps(said, indent=2) + "
+", encoding="utf-8")
 
 
 def table_rows(said: dict) -> list[dict]:
-    gpus = said["gpus"]
+    """Where one cell has several numbers, they are those of the shares, the paper's first."""
+
+    def each(row: dict, name: str, scale: float = 1) -> str:
+        values = [way[name] / scale for way in row["ways"]]
+        return " / ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
+
+    rate = f"GPU-hours, {said['utilisation']:.0%} of peak and {said['cores']} cores per GPU"
     return [
         {
-            "stage": f"{row['stage']}, ViT-{row['model_size'][0].upper()}, {row['image_size']} px",
-            "data": f"{row['dataset']}, {row['epochs']} epochs",
-            "GFLOP an image": f"{row['operations_an_image'] / 1e9:.0f}",
-            "state, GB": f"{row['state_bytes'] / 1e9:.1f}",
-            "MB an image": f"{row['bytes_an_image'] / 1e6:.0f}",
+            "configs": ", ".join(row["configs"]),
+            "GFLOP per image": each(row, "operations_an_image", 1e9),
+            "MB per image": f"{row['bytes_an_image'] / 1e6:.0f}",
             f"images in {said['memory']:g} GB": row["images_that_fit"],
-            f"hours on {gpus}, authors' rate": f"{row['hours_at_authors_rate']:.1f}",
-            f"hours on {gpus}, {said['utilisation']:.0%} of peak": f"{row['hours_at_share_of_peak']:.1f}",
-            "cores to feed them": f"{row['cores_at_authors_rate']:.0f}, {row['cores_at_share_of_peak']:.0f}",
+            "GPU-hours, authors' rate": each(row, "gpu_hours_at_authors_rate"),
+            rate: each(row, "gpu_hours_at_share_of_peak"),
+            "bound by": " / ".join(dict.fromkeys(way["bound_by"] for way in row["ways"])),
+            "cores that feed a GPU": each(row, "cores"),
         }
         for row in said["rows"]
     ]
