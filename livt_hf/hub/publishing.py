@@ -39,7 +39,7 @@ def check_finished(run: Path) -> None:
     if Run(run).fold(1).finished:
         raise LiVTError(
             f"{run} is a cross-validation, which has no model of its own; publish one of its folds, such as "
-            f"{Run(run).fold(1).folder}, or a run on all images, without --folds."
+            f"{Run(run).fold(1).folder}, or a run without --folds."
         )
     missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (run / name).is_file()]
     if missing:
