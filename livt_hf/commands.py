@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results, percent
 from livt_hf.runs import Run
 from livt_hf.settings import TrainingSettings
+from livt_hf.system import shell_line
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
@@ -20,6 +20,9 @@ SECONDS_FOR_THE_FIRST = 15
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command. What the package refuses is a sentence; anything else is a bug and keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.encoding.lower() != "utf-8":  # a pipe on Windows, which has no letters for most names of classes
+            stream.reconfigure(encoding="utf-8")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for chatty in ("httpx", "httpcore", "accelerate", "datasets", "filelock", "matplotlib", "PIL"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -46,7 +49,7 @@ def _quiet_bars() -> None:
 
 def next_command(command: str, option: str, run: Run) -> str:
     """A command to copy: the folder is quoted where it has spaces."""
-    return f"livt {command} {option} {shlex.quote(str(run.folder))}"
+    return shell_line(["livt", command, option, run.folder])
 
 
 def resume_message(run: Run, command: str) -> str:

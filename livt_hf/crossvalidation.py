@@ -159,7 +159,7 @@ def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: D
     else:  # there is no page for several labels per image
         report.mkdir()
         numbers = summary | {"classes": found.per_class}
-        (report / "evaluation.json").write_text(json.dumps(numbers, indent=2) + "\n")
+        (report / "evaluation.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     folds = [run.fold(number).results for number in range(1, settings.folds + 1)]
     counts = np.array([row["count"] for row in found.per_class])
     rules = summary["rules"]

@@ -118,7 +118,9 @@ def save_exported(
     folder.mkdir(parents=True)
     run = FORMS[form](graph, example_images(processor), folder)
     processor.save_pretrained(folder)
-    (folder / "classes.json").write_text(json.dumps(class_names(model), indent=2, ensure_ascii=False) + "\n")
+    (folder / "classes.json").write_text(
+        json.dumps(class_names(model), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     images = example_images(processor, 5)
     off = max((run(batch) - graph(batch)).abs().max().item() for batch in images.split([4, 1]))
     if not off < TOLERANCE:

@@ -212,7 +212,10 @@ class BestWeights:
         writing = path.with_suffix(".writing")
         save_model(self.loop.final_model, str(writing))
         writing.replace(path)
-        spoken_of = [json.loads((folder / STATE).read_text())["best_epoch"] for folder in checkpoints(self.loop.run)]
+        spoken_of = [
+            json.loads((folder / STATE).read_text(encoding="utf-8"))["best_epoch"]
+            for folder in checkpoints(self.loop.run)
+        ]
         kept = {path, *(self.path(epoch) for epoch in spoken_of)}
         for old in set(path.parent.glob("best-*.safetensors")) - kept:
             old.unlink()

@@ -116,7 +116,7 @@ def _git_revision(checkout: Path) -> str | None:
         return None
     # An installed package may lie in somebody else's repository: the root has to be the folder itself.
     asked = [git, "rev-parse", "--show-toplevel", "HEAD"]
-    answer = subprocess.run(asked, cwd=checkout, capture_output=True, text=True)
+    answer = subprocess.run(asked, cwd=checkout, capture_output=True, encoding="utf-8")
     if answer.returncode != 0:
         return None
     root, revision = answer.stdout.splitlines()

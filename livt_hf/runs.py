@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import yaml
 from livt_hf.errors import LiVTError
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
+from livt_hf.system import rename, shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
 FOLD = "fold-"
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def arguments(self) -> dict:
-        return yaml.safe_load((self.folder / ARGUMENTS).read_text())
+        return yaml.safe_load((self.folder / ARGUMENTS).read_text(encoding="utf-8"))
 
     @property
     def results(self) -> Results:
@@ -62,14 +62,16 @@ class Run:
         save_settings(settings, self.folder / ARGUMENTS)
 
     def log(self, line: dict) -> None:
-        with (self.folder / LOG).open("a") as file:
+        with (self.folder / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def rewind_log(self, update: int) -> None:
         """Drop what was logged after a checkpoint, so that going on leaves neither gap nor repeat."""
         path = self.folder / LOG
         if path.exists():
-            complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            complete = [
+                line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+            ]
             replace_text(path, "".join(line for line in complete if json.loads(line)["update"] <= update))
 
     def write_results(self, results: Results) -> None:
@@ -85,8 +87,8 @@ class Run:
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    temporary.write_text(text, encoding="utf-8")
+    rename(temporary, path)
 
 
 def runs_folder() -> Path:
@@ -133,7 +135,7 @@ def next_number(group: Path) -> Run:
 
 def _holds_another(folder: Path) -> LiVTError:
     return LiVTError(
-        f"{folder} holds another run; pass --resume {shlex.quote(str(folder))} to go on, or a new --output_dir."
+        f"{folder} holds another run; pass --resume {shell_line([folder])} to go on, or a new --output_dir."
     )
 
 

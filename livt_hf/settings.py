@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -204,7 +205,8 @@ class DataSettings(CommandSettings):
     def __post_init__(self):
         super().__post_init__()
         if self.dataset is not None:
-            self.dataset = self.dataset.rstrip("/") or "/"  # as shells complete folders; runs are found by this name
+            # As shells complete folders; runs are found by this name.
+            self.dataset = self.dataset.rstrip(f"/{os.sep}") or "/"
         if self.fold is not None:
             number, _, folds = self.fold.partition("/")
             if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):

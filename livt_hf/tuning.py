@@ -166,7 +166,7 @@ class FrozenBackbone:
             part = dataset if len(missing[0]) == len(dataset) else dataset.select(missing[0])
             self._compute(part, [digests[row] for row in missing[0]], kept, settings, augmentation)
             if self.accelerator.is_main_process:
-                (kept.folder / "key.json").write_text(json.dumps(key, indent=2, default=str) + "\n")
+                (kept.folder / "key.json").write_text(json.dumps(key, indent=2, default=str) + "\n", encoding="utf-8")
             self.accelerator.wait_for_everyone()
         return kept.read(digests)
 

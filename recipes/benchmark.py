@@ -63,8 +63,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def record(path: Path, rows: list[dict]) -> None:
     """Rows of a question that was asked again replace the old ones."""
-    asked, old = {row["question"] for row in rows}, json.loads(path.read_text()) if path.exists() else []
-    path.write_text(json.dumps([row for row in old if row["question"] not in asked] + rows, indent=2) + "\n")
+    asked, old = (
+        {row["question"] for row in rows},
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else [],
+    )
+    path.write_text(
+        json.dumps([row for row in old if row["question"] not in asked] + rows, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def answered(name: str, quick: bool, runs: int) -> list[dict]:
@@ -80,7 +85,7 @@ def answered(name: str, quick: bool, runs: int) -> list[dict]:
             words = [name, "--runs", "1", "--output", f"{folder}/rows.json", *["--quick"] * quick]
             command = [sys.executable, "-m", "livt_hf.recipes.benchmark", *words]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            found.append(json.loads(Path(folder, "rows.json").read_text()))
+            found.append(json.loads(Path(folder, "rows.json").read_text(encoding="utf-8")))
     return [merged(same) for same in zip(*found, strict=True)]
 
 

@@ -9,7 +9,6 @@ into the config of the model, where `probabilities`, `livt eval` and `livt predi
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from livt_hf.evaluation.models import (
 from livt_hf.runs import replace_text
 from livt_hf.settings import DataSettings, option
 from livt_hf.stages import shared_batches
+from livt_hf.system import shell_line
 from livt_hf.training.machine import use_all_cores
 
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.dataset} ({settings.split}): "
         f"scale {calibration.scale:.2f}, odds {calibration.odds:.2f}, offsets from {low:+.2f} to {high:+.2f}.\n"
-        f"Next, measure it again:\n  {shlex.join(['livt', 'eval', '--model', settings.model])}"
+        f"Next, measure it again:\n  {shell_line(['livt', 'eval', '--model', settings.model])}"
     )
 
 

@@ -112,6 +112,7 @@ def fitting_processes(command: str, argv: Sequence[str]) -> int:
     from livt_hf.long_tail.losses import LOSSES
     from livt_hf.runs import lent_by_pretraining, parse_training
     from livt_hf.settings import FinetuneSettings, PretrainSettings
+    from livt_hf.system import LAUNCHES_SEVERAL
     from livt_hf.training.machine import available_cores
 
     if command == "pretrain":
@@ -122,7 +123,7 @@ def fitting_processes(command: str, argv: Sequence[str]) -> int:
         return 1  # the statistic of a batch is not that of its parts
     share = settings.batch_size // settings.accumulation
     pairs = 2 if command == "finetune" and (settings.mixup or settings.cutmix) else 1  # mixup pairs images
-    most = min(available_cores(), MOST_PROCESSES)
+    most = min(available_cores(), MOST_PROCESSES) if LAUNCHES_SEVERAL else 1
     return next((number for number in range(most, 1, -1) if share % (number * pairs) == 0), 1)
 
 

@@ -9,7 +9,6 @@ where it was stopped; what is done is skipped. It ends with a table, a picture a
 """
 
 import json
-import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
 from livt_hf.runs import runs_folder
 from livt_hf.settings import REQUIRED, DataSettings, option
+from livt_hf.system import shell_line
 
 WAYS = ("scratch", "head", "lora", "full")
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
@@ -83,11 +83,11 @@ def as_sweep(settings: CompareSettings) -> SweepSettings:
     defaults, common = DataSettings(), ("dataset", "source", "imbalance_factor", "plugin")
     own = [name for name in DataSettings.names() if name not in (*common, "validation_fraction")]
     data = {name: getattr(settings, name) for name in own if getattr(settings, name) != getattr(defaults, name)}
-    words = shlex.join(as_words(data))
+    words = shell_line(as_words(data))
     return SweepSettings(
         **{name: getattr(settings, name) for name in (*common, "pretrained", "seeds", "dry_run")},
         pretrain=words,
-        finetune=shlex.join(as_words(data | {"validation_fraction": settings.validation_fraction})),
+        finetune=shell_line(as_words(data | {"validation_fraction": settings.validation_fraction})),
         output_dir=str(settings.folder),
     )
 
@@ -116,8 +116,8 @@ def report(settings: CompareSettings, plan: Plan) -> None:
         for line, row in zip(table_rows(rows), rows, strict=True)
     ]
     said = {"title": f"Ways to train on {Path(settings.dataset).name}", "minutes": settings.minutes, "rows": rows}
-    (folder / "compare.json").write_text(json.dumps(said, indent=2) + "\n")
-    (folder / "table.md").write_text(markdown_table(table) + "\n")
+    (folder / "compare.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    (folder / "table.md").write_text(markdown_table(table) + "\n", encoding="utf-8")
     sweep_plot(rows, folder / "plot.png", "way", title=f"{said['title']}, {settings.minutes:g} minutes each")
     print(f"{said['title']}, {settings.minutes:g} minutes each, percent\n\n{markdown_table(table)}\n")
     print(f"{verdict(results)}\nPicture: {folder / 'plot.png'}")

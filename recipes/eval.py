@@ -16,7 +16,6 @@
 """
 
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -68,6 +67,7 @@ from livt_hf.reports.shifts import shift_rows
 from livt_hf.results import percent, provenance
 from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches
+from livt_hf.system import shell_line
 from livt_hf.training.machine import check_processes, use_all_cores
 
 Loaders = Callable[[str], DataLoader]
@@ -156,7 +156,7 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
     if settings.adapt_prior and why_uncalibrated(model):
         raise LiVTError(
             f"no prior can be estimated by {settings.model}: {why_uncalibrated(model)}; calibrate it first "
-            f"(livt calibrate {shlex.quote(settings.model)}), or leave --adapt_prior out."
+            f"(livt calibrate {shell_line([settings.model])}), or leave --adapt_prior out."
         )
     if settings.predictions is not None:
         if num_processes > 1:
@@ -259,7 +259,7 @@ def write_table(
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         folder.mkdir(parents=True)
-        (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         print(f"Numbers: {folder / 'evaluation.json'}")
 
 
@@ -267,7 +267,7 @@ def write_prior(path: Path, summary: dict, exam: Exam) -> None:
     by_name = dict(zip(class_names(exam.model), summary["estimated_prior"]["prior"], strict=True))
     path.write_text(json.dumps(by_name, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     command = ["livt", "predict", summary["model"], "IMAGE...", "--prior", str(path)]
-    print(f"Estimated prior: {path}; to serve under it:\n  {shlex.join(command)}")
+    print(f"Estimated prior: {path}; to serve under it:\n  {shell_line(command)}")
 
 
 if __name__ == "__main__":

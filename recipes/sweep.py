@@ -12,7 +12,7 @@ skipped. It ends with a table, a plot and sweep.json in the output folder. `livt
 
 import itertools
 import json
-import shlex
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, runs_folder
 from livt_hf.settings import CommandSettings, FinetuneSettings, PretrainSettings, TrainingSettings, option
+from livt_hf.system import shell_line, shell_words
 from livt_hf.training.machine import available_cores
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -70,7 +71,7 @@ class SweepSettings(CommandSettings):
 
     def words(self, stage: str, options: dict) -> list[str]:
         """What a run is told: what all runs on its dataset are, then what its stage is, then its own options."""
-        further = {"pretrain": shlex.split(self.pretrain), "finetune": shlex.split(self.finetune)}
+        further = {"pretrain": shell_words(self.pretrain), "finetune": shell_words(self.finetune)}
         asked = {name: STAGES[name].asked(words) for name, words in further.items()}
         dataset = options.get("dataset", asked[stage].get("dataset", self.dataset))
         shared = {"dataset": dataset, "plugin": self.plugin}
@@ -196,7 +197,7 @@ def carried_out(plan: Plan) -> bool:
     if plan.settings.dry_run:
         for folder in itertools.chain(*plan.rounds()):
             run = plan.runs[folder]
-            print(shlex.join(["livt", run.stage, *run.words, "--output_dir", str(folder)]))
+            print(shell_line(["livt", run.stage, *run.words, "--output_dir", str(folder)]))
         return False
     for folders in plan.rounds():
         run_all({folder: plan.runs[folder] for folder in folders}, plan.settings)
@@ -206,17 +207,17 @@ def carried_out(plan: Plan) -> bool:
 def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
     """Run what is not finished, `jobs` at a time; each can be killed and goes on the next time."""
     threads = max(1, available_cores() // settings.jobs)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(settings.launch)]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *shell_words(settings.launch)]
 
     def run(folder: Path) -> None:
         command = [*launcher, "--module", f"livt_hf.recipes.{runs[folder].stage}", *runs[folder].words]
         command += ["--output_dir", str(folder), "--resume", "auto", "--threads", str(threads)]
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_name(f"{folder.name}.out")
-        with log.open("a") as output:
+        with log.open("a", encoding="utf-8") as output:
             status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
         if status:
-            raise LiVTError(f"{shlex.join(command)}\nfailed; see {log}")
+            raise LiVTError(f"{shell_line(command)}\nfailed; see {log}")
 
     for folder, planned in runs.items():  # begun under the same name, but perhaps with other options
         if (folder / ARGUMENTS).exists():
@@ -245,8 +246,8 @@ def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Var
     folder = settings.folder / settings.sweep
     folder.mkdir(parents=True, exist_ok=True)
     said = {"title": sweep.title, "budget": budget(results, plan), "command": command(settings), "rows": rows}
-    (folder / "sweep.json").write_text(json.dumps(said, indent=2) + "\n")
-    (folder / "table.md").write_text(table + "\n")
+    (folder / "sweep.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    (folder / "table.md").write_text(table + "\n", encoding="utf-8")
     sweep_plot(rows, folder / "plot.png", sweep.axis, title=f"{sweep.title} ({settings.name})")
     print(f"{sweep.title} on {settings.dataset}, percent\n\n{table}\n\nPlot: {folder / 'plot.png'}")
 
@@ -281,7 +282,7 @@ def command(settings: SweepSettings) -> str:
             shown[name] = "FOLDER"
         elif isinstance(shown[name], str):
             shown[name] = without_paths(shown[name])
-    return shlex.join(["livt", "sweep", settings.sweep, *as_words(shown)])
+    return shell_line(["livt", "sweep", settings.sweep, *as_words(shown)])
 
 
 def without_paths(text: str) -> str:
@@ -289,7 +290,7 @@ def without_paths(text: str) -> str:
 
     def hidden(word: str) -> str:
         option, equals, value = word.rpartition("=")
-        local = "/" in value and (Path(value).is_absolute() or Path(value).exists())
+        local = re.search(r"[/\\]", value) and (Path(value).is_absolute() or Path(value).exists())
         return f"{option}{equals}FOLDER" if local else word
 
     return " ".join(map(hidden, text.split(" ")))

@@ -9,7 +9,6 @@ holding plan.json and the runs of its stages, that of the last with its report. 
 """
 
 import json
-import shlex
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.sweep import as_words
 from livt_hf.runs import Run, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
+from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
 PLAN = "plan.json"
@@ -70,14 +70,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = begin(settings) if settings.resume is None else Path(settings.resume)
     if not (folder / PLAN).exists():
         raise LiVTError(f"{folder} has no {PLAN}; give the folder that livt train began.")
-    plan = json.loads((folder / PLAN).read_text())
+    plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     print(plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
-    launcher = shlex.split(settings.launch)
+    launcher = shell_words(settings.launch)
     for stage, words in plan["stages"].items():
         place = ["--output_dir", str(folder / stage), "--resume", "auto"]
         if not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads]):
-            print(f"Or, to go on with all that is left:\n  livt train --resume {shlex.quote(str(folder))}")
+            print(f"Or, to go on with all that is left:\n  livt train --resume {shell_line([folder])}")
             raise Interrupted
     run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
 
@@ -86,7 +86,12 @@ def run_livt(words: list[str]) -> bool:
     """Run a command; whether it was stopped and saved. It gets every wish to stop that this process gets."""
     command = subprocess.Popen([sys.executable, "-m", "livt_hf.recipes.cli", *words])
     wishes = signal.SIGINT, signal.SIGTERM
-    before = {wish: signal.signal(wish, lambda wish, _: command.send_signal(wish)) for wish in wishes}
+
+    def pass_on(wish: int, _frame) -> None:
+        if SENDS_SIGNALS:
+            command.send_signal(wish)
+
+    before = {wish: signal.signal(wish, pass_on) for wish in wishes}
     status = command.wait()
     for wish in wishes:
         signal.signal(wish, before[wish])
@@ -107,11 +112,13 @@ def begin(settings: TrainSettings) -> Path:
     else:
         folder = Path(settings.output_dir)
         if (folder / PLAN).exists():
-            raise LiVTError(f"{folder} holds another run; pass --resume {folder} to go on, or a new --output_dir.")
+            raise LiVTError(
+                f"{folder} holds another run; pass --resume {shell_line([folder])} to go on, or a new --output_dir."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     if "pretrain" in stages:
         stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
-    (folder / PLAN).write_text(json.dumps({"why": why, "stages": stages}, indent=2) + "\n")
+    (folder / PLAN).write_text(json.dumps({"why": why, "stages": stages}, indent=2) + "\n", encoding="utf-8")
     return folder
 
 

@@ -1,8 +1,13 @@
+import os
 import socket
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+
+if torch.backends.mps.is_available():  # what the tests say is about float32 on a CPU; the Macs of CI have little else
+    torch.backends.mps.is_available = torch.accelerator.is_available = lambda: False
+    os.environ["ACCELERATE_USE_CPU"] = "1"
 
 
 @pytest.fixture(autouse=True)

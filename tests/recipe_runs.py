@@ -23,10 +23,12 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = "--model_size micro --image_size 8 --batch_size 16 --epochs 3 --warmup_epochs 1 --threads 1".split()
 DEADLINE = 120
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["livt_hf.training.loop", "livt_hf.finetuning", "livt_hf.pretraining", "livt_hf.reports"]
-)
+METHODS = multiprocessing.get_all_start_methods()  # the first is that of data loading workers
+_context = multiprocessing.get_context("forkserver" if "forkserver" in METHODS else None)
+if "forkserver" in METHODS:
+    _context.set_forkserver_preload(
+        ["livt_hf.training.loop", "livt_hf.finetuning", "livt_hf.pretraining", "livt_hf.reports"]
+    )
 
 
 def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: int = 11) -> Path:
@@ -43,8 +45,9 @@ def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: 
 
 
 def _recipe(name: str, argv: list[str], output: str, environment: dict, sabotage: Callable | None, arguments: tuple):
-    os.setpgrp()
-    multiprocessing.set_start_method("fork", force=True)  # for data loading workers, as in any other process
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
+    multiprocessing.set_start_method(METHODS[0], force=True)  # as in a process that no server forked
     os.environ.update(environment)
     datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
     torch.set_num_threads(1)  # as under `accelerate launch`

@@ -1,7 +1,6 @@
 """Checkpoints are whole or absent, and say what is wrong with them."""
 
 import json
-import resource
 import shutil
 from pathlib import Path
 
@@ -123,6 +122,7 @@ def test_the_previous_checkpoint_survives_a_disk_that_fills_up(trained, tmp_path
     trained.save(1)
     before = trained.model.weight.clone()
     trained.step()
+    resource = pytest.importorskip("resource")
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
     try:

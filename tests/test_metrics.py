@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from needs import needs_linux
 
 import livt_hf.metrics
 from livt_hf.metrics import (
@@ -245,6 +246,7 @@ def test_two_processes_that_reduce_their_states_report_the_whole_test_set(tmp_pa
     assert first == second == long_tail_metrics(logits, labels, COUNTS)
 
 
+@needs_linux
 @pytest.mark.slow
 def test_the_size_of_inat18_is_evaluated_in_less_than_200_mb():
     code = (

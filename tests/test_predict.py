@@ -77,7 +77,7 @@ def test_good_files_are_answered_bad_ones_named_and_the_exit_code_says_so(livit,
     with pytest.raises(SystemExit, match="1"):
         main([str(livit), str(pictures), "--format", "jsonl", "--batch_size", "4"])
     answers, errors = lines_of(capsys)
-    broken = {line["file"].split("/")[-1] for line in answers if "error" in line}
+    broken = {Path(line["file"]).name for line in answers if "error" in line}
     assert broken == {"empty.jpg", "text.png", "cut.jpg"}
     assert len(answers) == 13 and all(len(line["predictions"]) == 3 for line in answers if "error" not in line)
     for name in broken:
@@ -88,7 +88,7 @@ def test_good_files_are_answered_bad_ones_named_and_the_exit_code_says_so(livit,
 def test_files_and_patterns_are_answered_in_order_with_one_line_each(livit, pictures, capsys):
     main([str(livit), "--top_k", "1", str(pictures / "0.jpg"), str(pictures / "[12].jpg")])
     out = capsys.readouterr().out.splitlines()
-    assert [line.split()[0].split("/")[-1] for line in out] == ["0.jpg", "1.jpg", "2.jpg"]
+    assert [Path(line.split()[0]).name for line in out] == ["0.jpg", "1.jpg", "2.jpg"]
     assert all(line.split()[1] in NAMES and len(line.split()) == 3 for line in out)
 
 

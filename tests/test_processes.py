@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_launcher, needs_unix
 from recipe_runs import RECIPES, TINY, RecipeRun, make_pictures, slow_saving, weights_of
 from safetensors.torch import load_file
 
@@ -75,6 +76,7 @@ def test_accumulating_two_micro_batches_equals_one_batch(start, alone):
     assert_close_runs(start("finetune", "accumulated", "--accumulation", 2).finish().folder, alone)
 
 
+@needs_launcher
 def test_two_launched_processes_equal_one(workplace, alone):
     folder = workplace / "launched"
     options = ["--dataset", str(workplace / "pictures"), *FINETUNE, "--output_dir", str(folder)]
@@ -101,6 +103,7 @@ def test_two_processes_pretrain_like_one(start):
     assert_close_runs(two.finish().folder, one.finish().folder)
 
 
+@needs_unix
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_processes(start, alone, first, second):
     name = f"from-{first}-to-{second}"
@@ -113,6 +116,7 @@ def test_a_run_goes_on_with_another_number_of_processes(start, alone, first, sec
     assert_close_runs(folder, alone)
 
 
+@needs_unix
 def test_a_signal_to_one_process_stops_all(start):
     run = start("finetune", "one-signal", processes=2)
     run.wait_for(lambda: run.logged() >= 1)
@@ -147,6 +151,7 @@ def test_processes_that_do_not_see_each_other_are_refused(start):
     assert not run.folder.exists()
 
 
+@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_launched_run_saves_itself_when_the_whole_group_is_signalled(start, workplace, alone, number):
@@ -169,6 +174,7 @@ def test_a_launched_run_saves_itself_when_the_whole_group_is_signalled(start, wo
     assert_close_runs(start("finetune", folder.name, "--resume").finish().folder, alone)
 
 
+@needs_unix
 @pytest.mark.slow
 def test_two_processes_killed_while_saving_go_on(start, alone):
     run = start("finetune", "killed-together", "--save_steps", 1, processes=2, sabotage=(slow_saving, 0.2))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from needs import needs_linux, needs_unix
 from recipe_runs import RECIPES, TINY, RecipeRun, assert_same_weights, kill_at, make_pictures, slow_saving
 
 # Twelve updates; checkpoints and lines of the log fall on different ones. Everything that keeps a state is on.
@@ -92,12 +94,14 @@ def killed_at_random_moments(start, stage: str, name: str, seed: int, kills: int
     return start(stage, name, "--resume").finish().folder
 
 
+@needs_unix
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(start, uninterrupted, stage):
     folder = killed_at_random_moments(start, stage, "killed", seed=0, kills=2)
     assert_same_run(folder, uninterrupted[stage])
 
 
+@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
 @pytest.mark.parametrize("stage", STAGES)
@@ -116,6 +120,7 @@ KILLED_IN_A_SAVE = {
 }
 
 
+@needs_linux
 @pytest.mark.parametrize("moment", KILLED_IN_A_SAVE)
 def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupted, moment):
     stage, where, left = KILLED_IN_A_SAVE[moment]
@@ -129,12 +134,22 @@ def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupt
     assert_same_run(folder, uninterrupted[stage])
 
 
+@needs_unix
 @pytest.mark.parametrize(
     ("stage", "number", "more"),
-    [("pretrain", signal.SIGTERM, []), ("finetune", signal.SIGINT, ["--num_workers", "1"])],
+    [
+        ("pretrain", signal.SIGTERM, []),
+        ("finetune", signal.SIGINT, ["--num_workers", "1"]),
+        pytest.param("finetune", signal.SIGINT, ["--num_workers", "1"], id="spawn", marks=pytest.mark.slow),
+    ],
 )
-def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(start, uninterrupted, stage, number, more):
-    run = start(stage, number.name, *more, "--save_steps", "1000")
+def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(
+    start, uninterrupted, stage, number, more, request
+):
+    sabotage = {}
+    if request.node.callspec.id == "spawn":  # of which the workers inherit nothing, as on macOS
+        sabotage = {"sabotage": (multiprocessing.set_start_method, "spawn", True)}
+    run = start(stage, request.node.callspec.id, *more, "--save_steps", "1000", **sabotage)
     run.wait_for(lambda: run.logged() >= 1)
     run.signal(number)
     run.signal(number)  # launchers pass a signal on to processes that had it already
@@ -147,12 +162,14 @@ def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(start, unint
     assert_same_run(run.folder, uninterrupted[stage])
 
 
+@needs_unix
 def test_a_run_killed_before_its_first_checkpoint_starts_again(start, uninterrupted):
     killed = start("pretrain", "early", sabotage=(kill_at, "replace", "/checkpoints", 1))
     assert killed.wait() == -signal.SIGKILL
     assert_same_run(start("pretrain", "early", "--resume").finish().folder, uninterrupted["pretrain"])
 
 
+@needs_unix
 def test_a_finished_run_and_another_setting_are_not_resumed(start, uninterrupted):
     again = start("pretrain", "uninterrupted", "--resume", output=uninterrupted["pretrain"].with_suffix(".no"))
     assert again.wait() == 1
@@ -166,6 +183,7 @@ def test_a_finished_run_and_another_setting_are_not_resumed(start, uninterrupted
     assert "Traceback" not in other.printed
 
 
+@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_launched_runs_killed_and_interrupted_end_like_one_that_was_not(workplace, uninterrupted, stage):

@@ -286,7 +286,7 @@ def test_links_that_leave_the_image_folder_are_refused(tmp_path):
     assert len(load_long_tailed(str(tmp_path / "birds"))["train"]) == 8
     for target in (tmp_path / "elsewhere/000.png", tmp_path / "elsewhere", tmp_path / "birds"):
         link.unlink()
-        link.symlink_to(target)
+        link.symlink_to(target, target_is_directory=target.is_dir())
         with pytest.raises(LiVTError, match="004.png is a link to"):
             load_long_tailed(str(tmp_path / "birds"))
 

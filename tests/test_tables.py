@@ -1,6 +1,7 @@
 """Tables of labels: csv, tsv, jsonl and parquet files that name images, labels, splits and groups."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -302,7 +303,8 @@ def test_identical_images_in_two_splits_are_found(tmp_path):
     write_images(tmp_path, names)
     (tmp_path / "test/b/2.png").write_bytes((tmp_path / "train/a/1.png").read_bytes())
     pairs = find_copies(load_long_tailed(str(tmp_path)))
-    assert pairs == [(f"{tmp_path}/train/a/1.png of train", f"{tmp_path}/test/b/2.png of test")]
+    one, other = (os.path.join(tmp_path, name) for name in ("train/a/1.png", "test/b/2.png"))
+    assert pairs == [(f"{one} of train", f"{other} of test")]
 
 
 def test_only_images_of_equal_length_are_read_to_find_copies(tmp_path, monkeypatch):

@@ -1,16 +1,15 @@
 """What a run shows: a progress bar on a terminal, plain lines in a file."""
 
-import fcntl
 import os
-import pty
 import re
 import struct
-import termios
 import threading
 from pathlib import Path
 
 import pytest
 from recipe_runs import TINY, RecipeRun, make_pictures
+
+from livt_hf.system import shell_line
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +20,7 @@ def workplace(tmp_path_factory) -> Path:
 
 
 def test_a_terminal_shows_a_progress_bar(workplace):
+    fcntl, pty, termios = map(pytest.importorskip, ("fcntl", "pty", "termios"))  # a terminal of Unix
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     shown = []
@@ -59,7 +59,7 @@ def test_the_next_command_of_a_small_folder_names_a_batch_it_can_fill(workplace)
     run = RecipeRun("pretrain", workplace / "my run", "--dataset", workplace / "pictures", *TINY, "--max_steps", 1)
     assert run.wait() == 0
     folder = workplace / "my run"
-    assert run.printed.endswith(f"livt finetune --pretrained '{folder}' --batch_size 16\n")
+    assert run.printed.endswith(f"{shell_line(['livt', 'finetune', '--pretrained', folder, '--batch_size', 16])}\n")
 
 
 def test_each_evaluation_of_a_fine_tuning_says_its_groups_once(workplace):

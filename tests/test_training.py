@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, LoggerType
+from needs import needs_unix
 from torch import nn
 
 from livt_hf.errors import Interrupted, LiVTError
@@ -387,6 +388,7 @@ def test_a_cpu_never_gets_half_precision_by_itself_nor_fp16_at_all():
         choose_precision("fp16")
 
 
+@needs_unix
 @pytest.mark.parametrize(("trial", "able"), [("exit 0", True), ("exit 1", False), ("kill -ILL $$", False)])
 def test_bf16_on_a_cpu_is_believed_only_after_a_trial(tmp_path, monkeypatch, trial, able):
     """Some CPUs announce bf16 and die of an illegal instruction, so the trial has a process of its own."""

@@ -1,6 +1,5 @@
 import io
 import random
-import zlib
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from PIL import Image
 from torchvision import transforms as tv
 from transformers import AutoImageProcessor
 
-from livt_hf.data.decoding import BrokenImageError, decode_rgb, read_image, read_rgb
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, PretrainAugmentation, eval_processor
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.27, 0.26, 0.28)
@@ -32,113 +30,6 @@ def encoded(picture: Image.Image, kind: str, **options) -> bytes:
 
 def small_images(count: int) -> torch.Tensor:
     return torch.stack([to_tensor(smooth_picture(32, 32, seed)) for seed in range(count)])
-
-
-# Decoding
-
-
-@pytest.mark.parametrize(
-    "mode_and_kind", ["RGB JPEG", "L JPEG", "CMYK JPEG", "RGB PNG", "L PNG", "1 PNG", "P PNG", "RGB TIFF"]
-)
-def test_decoding_gives_what_pillow_gives(mode_and_kind):
-    mode, kind = mode_and_kind.split()
-    data = encoded(smooth_picture(40, 30).convert(mode), kind)
-    assert np.array_equal(decode_rgb(data).permute(1, 2, 0), Image.open(io.BytesIO(data)).convert("RGB"))
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_transparency_is_laid_over_white(mode):
-    picture = smooth_picture(8, 8).convert(mode)
-    picture.putalpha(0)
-    assert (decode_rgb(encoded(picture, "PNG")) == 255).all()
-
-
-def test_sixteen_bit_grey_keeps_its_shades():
-    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024
-    assert np.array_equal(decode_rgb(encoded(Image.fromarray(grey), "PNG"))[0], grey // 256)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_rotated_photograph_comes_out_upright(kind):
-    exif = Image.Exif()
-    exif[274] = 6  # orientation: turn by 90 degrees
-    picture = smooth_picture(40, 30)
-    turned = decode_rgb(encoded(picture, kind, exif=exif))
-    assert turned.shape == (3, 30, 40)
-    assert torch.equal(turned, torch.rot90(decode_rgb(encoded(picture, kind)), -1, dims=(1, 2)))
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_path_its_bytes_an_open_file_and_a_pillow_image_are_read_alike(tmp_path, kind):
-    exif = Image.Exif()
-    exif[274] = 6
-    data = encoded(smooth_picture(40, 30), kind, exif=exif)
-    path = tmp_path / "image"
-    path.write_bytes(data)
-    with path.open("rb") as file:
-        for source in (path, str(path), data, file, Image.open(path)):
-            assert torch.equal(read_rgb(source), decode_rgb(data))
-    path.write_bytes(data[:50])
-    with pytest.raises(BrokenImageError, match=f"^{path} cannot be read: "):
-        read_rgb(path)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_one_pixel_is_enough_for_every_transform(kind):
-    image = decode_rgb(encoded(smooth_picture(1, 1), kind))
-    assert PretrainAugmentation(16)(image, (0, 0, 0)).shape == (3, 16, 16)
-    assert FinetuneAugmentation(16)(image, (0, 0, 0)).shape == (3, 16, 16)
-    assert eval_processor(16, MEAN, STD)(images=[image], return_tensors="pt")["pixel_values"].shape == (1, 3, 16, 16)
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"no image", lambda d: None, lambda d: d[:3]]
-)
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_broken_image_is_an_error_with_its_index(kind, damage):
-    data = damage(encoded(smooth_picture(64, 64), kind))
-    with pytest.raises(BrokenImageError, match="image 7 .*embedded bytes.* cannot be read"):
-        read_image({"bytes": data, "path": None}, 7)
-
-
-def test_a_text_file_named_as_a_picture_is_said_to_be_none():
-    with pytest.raises(BrokenImageError, match="cannot be read: its format is not known; it may be no image at all"):
-        read_image({"bytes": b"no image", "path": "notes.jpg"}, 0)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP"])
-def test_damaged_bytes_give_a_picture_or_an_error_but_never_the_end_of_the_process(kind):
-    """torchvision 0.29's PNG decoder, which is therefore not used, crashes within a few hundred of these."""
-    generator = np.random.RandomState(0)
-    whole = encoded(smooth_picture(48, 64), kind)
-    outcomes = set()
-    for _ in range(400):
-        damaged = bytearray(whole)
-        for place in generator.randint(0, len(whole), size=generator.randint(1, 20)):
-            damaged[place] = generator.randint(256)
-        try:
-            outcomes.add(read_image({"bytes": bytes(damaged), "path": None}, 0).dtype)
-        except BrokenImageError as error:
-            outcomes.add(type(error))
-    assert outcomes <= {torch.uint8, BrokenImageError} and BrokenImageError in outcomes
-
-
-def test_a_missing_file_is_named():
-    with pytest.raises(BrokenImageError, match="image 3 .*nowhere.jpg"):
-        read_image({"bytes": None, "path": "nowhere.jpg"}, 3)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_decompression_bomb_is_refused_before_it_is_decoded(kind):
-    data = bytearray(encoded(smooth_picture(8, 8), kind))
-    if kind == "JPEG":
-        frame = data.index(b"\xff\xc0")
-        data[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"
-    else:
-        data[16:24] = (100_000).to_bytes(4, "big") * 2
-        data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
-    with pytest.raises(BrokenImageError, match="decompression bomb"):
-        read_image({"bytes": bytes(data), "path": None}, 0)
 
 
 # Augmentation

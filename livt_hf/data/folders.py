@@ -111,7 +111,7 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
 
 def _refuse_stray_link(entry: os.DirEntry, root: str) -> None:
     target = os.path.realpath(entry.path)
-    if entry.is_dir() or os.path.commonpath([target, root]) != root:
+    if entry.is_dir() or not Path(target).is_relative_to(root):
         raise LiVTError(
             f"{entry.path} is a link to {target}: links to folders and links that leave the image folder are not "
             "followed, so copy the images or name them in a table."

@@ -27,6 +27,7 @@ from livt_hf.data.sampling import Sampler
 from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed, purpose_seed
+from livt_hf.system import outlive_ctrl_c
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,9 @@ def augmented_in_order(dataset: Dataset, augmentation: Augmentation, batches: Ba
 
 class _Loader(DataLoader):
     """What a dataset refuses comes out of its worker as a value and is raised here, as the sentence that it is."""
+
+    def __init__(self, dataset: torch.utils.data.Dataset, **options):
+        super().__init__(dataset, worker_init_fn=outlive_ctrl_c, **options)
 
     def __iter__(self) -> Iterator[dict]:
         return self._checked(super().__iter__())

@@ -381,7 +381,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         splits = _load(path.suffix[1:], {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
-    elif where.startswith((".", "/", "~")) or where.count("/") > 1 or path.suffix.lower() in TABLES:
+    elif where.startswith((".", "/", "~")) or "\\" in where or where.count("/") > 1 or path.suffix.lower() in TABLES:
         raise LiVTError(f"{where} does not exist: pass an image folder, a table, a list or a Hub id.")
     else:
         splits = _open_hub(where, settings, streaming)

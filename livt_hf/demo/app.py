@@ -10,9 +10,9 @@ from pathlib import Path
 
 import gradio as gr
 from datasets import DatasetDict
+from PIL import Image
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from torchvision.io import encode_png
 
 from livt_hf.demo import bars, tabs
 from livt_hf.demo.images import data_of_run, decoded, example_rows
@@ -74,7 +74,7 @@ def _written_examples(data: DatasetDict) -> list[Path]:
     folder, rows = private_folder(), example_rows(data, EXAMPLES)
     paths = [folder / f"test-{row}.png" for row in rows]
     for path, image in zip(paths, decoded(data, "test", rows), strict=True):
-        path.write_bytes(encode_png(image).numpy().tobytes())
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
     return paths
 
 
@@ -121,7 +121,9 @@ def private_files() -> Iterator[None]:
 def check_port(port: int) -> None:
     """Refuse a port that is taken, before a model is loaded."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A port that was left a moment ago is free. Windows would with this word share one that is in use.
+        if not hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:

@@ -1,6 +1,5 @@
 """What a publication is: where it goes, under which licence, and how much of it is shown."""
 
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -8,6 +7,7 @@ from typing import Literal, Self
 from livt_hf.errors import LiVTError
 from livt_hf.hub.facts import TITLES, hub_ids
 from livt_hf.results import Results
+from livt_hf.system import shell_line
 
 BENCHMARK_LICENSE = "apache-2.0"
 
@@ -55,4 +55,4 @@ class Publication:
         words += ["--license", self.license] if self.license else []
         words += ["--form", self.form] if self.form != "transformers" else []
         words += ["--public"] * self.public + ["--with_pictures"] * self.with_pictures
-        return shlex.join(words + (["--tag", self.tag] if self.tag else []))
+        return shell_line(words + (["--tag", self.tag] if self.tag else []))

@@ -75,7 +75,8 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     for name, text in eval_result_files(copies.results).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    private = {str(place) for place in (Path.home(), Path.cwd(), run.resolve().parent, folder.resolve())} - {"/"}
+    places = (Path.home(), Path.cwd(), run.resolve().parent, folder.resolve())
+    private = {str(place) for place in places if place != place.parent}  # the root of a disk is no secret
     refuse_secrets(folder, [get_token() or "", *private])
     return folder
 

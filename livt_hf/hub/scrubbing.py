@@ -56,7 +56,7 @@ def _scrub_field(name: str, value, hub_ids: Collection[str]):
 
 def _is_place(name: str, value, hub_ids: Collection[str]) -> bool:
     """Fields that name places are shortened also when they are relative, unless the place is on the Hub."""
-    return name in PLACES and isinstance(value, str) and "/" in value and value not in hub_ids
+    return name in PLACES and isinstance(value, str) and re.search(r"[/\\]", value) and value not in hub_ids
 
 
 def named_places(record: Mapping, hub_ids: Collection[str] = ()) -> set[str]:
@@ -84,7 +84,8 @@ def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = (), places
 
 def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
     """Raise if any file below `folder` holds a Hub token, a home directory or one of the `forbidden` strings."""
-    literal = [text.encode() for text in forbidden if text]
+    # JSON writes each backslash of a Windows path twice.
+    literal = [re.escape(text.encode()).replace(rb"\\", rb"\\{1,2}") for text in forbidden if text]
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size):
         name = path.relative_to(folder)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -94,7 +95,7 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
                 )
             for pattern in [
                 _HOME,
-                *(re.compile(rb"(?<![\w+/.])" + re.escape(text) + rb"(?![\w-])") for text in literal),
+                *(re.compile(rb"(?<![\w+/.])" + text + rb"(?![\w-])") for text in literal),
             ]:
                 if found := pattern.search(content):
                     near = content[max(0, found.start() - 20) : found.end() + 20].decode(errors="replace")

@@ -54,7 +54,7 @@ def calibrated(log_posterior: Tensor, calibration: Calibration, prior: Tensor) -
 
 def calibrated_odds(log_odds: Tensor, calibration: Calibration, prior: Tensor) -> Tensor:
     """The log-odds of each class of an image that may have several. (B, C)"""
-    base = torch.logit(prior.double()).to(log_odds)
+    base = torch.logit(prior.cpu().double()).to(log_odds)  # not every device has float64
     return base + calibration.scale * (log_odds - base) + torch.tensor(calibration.offsets).to(log_odds)
 
 
@@ -71,7 +71,7 @@ def fit_calibration(log_posterior: Tensor, labels: Tensor, prior: Tensor) -> Cal
         raise LiVTError(
             f"calibration needs held-out images with finite posteriors; {finite} of {len(labels)} have one."
         )
-    several, prior = labels.ndim == 2, prior.double().cpu()
+    several, prior = labels.ndim == 2, prior.cpu().double()
     loss = _several_labels_loss if several else _one_label_loss
     frequency = labels.double().mean(0) if several else torch.bincount(labels, minlength=len(prior)) / len(labels)
     shape = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # log(scale), logit(odds)
@@ -84,7 +84,7 @@ def fit_calibration(log_posterior: Tensor, labels: Tensor, prior: Tensor) -> Cal
         total = (shape.square().sum() + (offsets / OFFSET_SPREAD).square().sum()) / 2 / len(labels)
         total.backward()
         for block, targets in zip(log_posterior.split(rows), labels.split(rows), strict=True):
-            part = loss(block.double().cpu(), targets.cpu(), prior, frequency, shape, offsets) / len(labels)
+            part = loss(block.cpu().double(), targets.cpu(), prior, frequency, shape, offsets) / len(labels)
             part.backward()  # block by block, so that memory does not grow with the images
             total = total + part.detach()
         return total

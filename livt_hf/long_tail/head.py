@@ -60,8 +60,7 @@ class LongTailHead(nn.Module):
         # says otherwise.
         self.progress = 1.0
         self.features: Tensor | None = None
-        with torch.device("cpu"):  # transformers builds models on the meta device, where no prior can be checked
-            self.derive("cpu")
+        self.derive("cpu")
 
     @property
     def settings(self) -> LongTailConfig:
@@ -98,7 +97,9 @@ class LongTailHead(nn.Module):
 
     def derive(self, device: torch.device | str) -> None:
         """Make the tensors that follow from the settings, again where these have changed."""
-        for name, value in self.constants().items():
+        with torch.device("cpu"):  # the default may be meta, where no prior can be checked, or one without float64
+            constants = self.constants()
+        for name, value in constants.items():
             self.register_buffer(name, value.to(device), persistent=False)
 
     def constants(self) -> dict[str, Tensor]:

@@ -49,7 +49,8 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
                 f"{what}='uniform' has no meaning where an image may have several labels; pass one number per class."
             )
         return torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
-    prior = torch.as_tensor(prior, dtype=torch.float64)
+    # Read on the CPU: not every device has float64.
+    prior = torch.as_tensor(prior.cpu() if isinstance(prior, Tensor) else prior, dtype=torch.float64)
     if prior.shape != (num_classes,):
         raise LiVTError(
             f"{what} has shape {tuple(prior.shape)}; it needs one number for each of {num_classes} classes."
@@ -117,13 +118,13 @@ def log_training_posterior(logits: Tensor, bias: Tensor, activation: Literal["so
 
 def shift_prior(log_posterior: Tensor, source: Tensor, target: Tensor) -> Tensor:
     """P_q(j|x) = p_j q_j / pi_j, normalised over the classes. (B, C)"""
-    shift = (target.double().log() - source.double().log()).to(log_posterior)
+    shift = (target.cpu().double().log() - source.cpu().double().log()).to(log_posterior)
     return (log_posterior + shift).softmax(-1)
 
 
 def shift_odds(log_odds: Tensor, source: Tensor, target: Tensor) -> Tensor:
     """The same rule where images may have several labels: the odds of each class times the ratio of its prior odds."""
-    shift = (torch.logit(target.double()) - torch.logit(source.double())).to(log_odds)
+    shift = (torch.logit(target.cpu().double()) - torch.logit(source.cpu().double())).to(log_odds)
     return (log_odds + shift).sigmoid()
 
 
@@ -164,7 +165,7 @@ def estimate_prior(
         raise LiVTError("the posteriors contain NaN or infinity; evaluate the model first and drop those images.")
     disturbance = _DISTURBANCE * torch.randn(classes, 1 + _DISTURBED, generator=torch.Generator().manual_seed(0))
     disturbance[:, 0] = 0
-    likelihood = disturbance.double().exp() / source.double().cpu()[:, None]  # (C, K), times the posterior of an image
+    likelihood = disturbance.double().exp() / source.cpu().double()[:, None]  # (C, K), times the posterior of an image
     estimates = torch.full_like(likelihood, 1 / classes)
     for _ in range(_STEPS):
         weights, sums = likelihood * estimates, torch.zeros_like(estimates)

@@ -34,7 +34,9 @@ class Report:
         if folder is None or not (folder / CLASSES).is_file():
             raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval --model {place}")
         with (folder / CLASSES).open(encoding="utf-8", newline="") as file:
-            return cls(place, folder, json.loads((folder / NUMBERS).read_text()), list(csv.DictReader(file)))
+            return cls(
+                place, folder, json.loads((folder / NUMBERS).read_text(encoding="utf-8")), list(csv.DictReader(file))
+            )
 
     @property
     def metrics(self) -> dict:

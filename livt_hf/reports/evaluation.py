@@ -74,7 +74,7 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
     write_classes(per_class, folder / CLASSES)
     facts = facts_of(image_facts(dataset, settings.split), found.index)
     write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
-    (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     title = f"{settings.model} on {settings.dataset} ({settings.split})"
     known = Measured(found.measured, found.pairs, names, next(iter(summary["intervals"].values())))
     text = [
@@ -82,7 +82,7 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
         first_screen_text(known),
         *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items()),
     ]
-    (folder / "report.md").write_text("\n\n".join(text) + "\n")
+    (folder / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     html_report(folder, title, tables, pictures, first_screen(known))
 
 

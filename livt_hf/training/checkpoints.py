@@ -1,7 +1,6 @@
 """Checkpoints that are either whole or absent: written aside, flushed, then renamed."""
 
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 from livt_hf.errors import LiVTError
 from livt_hf.runs import Run
+from livt_hf.system import flush, rename
 
 STATE = "state.json"
 
@@ -79,10 +79,10 @@ def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) 
         if accelerator.is_main_process:
             written = sorted(path for path in writing.rglob("*") if path.is_file())
             files = {path.relative_to(writing).as_posix(): path.stat().st_size for path in written}
-            (writing / STATE).write_text(json.dumps(state | {"files": files}))
-            _flush(*writing.rglob("*"), writing)
-            os.replace(writing, folder)
-            _flush(run.checkpoints)
+            (writing / STATE).write_text(json.dumps(state | {"files": files}), encoding="utf-8")
+            flush(*writing.rglob("*"), writing)
+            rename(writing, folder)
+            flush(run.checkpoints)
     # torch.save and safetensors report a full disk in their own ways.
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(writing, ignore_errors=True)
@@ -94,7 +94,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) 
     if accelerator.is_main_process:
         for old in checkpoints(run)[:-keep]:
             # Renamed first: a kill while deleting must not leave half a checkpoint under the name of a whole one.
-            shutil.rmtree(old.rename(old.with_name(f".removing-{old.name}")))
+            shutil.rmtree(rename(old, old.with_name(f".removing-{old.name}")))
     accelerator.wait_for_everyone()
 
 
@@ -127,14 +127,6 @@ def load_checkpoint(accelerator: Accelerator, run: Run) -> dict | None:
 
 def _read_state(folder: Path) -> dict:
     try:
-        return json.loads((folder / STATE).read_text())
+        return json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no readable {STATE}; delete it to go on from the one before.") from error
-
-
-def _flush(*paths: Path) -> None:
-    """Ask the disk to keep files and folders before anything relies on them."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

@@ -236,7 +236,7 @@ class Loop:
         for micro in range(settings.accumulation):
             # Drop path draws from the global generator; keyed like this it needs no state to resume.
             torch.manual_seed(keyed_seed(settings.seed, update, micro, accelerator.process_index))
-            batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in next(batches).items()}
+            batch = {name: value.to(accelerator.device) for name, value in next(batches).items()}
             moment = Moment(epoch, update, micro, accelerator.process_index)
             last = micro == settings.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):

@@ -26,7 +26,7 @@ _SPLITTING = {
 
 def available_cores() -> int:
     """The cores this process may use; only Linux tells them from those of the machine."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def use_all_cores(device: torch.device, threads: int | None = None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torchvision.io import write_png
+from PIL import Image
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import eval_processor
@@ -50,9 +50,9 @@ def run(quick: bool = False) -> list[dict]:
             folder = Path(temporary)
             for classes in (FEW, CLASSES):
                 save_model(folder / str(classes), classes)
-            image = torch.randint(0, 256, (3, 375, 500), dtype=torch.uint8)
+            pixels = torch.randint(0, 256, (375, 500, 3), dtype=torch.uint8)
             (folder / "images").mkdir()
-            write_png(image, str(folder / "images" / "image.png"))
+            Image.fromarray(pixels.numpy()).save(folder / "images" / "image.png")
             return on_server(folder, repeats) + in_browser(folder, repeats)
     finally:
         torch.set_num_threads(threads)

@@ -46,4 +46,4 @@ def launch_ours(steps: int, processes: int = 1) -> float:
         run = Path(folder, "run")
         options = ("--max_steps", str(steps), "--output_dir", str(run), "--save_minutes", "1000")
         launch(HERE.parent / "pretrain.py", *options, processes=processes)
-        return json.loads((run / "results.json").read_text())["seconds"]
+        return json.loads((run / "results.json").read_text(encoding="utf-8"))["seconds"]

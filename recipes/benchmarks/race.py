@@ -305,7 +305,7 @@ def in_own_process(name: str, minutes: float, seed: int, source: str) -> dict:
 
 def stored(path: Path) -> list[dict]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return json.loads(path.read_text()) if path.exists() else []
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def race_table(rows: list[dict]) -> list[dict]:

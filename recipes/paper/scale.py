@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(markdown_table(said["table"]))
     print(f"\nThe authors' rate: {said['authors_tflops']:.1f} TFLOP/s a GPU, from {AUTHORS_GPU_HOURS:g} GPU-hours.")
     if arguments.output is not None:
-        Path(arguments.output).write_text(json.dumps(said, indent=2) + "\n")
+        Path(arguments.output).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
 def cost(stage, dataset: str, size: str) -> dict:
@@ -127,7 +127,7 @@ def step_cost(stage, size: str, pixels: int, classes: int, images: int) -> dict:
 
 def images_a_core() -> dict[str, float]:
     """Images a second that one core decodes and augments for each stage, from the recorded benchmark."""
-    recorded = json.loads((RECIPES / "results" / "benchmark.json").read_text())
+    recorded = json.loads((RECIPES / "results" / "benchmark.json").read_text(encoding="utf-8"))
     stages = ("MGP", "BFT")
     return {stage: next(r["ours"] for r in recorded if r["question"].startswith(f"{stage} input")) for stage in stages}
 

@@ -32,7 +32,7 @@ def results_section(which: str, page: Path) -> str:
     paths = [RESULTS / f"{name}.json" for name in which.split()] or sorted(RESULTS.glob("*/*.json"))
     parts = []
     for path in paths:
-        sweep = json.loads(path.read_text())
+        sweep = json.loads(path.read_text(encoding="utf-8"))
         parts.append(f"**{sweep['title']}**, {path.parent.name}: {sweep['budget']}")
         parts.append(f"`{sweep['command']}`")
         rows = sweep["table"] if "table" in sweep else table_rows(sweep["rows"])
@@ -68,7 +68,7 @@ def benchmark_section(which: str, _page: Path) -> str:
     wanted = tuple(question.strip() for question in which.split(";"))  # every question begins with ""
     rows = [
         {"question": row["question"], "peer": row["peer_name"], "ratio": ratio_words(row)}
-        for row in (json.loads(path.read_text()) if path.exists() else ())
+        for row in (json.loads(path.read_text(encoding="utf-8")) if path.exists() else ())
         if row["ratio"] is not None and row["question"].startswith(wanted)
     ]
     return markdown_table(rows).strip() if rows else ""
@@ -76,7 +76,7 @@ def benchmark_section(which: str, _page: Path) -> str:
 
 def scale_section(_which: str, _page: Path) -> str:
     path = RESULTS / "scale.json"
-    return markdown_table(json.loads(path.read_text())["table"]).strip() if path.exists() else ""
+    return markdown_table(json.loads(path.read_text(encoding="utf-8"))["table"]).strip() if path.exists() else ""
 
 
 def race_section(_which: str, page: Path) -> str:
@@ -84,7 +84,7 @@ def race_section(_which: str, page: Path) -> str:
     path = RESULTS / "race.json"
     if not path.exists():
         return ""
-    table = markdown_table(race_table(json.loads(path.read_text()))).strip()
+    table = markdown_table(race_table(json.loads(path.read_text(encoding="utf-8")))).strip()
     return "\n\n".join([table, *_picture(path, page, 560, "accuracy over core-minutes")])
 
 
@@ -110,12 +110,14 @@ def render(text: str, page: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    stale = [page for page in PAGES if render(page.read_text(), page) != page.read_text()]
+    stale = [
+        page for page in PAGES if render(page.read_text(encoding="utf-8"), page) != page.read_text(encoding="utf-8")
+    ]
     if "--check" in (sys.argv[1:] if argv is None else argv):
         names = ", ".join(page.relative_to(RECIPES.parent).as_posix() for page in stale)
         sys.exit(f"{names}: out of date; run python recipes/paper/tables.py" if stale else 0)
     for page in stale:
-        page.write_text(render(page.read_text(), page))
+        page.write_text(render(page.read_text(encoding="utf-8"), page), encoding="utf-8")
 
 
 if __name__ == "__main__":

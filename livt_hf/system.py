@@ -1,0 +1,68 @@
+"""What Linux, macOS and Windows do differently: asked of the system as what it can do, here and nowhere else."""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+# Windows has no signals between processes: Ctrl-C reaches every process of a console by itself.
+SENDS_SIGNALS = hasattr(os, "killpg")
+# torch for Windows comes without libuv, which torch's launcher of several processes wants.
+LAUNCHES_SEVERAL = hasattr(os, "fork")
+# Seconds after which a file that another program holds open is tried again.
+_PATIENCE = 0.1, 0.3, 1.0, 3.0
+
+
+def flush(*paths: Path) -> None:
+    """Ask the disk to keep files and folders before anything relies on them.
+
+    Windows flushes only what is open for writing, and opens no folders.
+    """
+    for path in paths:
+        folder = path.is_dir()
+        if not folder or hasattr(os, "O_DIRECTORY"):
+            descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def rename(path: Path, target: Path) -> Path:
+    """Rename a file or a folder, in the place of a file of that name.
+
+    On Windows a scanner or an indexer that has just opened a new file keeps it and its folder from being renamed.
+    """
+    for seconds in () if hasattr(os, "O_DIRECTORY") else _PATIENCE:
+        try:
+            os.replace(path, target)
+            return target
+        except PermissionError:
+            time.sleep(seconds)
+    os.replace(path, target)
+    return target
+
+
+def shell_line(words: Iterable[str | Path]) -> str:
+    """Words as a line for the shell of this system: what has spaces is quoted."""
+    words = list(map(str, words))
+    return shlex.join(words) if os.sep == "/" else subprocess.list2cmdline(words)
+
+
+def shell_words(line: str) -> list[str]:
+    """The words of such a line. A backslash is a part of a path where it separates folders."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    if os.sep != "/":
+        lexer.escape = ""
+    return list(lexer)
+
+
+def outlive_ctrl_c(_worker: int) -> None:
+    """For data loading workers: the process they work for decides when to stop, and may need them until then.
+
+    Forked in a training they have its handler; where they are started afresh they have Python's, which ends them.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
