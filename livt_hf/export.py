@@ -1,7 +1,8 @@
 """A classifier as a graph that runs without this package: ONNX, or a program of torch.export.
 
 The graph takes bytes of RGB at the model's own size, (images, height, width, 3) with any number of images. Rescaling
-and normalisation are inside; resizing and cropping are not, for no runtime resizes as the image processor does.
+and normalisation are inside. Resizing and cropping are not: the images of a batch would need one size, and ONNX's own
+resizing gives other bytes than the image processor (tests/test_export.py would notice a cure).
 It gives the logits, or with a prior the class probabilities under it, calibrated where the model is.
 """
 

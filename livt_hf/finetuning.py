@@ -17,6 +17,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 from livt_hf.backbones import InputFacts, input_facts
 from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
 from livt_hf.data.labels import is_multi_label, number_of_classes
+from livt_hf.data.sources import is_carved
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import given_labels, headline, standard_rules
@@ -224,12 +225,15 @@ def results_of(
     settings: FinetuneSettings, data: DatasetDict, loop: Loop, model: PreTrainedModel, measured: dict
 ) -> Results:
     config, best, name = model.config, loop.progress.best_epoch, selection_metric(settings, model.head.multi_label)
+    held_out = is_carved(data, "validation")
+    watched = "held-out training images" if held_out else "the validation split"
     return Results(
         **common_results(settings, loop, model),
         **measured,
         headline=headline(model),
         split="test",
         test_carved=has_carved_test(data),
+        validation_carved=held_out,
         num_images=measured["metrics"]["num_images"],
         num_train_images=config.long_tail.num_images,
         num_classes=config.num_labels,
@@ -237,7 +241,7 @@ def results_of(
         loss=settings.loss,
         tau=settings.tau,
         epoch=loop.progress.update / loop.per_epoch if best is None else best,
-        selection="last epoch" if best is None else f"epoch of the best {name} on the validation split",
+        selection="last epoch" if best is None else f"epoch of the best {name} on {watched}",
         pretrained=settings.pretrained,
         pretrained_local=is_local(settings.pretrained),
     )

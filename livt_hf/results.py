@@ -50,7 +50,9 @@ class Results:
     class_counts: dict | None = None
     split: str | None = None
     folds: dict | None = None  # of a cross-validation: metrics of `each` fold, their `mean` and their `deviation`
-    test_carved: bool = False  # the dataset has no test split of its own: `test` was set aside from the training data
+    # Whether `test` and `validation` are not the dataset's own, but were set aside from its training images.
+    test_carved: bool = False
+    validation_carved: bool = False
     num_images: int | None = None
     # The training.
     pretrained: str | None = None

@@ -400,7 +400,7 @@ class EvalSettings(DataSettings):
     dataset: str | None = option(  # type: ignore[assignment]
         None, "default: the one the run was trained on", selects_data=True, place=True
     )
-    split: str = option("test", "split to measure on")
+    split: str = option("test", "split to measure on; all: every image, for a model that was trained on none of them")
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)
     prior: str | None = option(
         None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True

@@ -6,6 +6,7 @@
     livt eval --model RUN --adapt_prior         # the same, estimated from the images alone
     livt eval --model RUN --test_imbalance      # test sets whose classes are frequent and rare, in both directions
     livt eval --model RUN --predictions p.csv   # what each rule says of each image
+    livt eval --model RUN --dataset FOLDER --split all    # every image of another place, which needs no split
     livt eval --model org/any-classifier --dataset FOLDER --class_counts counts.json    # one trained elsewhere
     livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
     livt eval --model org/any-backbone --dataset FOLDER --probe    # the same for any model, before anyone trains it
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, concatenate_datasets
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_options(model, settings, accelerator.num_processes)
     model.to(accelerator.device)
     with accelerator.main_process_first():
-        data = load_data(settings)
+        data = splits_of(settings)
     check_data(model, data, settings)
 
     def loader(split: str) -> DataLoader:
@@ -132,6 +133,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_table(settings, model, outputs, rules, dataset)
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
+
+
+def splits_of(settings: EvalSettings) -> DatasetDict:
+    """The data by split; `all`, where it is asked for, is all of them together."""
+    data = load_data(settings)
+    if settings.split == "all":
+        data["all"] = concatenate_datasets(list(data.values()))
+    return data
 
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:

@@ -202,7 +202,14 @@ def test_a_test_split_that_was_carved_out_of_the_training_data_is_not_called_the
     results = replace(RESULTS, dataset="org/birds", imbalance_factor=None, test_carved=True)
     card = card_of(results)
     assert {result.dataset_split for result in card.data.eval_results} == {"held-out part of train"}
-    assert "test split" not in card.text + eval_result_files(results)[".eval_results/birds.yaml"]
+    assert "test split" not in card.text and "without the images that were set aside for testing," in card.text
+    assert "set aside for testing and validation," in card_of(replace(results, validation_carved=True)).text
+
+
+def test_no_leaderboard_gets_numbers_of_images_that_nobody_else_has_set_aside():
+    hub = replace(RESULTS, dataset="org/birds", imbalance_factor=None)
+    assert set(eval_result_files(hub)) == {".eval_results/birds.yaml"}
+    assert eval_result_files(replace(hub, test_carved=True)) == {}
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,11 @@ def test_shot_groups_are_those_of_the_images_the_model_was_trained_on(workplace,
     assert counts == [500, 500, 50, 5]  # the folder has others
 
 
+def test_all_images_of_another_place_are_measured_also_where_they_have_no_split(workplace, evaluate):
+    result = evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "train", "--split", "all")
+    assert result.summary["split"] == "all" and result.summary["rules"][PAPER]["num_images"] == 30 + 18 + 10 + 6
+
+
 def test_a_loss_without_posterior_is_measured_by_the_paper_s_rule_alone(workplace, evaluate, tmp_path):
     model = LiViTForImageClassification.from_pretrained(workplace.finetuned, loss="ldam")
     result = evaluate("--model", saved(tmp_path / "ldam", model), "--dataset", workplace.pictures)

@@ -480,6 +480,15 @@ def test_an_unfinished_run_is_refused(tmp_path):
         prepare_publication(tmp_path, tmp_path / "publication", Publication("org/livt"))
 
 
+def test_a_cross_validation_is_told_from_an_unfinished_run(tmp_path):
+    whole = tmp_path / "run"
+    (whole / "fold-1").mkdir(parents=True)
+    for folder in (whole, whole / "fold-1"):
+        (folder / "results.json").write_text(replace(RESULTS, split="2 folds").to_json())
+    with pytest.raises(LiVTError, match="has no model of its own; publish one of its folds, such as .*fold-1"):
+        prepare_publication(whole, tmp_path / "publication", Publication("org/livt"))
+
+
 def test_a_pushed_dataset_comes_back_equal_with_counts_rule_and_seed(answers):
     assert answers["data"]
     card = answers["data files"]["README.md"].decode()
@@ -494,7 +503,7 @@ def test_a_folder_becomes_a_private_dataset_whose_card_says_how_it_was_divided(a
     assert answers["own"] == {"train": 8 + 2, "test": 2 + 1}  # a fifth of 10 and of 5 set aside, then 8 and 8 / 4
     assert [line.split(" images")[0] for line in answers["listed"][1:3]] == ["  train: 10", "  test: 3"]
     card = answers["own files"]["README.md"].decode()
-    assert "int(n_max * 4^(-i / (C - 1)))" in card and "has no test split of its own" in card
+    assert "int(n_max * 4^(-i / (C - 1)))" in card and "The test split is not the dataset's own" in card
     assert "| train | 10 | 2 | 8 | 2 | 4 |" in card and "extended|" not in card
 
 

@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
+from datasets import config as datasets_config
 from PIL import Image
+from recipe_runs import make_pictures
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.data import eval_processor
+from livt_hf.data import class_counts, eval_processor, load_long_tailed
+from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.recipes import cli, convert
 from livt_hf.recipes.paper import tables
+from livt_hf.recipes.paper.sweeps import REPORTED
 from livt_hf.settings import CommandSettings, command_line
 
 ROOT = Path(__file__).parents[1]
@@ -76,9 +80,10 @@ def test_a_command_of_the_documents_exists_and_takes_these_options(command):
         command_line(settings_of(Path(script).stem), options)
 
 
-def test_the_readme_has_every_command():
+def test_the_readme_is_short_and_has_every_command():
+    assert len(README.splitlines()) <= 180
     found = {word for command in shell_commands(README) for word in shlex.split(command)}
-    assert found >= set(cli.COMMANDS) - {"convert"}
+    assert found >= set(cli.COMMANDS)
 
 
 def test_every_option_the_documents_mention_exists():
@@ -89,9 +94,9 @@ def test_every_option_the_documents_mention_exists():
     assert mentioned - known - OTHERS == set()
 
 
-def python_block(heading: str, page: str = README) -> str:
-    section = page[page.index(f"## {heading}") :]
-    return re.search(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[1]
+def python_block(heading: str, page: str = README, number: int = 0) -> str:
+    section = page[page.index(f"\n## {heading}\n") :]
+    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[number]
 
 
 def test_a_model_is_used_as_the_readme_says(tmp_path, monkeypatch, tiny, capsys):
@@ -101,7 +106,7 @@ def test_a_model_is_used_as_the_readme_says(tmp_path, monkeypatch, tiny, capsys)
     eval_processor(16, [0.5] * 3, [0.25] * 3).save_pretrained(folder)
     Image.new("RGB", (40, 30), (200, 30, 30)).save("picture.png")
     names = {"my_frequencies": [0.7, 0.3, 0.0]}
-    exec(python_block("Use a model"), names)
+    exec(python_block("Serving"), names)
     model, pixels = names["model"], names["pixels"]
     uniform, mine = model.probabilities(pixels), model.probabilities(pixels, prior=[0.7, 0.3, 0.0])
     torch.testing.assert_close(uniform, torch.full((1, 3), 1 / 3), atol=0.01, rtol=0)  # it has learned nothing
@@ -113,7 +118,7 @@ def test_a_classifier_is_balanced_as_the_readme_says():
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
     names = {"model": ResNetForImageClassification(config).eval(), "pixels": torch.randn(2, 3, 16, 16)}
     model = names["model"]
-    exec(python_block("Start from a pretrained model"), names)
+    exec(python_block("Serving", number=1), names)
     assert names["model"] is model and model.config.long_tail.class_counts == [900, 120, 15]
     assert model(names["pixels"], labels=torch.tensor([0, 2])).loss.isfinite()
 
@@ -133,6 +138,27 @@ def test_a_loss_is_added_as_the_how_to_says(losses_restored, tiny):
     torch.testing.assert_close(loss, torch.tensor(3.0).log() + 2 / 3, atol=1e-3, rtol=0)  # all classes at 1 / 3
     with pytest.raises(ValueError, match="its second term changes what the outputs estimate"):
         model.probabilities(torch.randn(1, 3, 16, 16))
+
+
+def test_a_dataset_is_added_as_the_how_to_says(request, tmp_path, monkeypatch):
+    request.addfinalizer(lambda: BENCHMARKS.pop("wards"))
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    pictures = make_pictures(tmp_path / "pictures", train=(4, 2), test=1)
+    exec(python_block("Add a dataset", HOW_TO), {})
+    assert class_counts(load_long_tailed("wards", source=pictures)["train"]).tolist() == [4, 2]
+
+
+def test_a_classifier_trained_elsewhere_is_told_its_counts_as_the_how_to_says():
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
+    names = {"model": ResNetForImageClassification(config).eval(), "pixels": torch.randn(2, 3, 16, 16)}
+    logits = names["model"](names["pixels"]).logits
+    exec(python_block("Use a model that was trained elsewhere", HOW_TO), names)
+    counts, prior = torch.tensor([900.0, 120.0, 15.0]), torch.tensor([0.2, 0.2, 0.6])
+    torch.testing.assert_close(
+        names["model"].probabilities(names["pixels"], prior=prior),
+        (logits.softmax(-1) * prior / counts / (logits.softmax(-1) * prior / counts).sum(-1, keepdim=True)),
+        check_dtype=False,
+    )
 
 
 @pytest.mark.slow
@@ -219,3 +245,19 @@ def test_result_files_become_tables_between_the_markers(tmp_path, monkeypatch):
     assert "| ce | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | - | 1 |" in full
     assert full.count("| steps | stock | 1.23 |") == 2 and "growth" not in full
     assert render(full) == full
+
+
+def test_some_variants_of_several_sweeps_become_one_short_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    row = {"seeds": 3, "posterior_accuracy": 60.0, "paper": None} | {name: 50.0 for name in REPORTED}
+    row |= {f"{name}_deviation": 0.5 for name in REPORTED}
+    for name in ("losses", "head"):
+        rows = [row | {"variant": variant} for variant in ("ce", "bce", "bal_bce")]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    marker = "<!-- short Birds, from scratch: losses ce bal_bce; Birds, a head: head ce -->\n"
+    table = tables.render(f"{marker}<!-- /short -->\n", tmp_path).splitlines()[3:-1]
+    assert table == [
+        "| Birds, from scratch | ce | 50.0 ± 0.5 | 50.0 | 50.0 | 50.0 | 60.0 |",
+        "|  | bal_bce | 50.0 ± 0.5 | 50.0 | 50.0 | 50.0 | 60.0 |",
+        "| Birds, a head | ce | 50.0 ± 0.5 | 50.0 | 50.0 | 50.0 | 60.0 |",
+    ]

@@ -22,7 +22,7 @@ from livt_hf.data import (
     register_dataset,
 )
 from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.data.sources import Images
+from livt_hf.data.sources import Images, is_carved
 from livt_hf.data.tables import read_list
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
@@ -316,6 +316,16 @@ def test_a_test_set_cut_from_the_training_images_is_warned_of_and_remembered(tmp
     assert not has_carved_test({"test": data["train"]})
     (tmp_path / "birds/val").rename(tmp_path / "birds/test")
     assert not has_carved_test(load_long_tailed(str(tmp_path / "birds")))
+
+
+def test_a_fold_and_held_out_images_are_no_splits_of_the_dataset_itself(tmp_path):
+    write_images(tmp_path / "birds/train", {"finch": 10, "owl": 10})
+    write_images(tmp_path / "birds/test", {"finch": 2, "owl": 2})
+    own = load_long_tailed(str(tmp_path / "birds"), validation_fraction=0.2)
+    assert is_carved(own, "validation") and not is_carved(own, "test") and not is_carved(own, "train")
+    assert has_carved_test(load_long_tailed(str(tmp_path / "birds"), fold="1/2"))
+    write_images(tmp_path / "birds/val", {"finch": 2, "owl": 2})
+    assert not is_carved(load_long_tailed(str(tmp_path / "birds"), validation_fraction=0.2), "validation")
 
 
 def test_an_image_folder_can_be_streamed(tmp_path):

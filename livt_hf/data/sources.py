@@ -228,7 +228,9 @@ def _held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str,
         "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
         *(len(held_rows), len(train)),
     )
-    return {"train": train.select(rows), "validation": train.select(held_rows)}
+    parts = {"train": train.select(rows), "validation": train.select(held_rows)}
+    parts["validation"].info.description = CARVED
+    return parts
 
 
 def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
@@ -253,8 +255,12 @@ def _warn_of_shared_groups(splits: dict[str, Dataset]) -> None:
 
 
 def has_carved_test(data: DatasetDict | IterableDatasetDict) -> bool:
-    """Whether the test split was set aside from the training images because the dataset has none of its own."""
-    return "test" in data and data["test"].info.description == CARVED
+    """Whether the test split is not the dataset's own: set aside from the training images, or a fold of them."""
+    return is_carved(data, "test")
+
+
+def is_carved(data: DatasetDict | IterableDatasetDict, split: str) -> bool:
+    return split in data and data[split].info.description == CARVED
 
 
 def _thinned(train: Dataset, settings: DataSettings) -> Dataset:

@@ -80,9 +80,12 @@ def eval_results(results: Results, **source) -> list[EvalResult]:
 
 
 def eval_result_files(results: Results) -> dict[str, str]:
-    """`.eval_results/*.yaml`, the Hub's newer form of the same numbers; only for data that has an id on the Hub."""
+    """`.eval_results/*.yaml`, the Hub's newer form of the same numbers, which it compares with those of other models.
+
+    Only for a split that others can measure on: that of a dataset with an id on the Hub, as it was published.
+    """
     title, hub_id = dataset_names(results)
-    if hub_id is None or results.stage != "finetune":
+    if hub_id is None or results.stage != "finetune" or results.test_carved:
         return {}
     entries = [
         EvalResultEntry(
@@ -170,7 +173,9 @@ def _summary(results: Results) -> str:
 
 def _data(results: Results) -> str:
     title, hub_id = dataset_names(results)
-    part = "training split" + (" without the images that were set aside for testing" if results.test_carved else "")
+    uses = {"testing": results.test_carved, "validation": results.validation_carved}
+    aside = " and ".join(use for use, carved in uses.items() if carved)
+    part = "training split" + (f" without the images that were set aside for {aside}" if aside else "")
     return f"{title}, {part}" + (f", from `{hub_id}`." if hub_id else ".")
 
 

@@ -48,7 +48,7 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     if made.rule is not None:
         rule = RULES[made.rule].format(gamma=made.imbalance_factor, count=made.images_per_class)
     if has_carved_test(splits):
-        rule += " The dataset has no test split of its own; it was set aside from the training images before that."
+        rule += " The test split is not the dataset's own: it was set aside from the training images before that."
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
     return Origin(rule, settings.split_seed, hub_id)
 

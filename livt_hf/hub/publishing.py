@@ -36,6 +36,11 @@ REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/", "reconst
 
 def check_finished(run: Path) -> None:
     """Refuse a folder unless everything that a publication is made from is there."""
+    if Run(run).fold(1).finished:
+        raise LiVTError(
+            f"{run} is a cross-validation, which has no model of its own; publish one of its folds, such as "
+            f"{Run(run).fold(1).folder}, or a run without --folds."
+        )
     missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (run / name).is_file()]
     if missing:
         raise LiVTError(

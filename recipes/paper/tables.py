@@ -4,6 +4,8 @@
     python recipes/paper/tables.py --check    # fails where they are out of date
 
 A marker says what goes before its closing one: `<!-- results cifar100-lt/losses -->` the sweeps it names,
+`<!-- short from scratch: cifar100-lt/losses; a head: cifar100-lt/head ce bal_bce -->` one table of several sweeps, or
+of some of their variants, under words of yours,
 `<!-- benchmark MGP input; BFT -->` the questions that begin so; without names all.
 """
 
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from livt_hf.metrics import GROUPS
 from livt_hf.recipes.benchmarks.measuring import ratio_words
 from livt_hf.recipes.benchmarks.race import race_table
 from livt_hf.recipes.paper.sweeps import table_rows
@@ -36,6 +39,21 @@ def results_section(which: str, page: Path) -> str:
         parts.append(markdown_table(rows).strip())
         parts += _picture(path, page, 420, sweep["title"])
     return "\n\n".join(parts)
+
+
+def short_section(which: str, _page: Path) -> str:
+    """Several sweeps, or some variants of each, in one table."""
+    rows = []
+    for part in which.split(";"):
+        words, chosen = (text.strip() for text in part.rsplit(":", 1))
+        name, *variants = chosen.split()
+        table = table_rows(json.loads((RESULTS / f"{name}.json").read_text())["rows"])
+        for row in [row for row in table if row["variant"] in variants or not variants]:
+            groups = {group: row[group].split(" ")[0] for group in GROUPS}
+            first = {"images and model": words, "loss": row["variant"], "accuracy": row["accuracy"]}
+            rows.append(first | groups | {"posterior rule": row["posterior rule"]})
+            words = ""
+    return markdown_table(rows).strip()
 
 
 def _picture(path: Path, page: Path, width: int, words: str) -> list[str]:
@@ -70,7 +88,13 @@ def race_section(_which: str, page: Path) -> str:
     return "\n\n".join([table, *_picture(path, page, 560, "accuracy over core-minutes")])
 
 
-SECTIONS = {"race": race_section, "results": results_section, "benchmark": benchmark_section, "scale": scale_section}
+SECTIONS = {
+    "results": results_section,
+    "short": short_section,
+    "race": race_section,
+    "benchmark": benchmark_section,
+    "scale": scale_section,
+}
 
 
 def render(text: str, page: Path) -> str:
