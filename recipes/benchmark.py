@@ -66,8 +66,7 @@ def record(path: Path, rows: list[dict]) -> None:
     """What is asked again replaces all that it said before."""
     asked, old = {row["asked"] for row in rows}, json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     kept = [row for row in old if row["asked"] not in asked]
-    path.write_text(json.dumps(kept + rows, indent=2) + "
-", encoding="utf-8")
+    path.write_text(json.dumps(kept + rows, indent=2) + "\n", encoding="utf-8")
 
 
 def answered(name: str, quick: bool, runs: int) -> list[dict]:
