@@ -4,7 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-import tomllib
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -484,8 +483,7 @@ def test_a_space_is_an_app_its_requirements_and_a_card_with_the_metadata_that_th
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "app.py", "requirements.txt"]
     card = SpaceCard.load(folder / "README.md").data
     assert (card.sdk, card.app_file, card.models, card.license) == ("gradio", "app.py", ["org/livt"], "mit")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["demo"] == [f"gradio>={card.sdk_version}"]
+    assert f'demo = ["gradio>={card.sdk_version}"]' in (ROOT / "pyproject.toml").read_text()
     assert (folder / "requirements.txt").read_text().startswith("livt-hf[demo]>=")
     assert "HF_TOKEN" in (folder / "README.md").read_text()  # a private model
     with pytest.raises(LiVTError, match="is not empty"):
