@@ -52,9 +52,11 @@ class _MAEInitialisation:
             init.xavier_uniform_(module.weight, gain=2**-0.5 if fused else 1.0)
             init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            kernel = module.weight.view(len(module.weight), -1)  # the linear map of a patch
-            init.xavier_uniform_(kernel)
-            bound = kernel.shape[1] ** -0.5  # torch's default, which MAE leaves
+            # Xavier's bound for the linear map of a patch. A view of the weight would not know that it was loaded.
+            outputs, inputs = module.weight.flatten(1).shape
+            bound = (6 / (inputs + outputs)) ** 0.5
+            init.uniform_(module.weight, -bound, bound)
+            bound = inputs**-0.5  # torch's default, which MAE leaves
             init.uniform_(module.bias, -bound, bound)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)

@@ -9,7 +9,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+
+from typing_extensions import Self
 
 from livt_hf.version import __version__
 

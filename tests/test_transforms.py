@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
 from torchvision import transforms as tv
 from transformers import AutoImageProcessor
 
@@ -119,6 +120,22 @@ def test_unknown_policies_are_refused():
         FinetuneAugmentation(32, policy="centre")
     with pytest.raises(ValueError, match='rand_augment is "trivial"'):
         FinetuneAugmentation(32, rand_augment="trivial")
+
+
+@pytest.mark.parametrize("magnitude", range(11))
+@pytest.mark.parametrize("policy", ["rand-m{}-p1", "rand-m{}-p1-inc1"])
+def test_rand_augment_is_timms_and_where_timm_keeps_no_bits_the_picture_is_black(policy, magnitude):
+    picture, policy = smooth_picture(32, 32), policy.format(magnitude)
+    (ours,) = FinetuneAugmentation(32, rand_augment=policy, mean=MEAN)._colour_steps
+    settings = {"translate_const": 14, "img_mean": (122, 115, 102), "interpolation": Image.Resampling.BICUBIC}
+    for operation, timms in zip(ours.ops, rand_augment_transform(policy, settings).ops, strict=True):
+        if timms.name.startswith("Posterize") and timms.level_fn(magnitude, {}) == (0,):
+            expected = Image.new("RGB", picture.size)
+        else:
+            random.seed(1)  # signs are drawn
+            expected = timms(picture)
+        random.seed(1)
+        assert operation.name == timms.name and operation(picture) == expected
 
 
 def test_rand_augment_survives_many_images():

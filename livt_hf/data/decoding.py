@@ -24,7 +24,6 @@ from datasets import Dataset
 from datasets import Image as ImageColumn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm.auto import tqdm
-from transformers.image_transforms import convert_to_rgb
 
 from livt_hf.errors import LiVTError
 
@@ -108,7 +107,7 @@ def decode_rgb(data: bytes) -> torch.Tensor:
 
 
 def _from_pillow(image: Image.Image) -> torch.Tensor:
-    """Transparency is laid over white, as the image processors of transformers do it. 16-bit grey keeps its upper
+    """Transparency is laid over white, as newer image processors of transformers do it. 16-bit grey keeps its upper
     8 bits (Pillow's own conversion would clip almost everything to white).
     """
     image.load()
@@ -117,8 +116,10 @@ def _from_pillow(image: Image.Image) -> torch.Tensor:
         image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
     elif image.mode == "F":
         raise LiVTError("it holds floating-point values, whose range is unknown; convert it to 8 bits")
-    opaque = image.mode == "RGB" and "transparency" not in image.info
-    pixels = np.array(image) if opaque else convert_to_rgb(image, return_numpy=True)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
@@ -193,8 +194,9 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
     broken = {}
     with (
         tqdm(total=len(rows), desc="Looking for broken images", unit="images", disable=None) as progress,
-        warnings.catch_warnings(action="ignore"),  # Pillow's, of which the findings say more
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")  # Pillow's, of which the findings say more
         for start in range(0, len(rows), 256):
             for index, encoded in enumerate(rows[start : start + 256]["image"], start):
                 try:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data.auto_augment import auto_augment_transform, rand_augment_transform
+from timm.data.auto_augment import auto_augment_transform, posterize, rand_augment_transform
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
@@ -87,7 +87,11 @@ class FinetuneAugmentation:
             "interpolation": Image.Resampling.BICUBIC,
         }
         if self.rand_augment.startswith("rand"):
-            return [rand_augment_transform(self.rand_augment, settings)]
+            policy = rand_augment_transform(self.rand_augment, settings)
+            for operation in policy.ops:
+                if operation.aug_fn is posterize:
+                    operation.aug_fn = _posterize
+            return [policy]
         return [auto_augment_transform(self.rand_augment, settings), ColorJitter(*[THREE_AUGMENT_JITTER] * 3)]
 
     def __call__(self, image: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
@@ -116,6 +120,11 @@ class FinetuneAugmentation:
                     picture = step(picture)
                 result[i] = picture
         return torch.from_numpy(result).permute(0, 3, 1, 2).contiguous()
+
+
+def _posterize(picture: Image.Image, bits: int, **_) -> Image.Image:
+    """timm's, whose strongest magnitudes keep 0 bits: black until Pillow 12, refused by Pillow 13, and black here."""
+    return posterize(picture, bits) if bits > 0 else Image.new(picture.mode, picture.size)
 
 
 def _offsets(numbers: np.ndarray, choices: np.ndarray | int) -> np.ndarray:

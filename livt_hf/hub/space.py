@@ -14,7 +14,7 @@ from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, re
 from livt_hf.runs import Run
 from livt_hf.version import __version__
 
-SDK_VERSION = "6.31.0"  # of Gradio: the lower bound of the extra `demo`
+SDK_VERSION = "6.31.0"  # of Gradio: the newest in which the demo was tried
 APP = '''"""The demo of {model}. On your own machine: pip install -r requirements.txt, then python app.py."""
 
 from livt_hf.demo.app import serve, show, start
