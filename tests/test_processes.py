@@ -260,7 +260,7 @@ def test_two_machines_equal_one_process(workplace, cluster, on_one_process, laun
     assert_close_runs(cluster.place / "run", on_one_process[stage])
 
 
-# What a SLURM of two nodes does with `srun LINE`: the line on both, each with its number; the largest exit code counts.
+# What SLURM does with `srun LINE` on two nodes: the line on both, each with its number. The largest exit code counts.
 SRUN = """#!/usr/bin/env bash
 [[ $1 == --wait=* ]] && shift
 for node in 0 1; do

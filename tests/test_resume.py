@@ -131,10 +131,14 @@ def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupt
 
 @pytest.mark.parametrize(
     ("stage", "number", "more"),
-    [("pretrain", signal.SIGTERM, []), ("finetune", signal.SIGINT, ["--num_workers", "1"])],
+    [
+        ("pretrain", signal.SIGTERM, []),
+        ("pretrain", signal.SIGTERM, ["--num_workers", "1"]),
+        ("finetune", signal.SIGINT, ["--num_workers", "1"]),
+    ],
 )
 def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(start, uninterrupted, stage, number, more):
-    run = start(stage, number.name, *more, "--save_steps", "1000")
+    run = start(stage, "-".join([number.name, *more]), *more, "--save_steps", "1000")
     run.wait_for(lambda: run.logged() >= 1)
     run.signal(number)
     run.signal(number)  # launchers pass a signal on to processes that had it already
