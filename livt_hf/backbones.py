@@ -125,6 +125,8 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
     for name, value in labels.items():
         setattr(config, name, value)
     if isinstance(config, TimmWrapperConfig):
+        # Loaded with labels, it would save those again.
+        config.label_names = list(labels["id2label"].values())
         config.model_args = (config.model_args or {}) | {"drop_path_rate": settings.drop_path}
         if settings.image_size is not None:
             config.pretrained_cfg["input_size"] = (3, settings.image_size, settings.image_size)

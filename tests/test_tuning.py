@@ -30,7 +30,7 @@ from transformers import (
 
 from livt_hf import balance
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, resized, serving_processor
-from livt_hf.data import Batches, eval_loader, load_data, load_long_tailed
+from livt_hf.data import Batches, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.long_tail.anatomy import classifier_of, pooled_features
@@ -260,11 +260,13 @@ def test_lora_trains_few_parameters_and_merges_to_the_same_logits_in_the_stock_c
     assert set(model.state_dict()) == names
 
 
-def test_training_goes_on_from_a_classifier_of_the_same_labels_and_anew_for_others(pictures, tmp_path):
-    run = trained(pictures, resnet(tmp_path / "resnet"), tmp_path / "run", "--tune", "head")
-    head = AutoModelForImageClassification.from_pretrained(run.folder).state_dict()
+@pytest.mark.parametrize("backbone", [resnet, wrapped_timm])
+def test_training_goes_on_from_a_classifier_of_the_same_labels_and_anew_for_others(pictures, tmp_path, backbone):
+    run = trained(pictures, backbone(tmp_path / "backbone"), tmp_path / "run", "--tune", "head")
+    model = AutoModelForImageClassification.from_pretrained(run.folder)
+    head, train = model.state_dict(), load_long_tailed(str(pictures))["train"]
+    assert list(model.config.id2label.values()) == train.features["label"].names
     settings = FinetuneSettings.parse(["--dataset", str(pictures), "--pretrained", str(run.folder), "--tune", "full"])
-    train = load_data(settings)["train"]
     going_on = build_classifier(settings, train).state_dict()
     assert all(torch.equal(going_on[name], head[name]) for name in head)
     names = [f"other {name}" for name in train.features["label"].names]
