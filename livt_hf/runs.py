@@ -31,6 +31,10 @@ class Run:
         return self.folder / CHECKPOINTS
 
     @property
+    def started(self) -> bool:
+        return (self.folder / ARGUMENTS).exists()
+
+    @property
     def finished(self) -> bool:
         return (self.folder / RESULTS).exists()
 
@@ -46,8 +50,7 @@ class Run:
     def whole(self) -> "Run":
         """The run to resume: of a fold, the cross-validation that it belongs to."""
         around = Run(self.folder.parent)
-        is_fold = self.folder.name.startswith(FOLD) and (around.folder / ARGUMENTS).exists()
-        return around if is_fold else self
+        return around if self.folder.name.startswith(FOLD) and around.started else self
 
     def fold(self, number: int) -> "Run":
         """The run of one fold of a cross-validation."""
@@ -143,12 +146,12 @@ def unfinished_run(settings: TrainingSettings) -> Run | None:
     """What --resume means: the run named; for "auto" the one in output_dir, or the newest unfinished of its group."""
     if settings.resume not in (None, "auto"):
         run = Run(Path(str(settings.resume)))
-        if not (run.folder / ARGUMENTS).exists():
+        if not run.started:
             raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
         return run
     if settings.output_dir is not None:
         run = Run(Path(settings.output_dir))
-        return run if (run.folder / ARGUMENTS).exists() else None
+        return run if run.started else None
     return next((run for run in reversed(numbered_runs(group_folder(settings))) if not run.finished), None)
 
 

@@ -293,7 +293,6 @@ class PretrainSettings(TrainingSettings):
     decode_ratio: float = option(1.0, "share of hidden patches decoded: 1 is the paper, less is faster and different")
     crop_scale: float = option(0.2, "smallest area of a random resized crop; 1 keeps the whole image")
     streaming: bool = option(False, "read the data as a stream, for datasets that do not fit")
-    num_images: int | None = option(None, "number of images of a stream that does not know its length", at_least=1)
 
 
 @dataclass

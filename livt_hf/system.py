@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,10 +60,24 @@ def shell_words(line: str) -> list[str]:
     return list(lexer)
 
 
-def outlive_ctrl_c(_worker: int) -> None:
+def outlive_signals(_worker: int) -> None:
     """For data loading workers: the process they work for decides when to stop, and may need them until then.
 
-    Forked in a training they have its handler; where they are started afresh they have Python's, which ends them.
+    Who stops a run may signal all its processes, and SIGTERM would end torch's workers at once.
     """
+    outlive_ctrl_c()
+    if hasattr(signal, "sigwaitinfo"):  # macOS and Windows do not tell who sends a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait_for_own_process, daemon=True).start()
+
+
+def outlive_ctrl_c() -> None:
+    """Forked in a training, workers have its handler; where they are started afresh, Python's, which ends them."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _wait_for_own_process() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

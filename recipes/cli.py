@@ -49,12 +49,14 @@ def main() -> None:
         sys.exit(without_command(words))
     launcher, command, argv = words[:place], words[place], words[place + 1 :]
     if command in LAUNCHED and not {"-h", "--help"} & set(argv):
-        launch(launcher, command, argv)
-        return
+        launcher = launcher or chosen_layout(command, argv)
+        if launcher is not None:
+            launch(launcher, command, argv)
+            return
+    elif launcher:
+        sys.exit(f"error: {launcher[0]} stands before {command}, which is not launched; put its options after it.")
     from livt_hf.commands import run_command
 
-    if launcher:
-        sys.exit(f"error: {launcher[0]} stands before {command}, which is not launched; put its options after it.")
     recipe = importlib.import_module(f"livt_hf.recipes.{command.replace('-', '_')}")
     run_command(lambda: recipe.main(argv))
 
@@ -73,12 +75,12 @@ def without_command(words: Sequence[str]) -> str | None:
 
 def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     """Run a stage under Accelerate; what the stage refuses ends with its sentence, without the launcher's trace."""
-    from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if not launcher and not Path(default_config_file).exists():
-        launcher = chosen_layout(command, argv)
+    from livt_hf.commands import EXIT_UNFINISHED
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     words = [*launcher, "--module", f"livt_hf.recipes.{command}", *argv]
     try:
@@ -87,20 +89,29 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
         sys.exit(error.returncode)
     except ChildFailedError as error:
         sys.exit(error.get_first_failure()[1].exitcode)
+    except SignalException:  # raised when the processes, which got the signal too, are gone
+        sys.exit(EXIT_UNFINISHED)
 
 
-def chosen_layout(command: str, argv: Sequence[str]) -> list[str]:
-    """Options of `accelerate launch` for a machine that nobody described."""
+def chosen_layout(command: str, argv: Sequence[str]) -> list[str] | None:
+    """Options of `accelerate launch` where none were given. None: one process, which is this one.
+
+    Accelerate would start it as a child and not pass on a signal: the launcher would die and the training go on.
+    """
     import torch
+    from accelerate.commands.config.config_args import default_config_file
 
+    if Path(default_config_file).exists():
+        return []
     if torch.accelerator.is_available():
-        return []  # Accelerate knows its accelerators
+        return [] if torch.accelerator.device_count() > 1 else None  # Accelerate knows its accelerators
     processes = 1 if command == "eval" else fitting_processes(command, argv)
-    said = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
-    if processes > 1:
-        os.environ["ACCELERATE_USE_CPU"] = "1"
-        said.insert(0, "--multi_gpu")  # Accelerate's word for several processes, on CPUs too
-    return [*said, "--dynamo_backend", "no"]
+    if processes == 1:
+        return None
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    # --multi_gpu is Accelerate's word for several processes, on CPUs too.
+    said = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
+    return [*said, "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def fitting_processes(command: str, argv: Sequence[str]) -> int:

@@ -43,7 +43,7 @@ from livt_hf.finetuning import BestWeights, Course, check_options, measure, plan
 from livt_hf.reports import markdown_table
 from livt_hf.reports.evaluation import fold_rows
 from livt_hf.results import Results
-from livt_hf.runs import ARGUMENTS, Run, find_pretraining, keep_settled, parse_training
+from livt_hf.runs import Run, find_pretraining, keep_settled, parse_training
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
 from livt_hf.training.trial import settle
@@ -172,7 +172,7 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
             run = run or claim_folder(accelerator, settings, None)
             own = run.fold(number)
             fold.output_dir = str(own.folder)
-            begun = (own.folder / ARGUMENTS).exists()
+            begun = own.started
             if begun:
                 keep_settled(fold, own)
             else:

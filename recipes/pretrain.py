@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     processor = eval_processor(size, mean, std, native=is_native(held_out, size))
     augmentation = PretrainAugmentation(size, scale=(settings.crop_scale, 1.0), flip=settings.flip)
     batches = training_batches(settings, accelerator)
-    loader = train_loader(data["train"], augmentation, batches, num_images=settings.num_images, on_broken=on_broken)
+    loader = train_loader(data["train"], augmentation, batches, on_broken=on_broken)
 
     overrides = {"mask_ratio": settings.mask_ratio, "image_size": size}
     if settings.patch_size is not None:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         **common_results(settings, loop, loop.final_model),
         image_size=size,
         num_train_images=loader.num_images,
-        num_classes=number_of_classes(data["train"]),
+        num_classes=number_of_classes(data["train"]) if "label" in data["train"].features else None,
         class_counts=None if settings.streaming else counts_summary(class_counts(data["train"])),
         mask_ratio=settings.mask_ratio,
         decode_ratio=settings.decode_ratio,

@@ -44,6 +44,12 @@ def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: 
     return folder
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def _recipe(name: str, argv: list[str], output: str, environment: dict, sabotage: Callable | None, arguments: tuple):
     if hasattr(os, "setpgrp"):
         os.setpgrp()
@@ -76,9 +82,7 @@ class RecipeRun:
         place = "--resume" if "--resume" in options else "--report" if name == "eval" else "--output_dir"
         argv = [str(option) for option in options if option != "--resume"] + [place, str(folder)]
         common = {"ACCELERATE_USE_CPU": "1", "HF_DATASETS_CACHE": str(folder.parent / "cache")}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.processes = []
         for rank in range(processes):
             environment = common

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from recipe_runs import TINY, make_pictures
 
+from livt_hf.commands import EXIT_UNFINISHED
 from livt_hf.recipes import cli
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
@@ -79,6 +82,31 @@ def test_mixup_keeps_pairs_of_images_on_each_process(monkeypatch):
     assert FinetuneSettings.parse(words).mixup > 0
     assert cli.fitting_processes("finetune", words) == 3  # 36 / 4 images are an odd number
     assert cli.fitting_processes("finetune", [*words, "--mixup", "0", "--cutmix", "0"]) == 4
+
+
+@pytest.mark.parametrize(("words", "processes"), [(["--batch_size", "64"], 4), (["--batch_size", "7"], None)])
+def test_one_process_needs_no_launcher(monkeypatch, words, processes):
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "nowhere")
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 4)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    layout = cli.chosen_layout("pretrain", words)
+    assert layout == processes or launch_command_parser().parse_args([*layout, "script.py"]).num_processes == processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [[], ["--threads", "1"]], ids=["a process per core", "one process"])
+def test_a_signal_to_livt_alone_saves_the_run(pictures, tmp_path, threads):
+    options = ["--dataset", pictures, *TINY[:-2], "--output_dir", tmp_path / "run", "--log_steps", 1, *threads]
+    command = [sys.executable, "-m", "livt_hf.recipes.cli", "pretrain", *map(str, options)]
+    livt = subprocess.Popen([*command, "--epochs", "1000"], stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "log.jsonl").exists():
+        assert livt.poll() is None
+        time.sleep(0.05)
+    livt.terminate()
+    printed, _ = livt.communicate(timeout=120)
+    assert livt.returncode == EXIT_UNFINISHED and "Stopped and saved." in printed
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 def test_two_processes_that_are_given_a_wrong_checkpoint_say_one_sentence(pictures, tmp_path):

@@ -103,6 +103,11 @@ rows = lambda splits: {n: [(r["image"].tobytes().hex(), r["label"]) for r in s] 
 back = load_dataset("org/data")
 answers["data"] = rows(back) == rows(splits) and back["train"].features == features
 
+from livt_hf.data import load_long_tailed
+from livt_hf.data.shards import shard_lengths
+streams = load_long_tailed("org/data", streaming=True)
+answers["streamed"] = {name: [shard_lengths(stream), len(list(stream))] for name, stream in streams.items()}
+
 from livt_hf.recipes.publish_data import main
 for name, count in {"cat": 10, "newt": 5}.items():
     os.makedirs(f"own/{name}")
@@ -497,6 +502,10 @@ def test_a_pushed_dataset_comes_back_equal_with_counts_rule_and_seed(answers):
     assert "n_i = int(30 * 10^-i). Seed: 7." in card and "license: mit" in card and "dataset_info" in card
     assert "| train | 33 | 2 | 30 | 3 | 10 | 0 | 1 | 1 |" in card and "| newt | 3 | 2 |" in card
     assert not [name for name, content in answers["data files"].items() if answers["home"].encode() in content]
+
+
+def test_a_dataset_of_the_hub_is_streamed_with_the_number_of_its_images(answers):
+    assert answers["streamed"] == {"train": [[33], 33], "test": [[4], 4]}
 
 
 def test_a_folder_becomes_a_private_dataset_whose_card_says_how_it_was_divided(answers):

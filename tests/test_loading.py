@@ -20,6 +20,7 @@ from livt_hf.data import (
 )
 from livt_hf.data.decoding import WAY_OUT, BrokenImageError, without_broken
 from livt_hf.data.loading import StoredImages
+from livt_hf.data.shards import as_stream
 from livt_hf.errors import LiVTError
 
 
@@ -194,14 +195,13 @@ def test_broken_images_are_found_and_left_out(damaged, caplog):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["training", "evaluation", "stream"])
-def test_a_broken_image_is_the_same_sentence_from_any_process(damaged, kind, workers, monkeypatch):
-    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 2)
+def test_a_broken_image_is_the_same_sentence_from_any_process(damaged, kind, workers):
     batches = Batches(6, num_workers=workers)
     if kind == "evaluation":
         batches = eval_loader(damaged, eval_processor(16, (0.5,) * 3, (0.5,) * 3), batches)
     else:
-        dataset = damaged if kind == "training" else damaged.to_iterable_dataset()
-        batches = train_loader(dataset, PretrainAugmentation(16), batches, num_images=6).epoch(0)
+        dataset = damaged if kind == "training" else as_stream(damaged, 1)
+        batches = train_loader(dataset, PretrainAugmentation(16), batches).epoch(0)
     with pytest.raises(BrokenImageError) as error:
         list(batches)
     assert str(error.value).startswith("image 4 (cut.jpg) cannot be read: ")
@@ -243,48 +243,18 @@ def test_loaders_leave_the_global_generator_alone(photos):
 # Streams
 
 
-def test_processes_and_workers_share_the_shards_of_a_stream(photos, monkeypatch):
-    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 4)
-    stream = photos.to_iterable_dataset(num_shards=8)
-    shards = []
-    for rank in range(2):
-        batches = Batches(4, rank=rank, world_size=2, num_workers=2)
-        loader = train_loader(stream, PretrainAugmentation(16), batches, num_images=22)
-        assert loader.updates_per_epoch == 5
-        batches = list(loader.epoch(0))
-        assert len(batches) == 5 and batches[0]["pixel_values"].shape == (2, 3, 16, 16)
-        shards.append({index >> 32 for batch in batches for index in batch["index"].tolist()})
-    assert not shards[0] & shards[1]
-
-
-def test_a_stream_repeats_itself_and_resumes_at_a_shard(photos, monkeypatch):
-    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 2)
-    stream = photos.to_iterable_dataset(num_shards=11)
-    loader = train_loader(stream, PretrainAugmentation(16), Batches(2), num_images=22)
-    expected = list(loader.epoch(0))
-    assert same(list(loader.epoch(0)), expected) and not same(list(loader.epoch(1)), expected)
-    resumed = list(loader.epoch(0, start_update=8))
-    assert len(resumed) == 3
-    skipped = {index >> 32 for batch in expected[:5] for index in batch["index"].tolist()}
-    assert not skipped & {index >> 32 for batch in resumed[:1] for index in batch["index"].tolist()}
-
-
-def test_a_stream_says_what_it_needs(photos, monkeypatch):
-    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 2)
-    stream = photos.to_iterable_dataset(num_shards=2)
-    with pytest.raises(ValueError, match="pass --num_images"):
-        train_loader(stream, PretrainAugmentation(16), Batches(4))
+def test_a_stream_says_what_it_needs(photos):
+    stream = as_stream(photos, 2)
     with pytest.raises(ValueError, match="2 shards for 4 processes"):
-        train_loader(stream, PretrainAugmentation(16), Batches(4, world_size=4), num_images=22)
+        train_loader(stream, PretrainAugmentation(16), Batches(4, world_size=4))
     with pytest.raises(ValueError, match="pass class_counts"):
         class_counts(stream)
 
 
-def test_a_stream_of_broken_images_ends_with_an_error_instead_of_looping(monkeypatch):
-    monkeypatch.setattr("livt_hf.data.loading.BUFFER", 4)
+def test_a_stream_of_broken_images_ends_with_an_error_instead_of_looping():
     rows = make(6).to_dict()
     rows["image"] = [{"bytes": b"broken", "path": None}] * 6
-    stream = Dataset.from_dict(rows, features=make(1).features).to_iterable_dataset()
-    loader = train_loader(stream, PretrainAugmentation(16), Batches(2), num_images=6, on_broken="skip")
+    stream = as_stream(Dataset.from_dict(rows, features=make(1).features), 1)
+    loader = train_loader(stream, PretrainAugmentation(16), Batches(2), on_broken="skip")
     with pytest.raises(ValueError, match="cannot be read"):
         list(loader.epoch(0))

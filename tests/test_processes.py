@@ -1,17 +1,22 @@
-"""Any number of processes and accumulation steps gives the same run, up to the rounding of float32."""
+"""Any number of processes, machines and accumulation steps gives the same run, up to the rounding of float32."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from needs import needs_launcher, needs_unix
-from recipe_runs import RECIPES, TINY, RecipeRun, make_pictures, slow_saving, weights_of
+from recipe_runs import RECIPES, TINY, RecipeRun, free_port, make_pictures, slow_saving, weights_of
 from safetensors.torch import load_file
+
+from livt_hf import commands
+from livt_hf.runs import Run
+from livt_hf.training import loop
 
 # Mixup and drop path, which follow the micro-batch, are off. 45 test images do not divide by 2.
 PLAIN = "--base_lr 1e-2 --log_steps 1 --ema_decay 0.5 --eval_epochs 1".split()
@@ -151,6 +156,19 @@ def test_processes_that_do_not_see_each_other_are_refused(start):
     assert not run.folder.exists()
 
 
+def lose_sight_of_the_run() -> None:
+    loop.SECONDS_TO_BE_SEEN = commands.SECONDS_FOR_THE_FIRST = 0
+    if os.environ["RANK"] == "1":
+        Run.started = property(lambda run: False)
+
+
+def test_a_folder_that_another_machine_does_not_see_is_refused(start):
+    run = start("finetune", "unseen", processes=2, sabotage=(lose_sight_of_the_run,))
+    assert run.wait() == 1
+    assert f"process 1 of 2 does not see {run.folder}, the folder of the run" in run.printed
+    assert not run.logged()
+
+
 @needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -183,3 +201,117 @@ def test_two_processes_killed_while_saving_go_on(start, alone):
     run.wait()
     folder = start("finetune", "killed-together", "--resume", processes=2).finish().folder
     assert_close_runs(folder, alone)
+
+
+# Several machines, each of one process, that meet on the loopback interface of this one.
+
+
+class Cluster:
+    """Commands as on other machines: with what they need in the environment, each in a session of its own."""
+
+    def __init__(self, place: Path):
+        self.place, self.started = place, []
+        self.environment = os.environ | {
+            "PATH": os.pathsep.join([str(place / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "ACCELERATE_USE_CPU": "1",
+            "HF_DATASETS_CACHE": str(place / "cache"),
+            "PORT": str(free_port()),
+        }
+
+    def start(self, *words, **environment: str) -> subprocess.Popen:
+        self.started.append(
+            subprocess.Popen(
+                [str(word) for word in words],
+                env=self.environment | environment,
+                cwd=self.place,
+                stdout=(self.place / f"{len(self.started)}.txt").open("w"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
+        return self.started[-1]
+
+    def printed(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.place.glob("*.txt")))
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    cluster = Cluster(tmp_path)
+    yield cluster
+    for process in cluster.started:
+        process.kill()
+
+
+def words_of(stage: str, workplace: Path) -> list[str]:
+    """A stage with the options that `start` gives it."""
+    options = FINETUNE if stage == "finetune" else TINY + PLAIN[:6]
+    return [stage, "--dataset", str(workplace / "pictures"), *options]
+
+
+@pytest.fixture(scope="module")
+def on_one_process(start, alone):
+    """The run of a stage on one process."""
+    pretrained = start("pretrain", "pretrained-on-one").finish().folder
+    return {"pretrain": pretrained, "finetune": alone}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+@pytest.mark.parametrize("launcher", ["accelerate.sh", "torchrun.sh"])
+def test_two_machines_equal_one_process(workplace, cluster, on_one_process, launcher, stage):
+    words = [RECIPES / "launch" / launcher, *words_of(stage, workplace), "--output_dir", "run"]
+    machines = [cluster.start(*words, NODES="2", NODE=node, HOST="127.0.0.1", PROCESSES="1") for node in "01"]
+    assert [machine.wait(300) for machine in machines] == [0, 0], cluster.printed()
+    assert_close_runs(cluster.place / "run", on_one_process[stage])
+
+
+# What SLURM does with `srun LINE` on two nodes: the line on both, each with its number. The largest exit code counts.
+SRUN = """#!/usr/bin/env bash
+[[ $1 == --wait=* ]] && shift
+for node in 0 1; do
+    SLURM_PROCID=$node SLURM_NODEID=$node SLURM_LOCALID=0 setsid "$@" &
+    echo $! >> srun.pids
+done
+largest=0
+for task in $(jobs -p); do
+    wait "$task"
+    status=$?
+    [ "$status" -gt "$largest" ] && largest=$status
+done
+exit "$largest"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+    "show hostnames") echo 127.0.0.1; echo second-node ;;
+    *) echo "$@" >> scontrol.calls ;;
+esac
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_a_preempted_slurm_job_is_queued_again_and_ends_like_one_process(workplace, cluster, on_one_process, stage):
+    (cluster.place / "bin").mkdir()
+    for name, script in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (cluster.place / "bin" / name).write_text(script)
+        (cluster.place / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    job |= {"SLURM_NTASKS": "2", "LIVT_RUNS": "all runs"}
+    words = ["bash", RECIPES / "launch" / "slurm.sbatch", *words_of(stage, workplace)]
+    folder = cluster.place / "all runs" / f"slurm-{job['SLURM_JOB_ID']}"
+
+    first = cluster.start(*words, **job)
+    while not (folder / "log.jsonl").exists():
+        assert first.poll() is None, cluster.printed()
+        time.sleep(0.01)
+    first.terminate()  # SLURM asks the processes of the step, and at some sites the shell too
+    for process in (cluster.place / "srun.pids").read_text().split():
+        os.kill(int(process), signal.SIGTERM)
+    assert first.wait(300) == 75, cluster.printed()
+    assert (cluster.place / "scontrol.calls").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
+    assert not (folder / "results.json").exists() and list(folder.glob("checkpoints/step-*"))
+
+    assert cluster.start(*words, **job).wait(300) == 0, cluster.printed()
+    assert "resuming " in cluster.printed()
+    assert_close_runs(folder, on_one_process[stage])

@@ -139,6 +139,7 @@ def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupt
     ("stage", "number", "more"),
     [
         ("pretrain", signal.SIGTERM, []),
+        ("pretrain", signal.SIGTERM, ["--num_workers", "1"]),
         ("finetune", signal.SIGINT, ["--num_workers", "1"]),
         pytest.param("finetune", signal.SIGINT, ["--num_workers", "1"], id="spawn", marks=pytest.mark.slow),
     ],

@@ -198,11 +198,11 @@ def test_a_worker_that_is_started_afresh_outlives_ctrl_c_and_a_forked_one_keeps_
     before = signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        outlive_ctrl_c(0)
+        outlive_ctrl_c()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         mine = lambda *_: None  # noqa: E731
         signal.signal(signal.SIGINT, mine)
-        outlive_ctrl_c(0)
+        outlive_ctrl_c()
         assert signal.getsignal(signal.SIGINT) is mine
     finally:
         signal.signal(signal.SIGINT, before)

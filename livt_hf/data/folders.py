@@ -27,6 +27,12 @@ def image_suffixes() -> set[str]:
     return {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
 
 
+def holds_images(folder: Path) -> bool:
+    """Whether an image lies anywhere below a folder."""
+    suffixes = image_suffixes()
+    return any(os.path.splitext(file)[1].lower() in suffixes for *_, files in os.walk(folder) for file in files)
+
+
 def open_image_folder(folder: Path) -> dict[str, Dataset]:
     """The images of a folder by split; only `train`, where there is one folder per class.
 
@@ -37,8 +43,8 @@ def open_image_folder(folder: Path) -> dict[str, Dataset]:
     tops = [place for place in folders if "/" not in place]
     if not tops:
         raise LiVTError(
-            f"{root} holds no folders with images, no parquet or arrow files and no image lists; a table of labels is "
-            "passed by its own name, such as labels.csv."
+            f"{root} holds no folders with images, no parquet, arrow or tar files and no image lists; a table of "
+            "labels is passed by its own name, such as labels.csv."
         )
     hold_folders = {place.partition("/")[0] for place in folders if "/" in place}
     hold_images = {image.rpartition("/")[0] for image in images}

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 IMAGE_NAMES = ("image", "img", "picture", "file_name", "path", "filename", "file", "filepath", "file_path")
 IMAGE_NAMES += ("image_path", "image_id")
-LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis")
+LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis", "cls")
 MERGED = "rare classes"  # the class that --rare_classes merge makes
 LeftOut = dict[str, Counter]  # why images are left out -> which ones (their files or classes) and how many
 
@@ -330,11 +330,18 @@ def _checked(labels: Labels, split: str) -> Labels:
 
 def _find_columns(features: Features, settings: DataSettings) -> tuple[str, str]:
     """The columns of the images and of the labels: as named by the settings, or found."""
+    _check_named_columns(features, settings)
+    label_column = settings.label_column or _likely_label_column(features)
+    if label_column is None:
+        raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
+    return settings.image_column or _find_image_column(features), label_column
+
+
+def _check_named_columns(features: Features, settings: DataSettings) -> None:
     for option in ("image_column", "label_column", "group_column"):
         column = getattr(settings, option)
         if column is not None and column not in features:
             raise LiVTError(f'there is no {option} "{column}"; the columns are {_described(features)}.')
-    return settings.image_column or _find_image_column(features), settings.label_column or _find_label_column(features)
 
 
 def _find_image_column(features: Features) -> str:
@@ -346,13 +353,10 @@ def _find_image_column(features: Features) -> str:
     return found
 
 
-def _find_label_column(features: Features) -> str:
+def _likely_label_column(features: Features) -> str | None:
     """The column of labels: one with a telling name, or the only one with class names."""
     classes = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    found = telling_name(features, LABEL_NAMES) or (classes[0] if len(classes) == 1 else None)
-    if found is None:
-        raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
-    return found
+    return telling_name(features, LABEL_NAMES) or (classes[0] if len(classes) == 1 else None)
 
 
 def telling_name(columns: Iterable[str], telling: Sequence[str]) -> str | None:
@@ -367,13 +371,18 @@ def _described(features: Features) -> str:
 
 
 def standard_stream(dataset: IterableDataset, settings: DataSettings) -> IterableDataset:
-    """The same for a stream, whose labels must already have names: nothing is read to find them."""
-    if dataset.features is None:
+    """The same for a stream, whose labels stay only where they have names: nothing is read to find these."""
+    features = dataset.features
+    if features is None:
         raise LiVTError("the stream does not declare its columns: load it without streaming.")
-    image_column, label_column = _find_columns(dataset.features, settings)
-    if _class_label(dataset.features[label_column]) is None:
+    _check_named_columns(features, settings)
+    image_column = settings.image_column or _find_image_column(features)
+    columns, label_column = {image_column: "image"}, settings.label_column or _likely_label_column(features)
+    if label_column is not None and _class_label(features[label_column]) is not None:
+        columns[label_column] = "label"
+    elif settings.label_column is not None:
         raise LiVTError(f'column "{label_column}" of the stream has no class names: load it without streaming.')
-    renamed = {old: new for old, new in ((image_column, "image"), (label_column, "label")) if old != new}
     # Renaming hands the rows through Python: decoded images would be encoded again, and a broken one end the stream.
-    encoded = dataset.select_columns([image_column, label_column]).cast_column(image_column, Image(decode=False))
+    encoded = dataset.select_columns(list(columns)).cast_column(image_column, Image(decode=False))
+    renamed = {old: new for old, new in columns.items() if old != new}
     return encoded.rename_columns(renamed).cast_column("image", Image())

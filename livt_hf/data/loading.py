@@ -3,15 +3,16 @@
 The sampler of the main process hands out (epoch, draw) pairs, so workers keep no state, and a run resumes in the
 middle of an epoch without reading what it skips.
 
-Data that fits neither on disk nor in memory comes as a stream. What that gives up: images are shuffled within a buffer
-and by shard, not over the whole set; the order depends on the number of processes and workers; a run resumes at the
-last shard boundary of each process, so some images of the epoch are seen twice and others not; the number of images
-must be known; class counts must be given.
+Data that fits neither on disk nor in memory comes as a stream, for pretraining. An epoch sees each image once, over
+all processes and workers, and a run resumes bit for bit: each worker reads again at most a shard and a block. What a
+stream gives up: shards are shuffled, and images within blocks of consecutive ones, but not over the whole set; the
+order depends on the number of processes and workers, so a run that goes on with another number in the middle of an
+epoch sees some of its images twice and others not; there are no labels.
 """
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +23,13 @@ from transformers import BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
 from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image, with_all_broken
-from livt_hf.data.labels import Labels, is_multi_label, labels_of, number_of_classes
+from livt_hf.data.labels import Labels, labels_of, number_of_classes
 from livt_hf.data.sampling import Sampler
+from livt_hf.data.shards import shard_lengths
 from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed, purpose_seed
-from livt_hf.system import outlive_ctrl_c
+from livt_hf.system import outlive_signals
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ Augmentation = PretrainAugmentation | FinetuneAugmentation
 # A set of small images of one size is decoded once into memory, if it fits in this many bytes.
 IN_MEMORY_BYTES = 2**30
 IN_MEMORY_SIDE = 96
-BUFFER = 1000  # encoded images of a stream that a worker keeps to shuffle from
+BLOCK = 1000  # consecutive images of a stream that are shuffled; a worker keeps up to two blocks, encoded
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,14 @@ def train_loader(
     dataset: Dataset | IterableDataset,
     augmentation: Augmentation,
     batches: Batches,
-    num_images: int | None = None,
     on_broken: str = "error",
 ) -> "TrainLoader | StreamLoader":
     """Batches of uint8 images for one stage.
 
-    `num_images` and `on_broken` are for streams, which may not know their length and meet their broken images only in
-    training; `load_data` has cleaned what is stored.
+    `on_broken` is for streams, which meet their broken images only in training; `load_data` has cleaned stored ones.
     """
     if isinstance(dataset, IterableDataset):
-        return StreamLoader(dataset, augmentation, batches, num_images, on_broken)
+        return StreamLoader(dataset, augmentation, batches, on_broken)
     return TrainLoader(dataset, augmentation, batches)
 
 
@@ -166,14 +166,15 @@ class _Loader(DataLoader):
     """What a dataset refuses comes out of its worker as a value and is raised here, as the sentence that it is."""
 
     def __init__(self, dataset: torch.utils.data.Dataset, **options):
-        super().__init__(dataset, worker_init_fn=outlive_ctrl_c, **options)
+        # The loader draws a seed for its workers: not from the global generator.
+        super().__init__(dataset, generator=torch.Generator(), worker_init_fn=outlive_signals, **options)
 
     def __iter__(self) -> Iterator[dict]:
         return self._checked(super().__iter__())
 
     def _checked(self, batches: Iterator[dict | LiVTError]) -> Iterator[dict]:
         for batch in batches:
-            if isinstance(batch, BrokenImageError) and not isinstance(self.dataset, _EndlessBatches):
+            if isinstance(batch, BrokenImageError) and not isinstance(self.dataset, _StreamedBatches):
                 raise with_all_broken(self.dataset.stored.rows, batch)
             if isinstance(batch, LiVTError):
                 raise batch
@@ -186,7 +187,6 @@ def _loader(dataset: torch.utils.data.Dataset, num_workers: int, **options) -> D
         collate_fn=_as_is,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
-        generator=torch.Generator(),  # the loader draws a seed for its workers: not from the global generator
         **options,
     )
 
@@ -203,8 +203,9 @@ class StoredImages:
         if len(dataset) == 0:
             raise LiVTError("the dataset has no image: check the split, the labels or the rule that made it.")
         self.rows = encoded_images(dataset)
-        self.num_classes = number_of_classes(dataset)
-        self.all_labels = labels_of(dataset)
+        self.labelled = "label" in dataset.features  # what is held out of a stream may not be
+        if self.labelled:
+            self.num_classes, self.all_labels = number_of_classes(dataset), labels_of(dataset)
         try:
             self._cache = self._decode_small()
         except BrokenImageError as error:
@@ -265,123 +266,129 @@ class _ProcessedImages(torch.utils.data.Dataset):
             return error
         if not isinstance(self.processor, TorchvisionBackend):  # the others want arrays with the channels last
             images = [image.permute(1, 2, 0).numpy() for image in images]
-        return {
-            "pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"],
-            "labels": self.stored.labels(indices),
-            "index": torch.tensor(indices),
-        }
+        pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
+        labels = {"labels": self.stored.labels(indices)} if self.stored.labelled else {}
+        return {"pixel_values": pixels, "index": torch.tensor(indices), **labels}
 
 
 class StreamLoader:
-    """The interface of `TrainLoader` over an `IterableDataset`: whole shards go to processes and workers."""
+    """The interface of `TrainLoader` over an `IterableDataset`, without labels.
+
+    The shards of an epoch, in the order that is drawn for it, are one long row of images. Each process takes a part of
+    it, of which each of its workers takes a part, a lane. A ragged end of the row, less than a batch, is dropped.
+    """
 
     def __init__(
-        self,
-        dataset: IterableDataset,
-        augmentation: Augmentation,
-        batches: Batches,
-        num_images: int | None = None,
-        on_broken: str = "error",
+        self, dataset: IterableDataset, augmentation: Augmentation, batches: Batches, on_broken: str = "error"
     ):
-        if num_images is None:
-            splits = dataset.info.splits or {}
-            if dataset.split not in splits or not splits[dataset.split].num_examples:
-                raise LiVTError("the stream does not know its length: pass --num_images, the images of an epoch.")
-            num_images = splits[dataset.split].num_examples
-        self.num_images, self.updates_per_epoch = num_images, batches.updates(num_images)
-        if dataset.num_shards < batches.world_size:
+        lengths = np.array(shard_lengths(dataset))
+        self.num_images = int(lengths.sum())
+        self.updates_per_epoch = batches.updates(self.num_images)
+        if len(lengths) < batches.world_size:
             raise LiVTError(
-                f"the stream has {dataset.num_shards} shards for {batches.world_size} processes: write it in at least "
-                f"{batches.world_size} files (or use its reshard())."
+                f"the stream has {len(lengths)} shards for {batches.world_size} processes: write it in at least "
+                f"{batches.world_size} files."
             )
         self._accumulation = batches.accumulation
-        # A worker without a shard would have nothing to give.
-        self._num_workers = min(batches.num_workers, dataset.num_shards // batches.world_size)
-        self._batches = _EndlessBatches(dataset, augmentation, batches, on_broken)
+        # More workers than shards would read the same ones.
+        self._num_workers = min(batches.num_workers, len(lengths) // batches.world_size)
+        row = _ShardRow(dataset, lengths, batches.seed)
+        total = self.updates_per_epoch * batches.accumulation
+        self._batches = _StreamedBatches(row, augmentation, batches, total, max(1, self._num_workers), on_broken)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
-        """The micro-batches of this process, `accumulation` per update, from about `start_update` on.
-
-        The shards that precede `start_update`, taking all as equally long, are skipped without being read.
-        """
-        self._batches.epoch = epoch
-        self._batches.done = start_update / self.updates_per_epoch
+        """The micro-batches of this process, `accumulation` per update, from `start_update` on."""
+        self._batches.epoch, self._batches.start = epoch, start_update * self._accumulation
         # A new loader for each epoch: workers that persist would keep the number of the first.
-        loader = _Loader(self._batches, batch_size=None, num_workers=self._num_workers, generator=torch.Generator())
-        return itertools.islice(iter(loader), (self.updates_per_epoch - start_update) * self._accumulation)
+        return iter(_Loader(self._batches, batch_size=None, num_workers=self._num_workers))
 
 
-class _EndlessBatches(torch.utils.data.IterableDataset):
-    """Micro-batches without end: when the shards of a process are used up, it begins with them again."""
+class _ShardRow:
+    """All images of a stream in the order of an epoch's shards, still encoded."""
 
-    def __init__(self, dataset: IterableDataset, augmentation: Augmentation, batches: Batches, on_broken: str):
-        self.dataset = dataset.select_columns(["image", "label"]).cast_column("image", Image(decode=False))
-        self.augmentation, self.batches, self.on_broken = augmentation, batches, on_broken
-        self.several, self.num_classes = is_multi_label(dataset), number_of_classes(dataset)
-        self.epoch, self.done = 0, 0.0
+    def __init__(self, dataset: IterableDataset, lengths: np.ndarray, seed: int):
+        self.dataset = dataset.select_columns(["image"]).cast_column("image", Image(decode=False))
+        self.lengths, self.seed = lengths, seed
+
+    def images(self, epoch: int, begin: int, end: int) -> Iterator[tuple[int, dict]]:
+        """(index, encoded image) of places `begin` to `end`; shards that lie outside are not opened.
+
+        The index is unique: shard number and place within the shard.
+        """
+        seed = keyed_seed(purpose_seed(self.seed, "shards"), epoch)
+        order = np.random.RandomState(seed).permutation(len(self.lengths))
+        ends = np.cumsum(self.lengths[order])
+        for shard, start, stop in zip(order.tolist(), ends - self.lengths[order], ends, strict=True):
+            if begin < stop and start < end:
+                yield from self._of_shard(shard, max(begin - start, 0), min(end, stop) - start)
+
+    def _of_shard(self, shard: int, first: int, last: int) -> Iterator[tuple[int, dict]]:
+        place = 0
+        # `iter`, not a plain loop: the latter splits its shards between workers once more.
+        for rows in self.dataset.shard(len(self.lengths), shard).iter(batch_size=64):
+            for image in rows["image"]:
+                if first <= place < last:
+                    yield shard * 2**32 + place, image
+                place += 1
+            if place >= last:
+                return
+        raise LiVTError(
+            f"shard {shard} of the stream holds {place} images, but {self.lengths[shard]} were counted: leave the "
+            "files as they are while a run reads them."
+        )
+
+
+class _StreamedBatches(torch.utils.data.IterableDataset):
+    """The micro-batches of a process, `total` an epoch: number b is the next of lane b modulo `lanes`."""
+
+    def __init__(
+        self, row: _ShardRow, augmentation: Augmentation, batches: Batches, total: int, lanes: int, on_broken: str
+    ):
+        self.row, self.augmentation, self.batches, self.on_broken = row, augmentation, batches, on_broken
+        self.total, self.lanes = total, lanes
+        self.epoch = self.start = 0
 
     def __iter__(self) -> Iterator[dict | LiVTError]:
-        images = self._images()
+        worker = get_worker_info()
+        # A loader asks its workers in turn, so this is the first batch that is asked of this one.
+        first = self.start + (0 if worker is None else worker.id)
+        images = self._images(first % self.lanes, first // self.lanes * self.batches.micro_size)
         try:
-            while True:
-                indices, pixels, labels = zip(*itertools.islice(images, self.batches.micro_size), strict=True)
-                yield {
-                    "pixel_values": self.augmentation.batch(pixels, self.batches.seed, self.epoch, indices),
-                    "labels": self._targets(labels),
-                    "index": torch.tensor(indices),
-                }
+            for _ in range(first, self.total, self.lanes):
+                indices, pixels = zip(*itertools.islice(images, self.batches.micro_size), strict=True)
+                pixels = self.augmentation.batch(pixels, self.batches.seed, self.epoch, indices)
+                yield {"pixel_values": pixels, "index": torch.tensor(indices)}
         except LiVTError as error:
             yield error
 
-    def _targets(self, labels: Sequence) -> torch.Tensor:
-        if self.several:
-            offsets = np.cumsum([0, *map(len, labels)])
-            batch = Labels(np.array(list(itertools.chain(*labels)), dtype=np.int64), offsets)
-        else:
-            batch = Labels(np.array(labels))
-        return torch.from_numpy(batch.targets(range(len(labels)), self.num_classes))
+    def _images(self, lane: int, done: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decoded images of a lane after the first `done`; consecutive blocks are shuffled, each by its own key."""
+        batches = [len(range(number, self.total, self.lanes)) for number in range(self.lanes)]  # of each lane
+        begin = (self.batches.rank * self.total + sum(batches[:lane])) * self.batches.micro_size
+        end = begin + batches[lane] * self.batches.micro_size
+        place = begin + done // BLOCK * BLOCK
+        skipped = done % BLOCK
+        rows = self.row.images(self.epoch, place, end)
+        block = list(itertools.islice(rows, BLOCK))
+        while block:
+            seed = keyed_seed(purpose_seed(self.batches.seed, "blocks"), self.epoch, place)
+            order = np.random.RandomState(seed).permutation(len(block))
+            coming = []
+            for number in range(skipped, len(block)):
+                coming += itertools.islice(rows, 1)  # one by one, so that no batch waits for a whole block
+                yield self._readable(block[i] for i in itertools.chain(order[number:], order[:number]))
+            coming += itertools.islice(rows, BLOCK - len(coming))
+            block, place, skipped = coming, place + BLOCK, 0
 
-    def _images(self) -> Iterator[tuple[int, torch.Tensor, int]]:
-        """Decoded images in the order of a shuffle buffer."""
-        worker = get_worker_info()
-        key = self.epoch, self.batches.rank, 0 if worker is None else worker.id
-        generator = np.random.RandomState(keyed_seed(purpose_seed(self.batches.seed, "buffer"), *key))
-        buffer, broken_in_a_row = [], 0
-        for row in self._rows():
-            if len(buffer) < BUFFER:
-                buffer.append(row)
-                continue
-            place = generator.randint(BUFFER)
-            (index, encoded, label), buffer[place] = buffer[place], row
+    def _readable(self, rows: Iterable[tuple[int, dict]]) -> tuple[int, torch.Tensor]:
+        """The first of the rows; where that is broken and may be left out, the next that is not stands in for it."""
+        for number, (index, encoded) in enumerate(rows):
             try:
-                image = read_image(encoded, index)
+                return index, read_image(encoded, index)
             except BrokenImageError as error:
-                broken_in_a_row += 1
-                if self.on_broken == "error" or broken_in_a_row > BUFFER:  # never loop over nothing but broken images
+                if self.on_broken == "error":
                     raise
-                logger.warning("left out: %s", error.finding)
-                continue
-            broken_in_a_row = 0
-            yield index, image, label
-
-    def _rows(self) -> Iterator[tuple[int, dict, int]]:
-        """(index, encoded image, label) without end; the index is unique: shard number and place within the shard."""
-        num_shards, seed = self.dataset.num_shards, purpose_seed(self.batches.seed, "shards")
-        order = np.random.RandomState(keyed_seed(seed, self.epoch)).permutation(num_shards)
-        shards = order[self.batches.rank :: self.batches.world_size]
-        shards = np.roll(shards, -int(self.done * len(shards)))
-        worker = get_worker_info()
-        if worker is not None:
-            shards = shards[worker.id :: worker.num_workers]
-        while True:
-            seen = 0
-            for shard in shards.tolist():
-                place = 0
-                # `iter`, not a plain loop: the latter splits its shards between workers once more.
-                for rows in self.dataset.shard(num_shards, shard).iter(batch_size=64):
-                    for image, label in zip(rows["image"], rows["label"], strict=True):
-                        yield shard * 2**32 + place, image, label
-                        place += 1
-                seen += place
-            if not seen:
-                raise LiVTError(f"shards {shards.tolist()} of the stream hold no image.")
+                if number == 0:
+                    logger.warning("left out: %s", error.finding)
+                last = error
+        raise last

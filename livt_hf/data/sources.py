@@ -20,12 +20,13 @@ from datasets import (
     IterableDatasetDict,
     concatenate_datasets,
     load_dataset,
+    load_dataset_builder,
     load_from_disk,
 )
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import without_broken
-from livt_hf.data.folders import open_image_folder
+from livt_hf.data.folders import holds_images, open_image_folder
 from livt_hf.data.folds import test_folds
 from livt_hf.data.labels import (
     LeftOut,
@@ -40,6 +41,7 @@ from livt_hf.data.labels import (
     standard_columns,
     standard_stream,
 )
+from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
 from livt_hf.data.splits import counts_by_rule, grouped_split, long_tail_indices, stratified_split
 from livt_hf.data.tables import (
     SPLIT_OF_WORD,
@@ -58,6 +60,7 @@ from livt_hf.settings import DataSettings
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
+KINDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
 STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
 # A set of own images below this size is not divided further without being asked.
 ENOUGH_TO_HOLD_OUT = 500
@@ -79,7 +82,7 @@ def load_long_tailed(
 
     `name`: a benchmark (`glyphs`, `cifar10-lt`, `cifar100-lt`, `imagenet-lt`, `imagenet-bal`, `imagenet-1k`,
         `places-lt`, `inat18`), an image folder, a table of labels (csv, tsv, jsonl, parquet), a folder or file of
-        parquet or arrow, an image list, or a Hub dataset (`owner/name` or `owner/name:config`).
+        parquet, arrow or webdataset (tar), an image list, or a Hub dataset (`owner/name` or `owner/name:config`).
     `source`: a local copy of a benchmark (the Hub's parquet files, an image folder, or lists and images), or the
         folder of the images that a table or an image list names.
     `seed`: picks the images of the tail and of the test set.
@@ -378,7 +381,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         root = Path(settings.source or path.parent).expanduser()
         splits = datasets_from_lists({"train": read_list(path)}, root, skip_missing)
     elif path.is_file():
-        splits = _load(path.suffix[1:], {"train": [str(path)]}, streaming)
+        splits = _load(KINDS.get(path.suffix, ""), {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
     elif where.startswith((".", "/", "~")) or "\\" in where or where.count("/") > 1 or path.suffix.lower() in TABLES:
@@ -391,8 +394,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
 def _streams(splits: Mapping) -> dict[str, IterableDataset]:
     """What is stored as paths becomes a stream too."""
     return {
-        split: part.to_iterable_dataset(min(STREAM_SHARDS, len(part))) if isinstance(part, Dataset) else part
-        for split, part in splits.items()
+        split: as_stream(part, STREAM_SHARDS) if isinstance(part, Dataset) else part for split, part in splits.items()
     }
 
 
@@ -409,13 +411,26 @@ def _named_splits(splits: Mapping, where: str) -> dict:
 def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
     repository, _, config = where.partition(":")
     try:
-        return dict(load_dataset(repository, config or None, streaming=streaming))
+        if not streaming:
+            return dict(load_dataset(repository, config or None))
+        builder = load_dataset_builder(repository, config or None)
+        streams = builder.as_streaming_dataset()
     except (ConnectionError, FileNotFoundError) as error:
         option = "--source" if settings.dataset in BENCHMARKS else "--dataset"
         raise LiVTError(
             f"{repository} could not be loaded from the Hub ({error}): without internet or access rights, pass a "
             f"local copy with {option} FOLDER."
         ) from error
+    if builder.name != "parquet":
+        raise LiVTError(
+            f"{repository} is stored as {builder.name}, whose images cannot be counted without reading all: load it "
+            "without streaming, or download it."
+        )
+    files = builder.config.data_files
+    return {
+        split: with_shard_lengths(stream, count_images(builder.name, files[split]))
+        for split, stream in streams.items()
+    }
 
 
 def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
@@ -423,25 +438,31 @@ def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
         return dict(load_from_disk(path))
     if (path / "state.json").is_file():
         return {"train": load_from_disk(path)}
-    for kind in ("parquet", "arrow"):
-        files = sorted(str(file) for file in path.rglob(f"*.{kind}"))
+    for suffix in (".parquet", ".arrow"):
+        files = sorted(str(file) for file in path.rglob(f"*{suffix}"))
         if files:
-            return _load(kind, _by_split(files, path), streaming)
+            return _load(KINDS[suffix], _by_split(files, path), streaming)
     lists = find_lists(path)
     if "train" in lists:
         return datasets_from_lists({split: read_list(file) for split, file in lists.items()}, path, skip_missing)
+    archives = sorted(str(file) for file in path.rglob("*.tar"))
+    if archives and not holds_images(path):  # what was unpacked may lie beside its archive
+        return _load("webdataset", _by_split(archives, path), streaming)
     return open_image_folder(path)
 
 
 def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:
-    if kind not in ("parquet", "arrow"):
-        known = "a table (.csv, .tsv, .jsonl, .parquet), an arrow file or an image list (.txt, .txt.gz, .txt.xz)"
-        raise LiVTError(f"{files['train'][0]} is not {known}, or it cannot be streamed.")
+    if kind not in KINDS.values():
+        known = "a table (.csv, .tsv, .jsonl, .parquet), an arrow file, a webdataset (.tar) or an image list (.txt, "
+        raise LiVTError(f"{files['train'][0]} is not {known}.txt.gz, .txt.xz), or it cannot be streamed.")
     # One by one: loaded together, all splits get the class names of the first file.
-    return {
+    splits = {
         split: load_dataset(kind, data_files={split: own}, split=split, streaming=streaming)
         for split, own in files.items()
     }
+    if not streaming:
+        return splits
+    return {split: with_shard_lengths(stream, count_images(kind, files[split])) for split, stream in splits.items()}
 
 
 def _by_split(files: list[str], folder: Path) -> dict[str, list[str]]:

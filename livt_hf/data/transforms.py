@@ -291,7 +291,7 @@ class DeviceTransform:
         images = images.float().sub_(self._mean).div_(self._std)  # one allocation; as the image processor does it
         if self.erase > 0:
             self._erase_some(images, batch["index"].cpu().numpy(), epoch)
-        labels = batch["labels"]
+        batch = batch | {"pixel_values": images}
         if self._mixes:
             if len(images) % 2:
                 raise LiVTError(
@@ -299,8 +299,8 @@ class DeviceTransform:
                     "that gives each process and accumulation step an even number, or set mixup and cutmix to 0."
                 )
             with keyed_rng(purpose_seed(self.seed, "mix"), epoch, update, micro, rank):
-                images, labels = self._mixed(images, labels)
-        return {**batch, "pixel_values": images, "labels": labels}
+                batch["pixel_values"], batch["labels"] = self._mixed(images, batch["labels"])
+        return batch
 
     def _erase_some(self, images: torch.Tensor, indices: np.ndarray, epoch: int) -> None:
         seed = purpose_seed(self.seed, "erase")

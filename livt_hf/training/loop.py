@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
@@ -36,6 +36,9 @@ from livt_hf.training.machine import StopOnSignal, check_distribution, check_pro
 from livt_hf.training.optim import WarmupCosine, layer_decay_groups, scaled_lr
 
 logger = logging.getLogger(__name__)
+
+# A network drive may remember for a minute that there was no such folder.
+SECONDS_TO_BE_SEEN = 90
 
 
 def make_accelerator(settings: TrainingSettings) -> Accelerator:
@@ -62,7 +65,21 @@ def claim_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: 
         found = [new_run(settings)]
         found[0].begin(settings)
     broadcast_object_list(found)
+    _check_shared(accelerator, found[0])
     return found[0]
+
+
+def _check_shared(accelerator: Accelerator, run: Run) -> None:
+    """Refuse a folder that only some machines see: their processes would begin anew where the others resume."""
+    deadline = time.monotonic() + SECONDS_TO_BE_SEEN
+    while not (seen := run.started) and time.monotonic() < deadline:
+        time.sleep(1)
+    without = [number for number, sees in enumerate(gather_object([seen])) if not sees]
+    if without:
+        raise LiVTError(
+            f"process {without[0]} of {accelerator.num_processes} does not see {run.folder.absolute()}, the folder of "
+            "the run: start all machines in a folder that they share, or name one with --output_dir."
+        )
 
 
 def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
