@@ -6,10 +6,10 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import yaml
+from typing import get_type_hints
 
 from livt_hf.errors import LiVTError
+from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
 
@@ -36,7 +36,8 @@ class Run:
 
     @property
     def arguments(self) -> dict:
-        return yaml.safe_load((self.folder / ARGUMENTS).read_text())
+        hints = get_type_hints(PretrainSettings) | get_type_hints(FinetuneSettings)
+        return read_record(self.folder / ARGUMENTS, hints)
 
     @property
     def results(self) -> Results:
@@ -69,8 +70,8 @@ class Run:
         """Drop what was logged after a checkpoint, so that going on leaves neither gap nor repeat."""
         path = self.folder / LOG
         if path.exists():
-            complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            replace_text(path, "".join(line for line in complete if json.loads(line)["update"] <= update))
+            kept = [line for line in read_log(path) if line["update"] <= update]
+            replace_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
 
     def write_results(self, results: Results) -> None:
         """Last of all: a run with results is a finished run."""
@@ -82,11 +83,15 @@ class Run:
         return defaults | {name: value for name, value in self.arguments.items() if name in defaults}
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+def read_log(path: str | Path) -> list[dict]:
+    """The lines of a log.jsonl, without a last line that a killed process left unfinished."""
+    number = float | None
+    hints = {"update": int, "epoch": float, "loss": number, "lr": number, "eval": dict[str, number]}
+    lines = read_records(Path(path), hints)
+    for position, line in enumerate(lines, start=1):
+        if "update" not in line:
+            raise LiVTError(f"line {position} of {path} names no update; repair or remove it.")
+    return lines
 
 
 def runs_folder() -> Path:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ from livt_hf.commands import EXIT_UNFINISHED, run_command
 from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.records import read_record, replace_text
 from livt_hf.runs import Run, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
 from livt_hf.training.machine import available_cores, use_all_cores
@@ -68,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = begin(settings) if settings.resume is None else Path(settings.resume)
     if not (folder / PLAN).exists():
         raise LiVTError(f"{folder} has no {PLAN}; give the folder that livt train began.")
-    plan = json.loads((folder / PLAN).read_text())
+    plan = read_record(folder / PLAN, {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]})
+    if not {"why", "stages"} <= plan.keys():
+        raise LiVTError(f"{folder / PLAN} is damaged: it holds no stages and why; begin a new run.")
     print(plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
     launcher = shlex.split(settings.launch)
@@ -109,7 +112,7 @@ def begin(settings: TrainSettings) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if "pretrain" in stages:
         stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
-    (folder / PLAN).write_text(json.dumps({"why": why, "stages": stages}, indent=2) + "\n")
+    replace_text(folder / PLAN, json.dumps({"why": why, "stages": stages}, indent=2) + "\n")
     return folder
 
 

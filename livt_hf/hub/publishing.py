@@ -1,7 +1,6 @@
 """From a finished run to a repository on the Hub: what is uploaded, in which form, in one commit."""
 
 import fnmatch
-import json
 import logging
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from livt_hf.hub.publication import Publication
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
 from livt_hf.hub.scrubbing import named_places, refuse_secrets, scrub_file
 from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.records import read_record
 from livt_hf.reports.biases import class_distribution
 from livt_hf.reports.evaluation import NUMBERS
 from livt_hf.results import Results
@@ -169,7 +169,7 @@ def _copy_records(run: Path, folder: Path, names: list[Path], known: set[str]) -
     """Copy files of a run, texts without the places on this machine that they name."""
     places = named_places(Run(run).arguments, known)
     if MEASURED in names:  # an evaluation may have been told other places than the training
-        places |= named_places(json.loads((run / MEASURED).read_text(encoding="utf-8")), known)
+        places |= named_places(read_record(run / MEASURED), known)
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         if name.suffix in TEXTS:
