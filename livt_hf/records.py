@@ -91,5 +91,9 @@ def in_words(error: BaseException) -> str:
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise

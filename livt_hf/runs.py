@@ -8,12 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_type_hints
 
+from filelock import FileLock, Timeout
+
 from livt_hf.errors import LiVTError
 from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
+LOCK = ".lock"
+SECONDS_FOR_THE_LAST = 15  # data loading workers outlive a process that was killed by some seconds, and hold its lock
+_HELD: dict[str, FileLock] = {}  # by folder
 FOLD = "fold-"
 WITHOUT_PRETRAINING = (
     "run `livt pretrain` first, name a checkpoint with --pretrained, or train from scratch with --pretrained none."
@@ -59,8 +64,26 @@ class Run:
         try:
             (self.folder / ARGUMENTS).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
         except FileExistsError as error:
-            raise _holds_another(self.folder) from error
-        save_settings(settings, self.folder / ARGUMENTS)
+            raise holds_another(self.folder) from error
+        try:
+            save_settings(settings, self.folder / ARGUMENTS)
+        except OSError:  # a full disk: the folder is as good as new
+            (self.folder / ARGUMENTS).unlink()
+            raise
+
+    def hold(self) -> None:
+        """Refuse to work in the folder while another process does. The system lets go of it when this one ends."""
+        place = str(self.folder.resolve())
+        if place in _HELD:
+            return
+        lock = FileLock(self.folder / LOCK)
+        try:
+            lock.acquire(timeout=SECONDS_FOR_THE_LAST)
+        except Timeout as error:
+            raise LiVTError(f"another process is at work in {self.folder}; wait until it ends, or stop it.") from error
+        except (NotImplementedError, OSError):  # a file system without locks
+            return
+        _HELD[place] = lock
 
     def log(self, line: dict) -> None:
         with (self.folder / LOG).open("a") as file:
@@ -120,7 +143,7 @@ def new_run(settings: TrainingSettings) -> Run:
         return next_number(group_folder(settings))
     run = Run(Path(settings.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
-        raise _holds_another(run.folder)
+        raise holds_another(run.folder)
     return run
 
 
@@ -136,7 +159,7 @@ def next_number(group: Path) -> Run:
             number += 1
 
 
-def _holds_another(folder: Path) -> LiVTError:
+def holds_another(folder: Path) -> LiVTError:
     return LiVTError(
         f"{folder} holds another run; pass --resume {shlex.quote(str(folder))} to go on, or a new --output_dir."
     )

@@ -206,10 +206,16 @@ class KeptFeatures:
         joined = b"".join(digests)
         place = self.folder / hashlib.sha256(joined).hexdigest()[:16]
         writing = self.folder / f".{place.name}-{os.getpid()}.npy"
-        np.save(writing, features)
-        os.replace(writing, place.with_suffix(".npy"))
-        writing.write_bytes(joined)
-        os.replace(writing, place.with_suffix(DIGESTS))
+        try:
+            np.save(writing, features)
+            os.replace(writing, place.with_suffix(".npy"))
+            writing.write_bytes(joined)
+            os.replace(writing, place.with_suffix(DIGESTS))
+        except OSError as error:  # numpy's has no number that says that the disk is full
+            writing.unlink(missing_ok=True)
+            raise LiVTError(
+                f"could not keep features in {self.folder}: {error}; make room, or set LIVT_RUNS to another folder."
+            ) from error
 
     def missing(self, digests: list[bytes]) -> list[int]:
         """Rows of the images that no part holds, each image once; all rows where there is no part at all."""

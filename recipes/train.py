@@ -28,7 +28,7 @@ from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.records import read_record, replace_text
-from livt_hf.runs import Run, next_number, runs_folder
+from livt_hf.runs import Run, holds_another, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
 from livt_hf.training.machine import available_cores, use_all_cores
 
@@ -107,12 +107,18 @@ def begin(settings: TrainSettings) -> Path:
         folder = next_number(runs_folder() / f"train-{Path(settings.dataset).name}").folder
     else:
         folder = Path(settings.output_dir)
-        if (folder / PLAN).exists():
-            raise LiVTError(f"{folder} holds another run; pass --resume {folder} to go on, or a new --output_dir.")
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / PLAN).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
+    except FileExistsError as error:
+        raise holds_another(folder) from error
     if "pretrain" in stages:
         stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
-    replace_text(folder / PLAN, json.dumps({"why": why, "stages": stages}, indent=2) + "\n")
+    try:
+        replace_text(folder / PLAN, json.dumps({"why": why, "stages": stages}, indent=2) + "\n")
+    except OSError:
+        (folder / PLAN).unlink()
+        raise
     return folder
 
 

@@ -1,5 +1,6 @@
 """Publishing and loading with the real clients against a Hub on loopback."""
 
+import itertools
 import json
 import logging
 import re
@@ -383,6 +384,41 @@ def test_a_cut_connection_publishes_nothing_and_the_next_try_all(run, hub, where
     hub.cut_uploads(where, times=0)
     put(run, hub, tag="v1")
     assert set(hub.files("org/livt")) >= PUBLISHED and len(hub.repo("org/livt").commits) == 2
+
+
+STEPS = ["/api/repos/create", "/api/models/org/livt", "/preupload/", "/_lfs/", "/commit/"]
+WRONG = list(itertools.product(STEPS, (429, 500, "silent", "page")))
+# One way at each step by default.
+FEW = {(step, way) for step, way in zip(STEPS, (429, "page", 500, "silent", "silent"), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("where", "how"), [pytest.param(*pair, marks=[] if pair in FEW else pytest.mark.slow) for pair in WRONG]
+)
+def test_a_hub_that_goes_wrong_publishes_nothing_and_the_next_try_all(run, hub, where, how, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("livt_hf.hub.repository.SECONDS_OF_SILENCE", 0.05)
+    hub.fail(where, how)
+    with pytest.raises(PublishError, match="org/livt was not published .*publish it later with: livt publish"):
+        put(run, hub)
+    assert not hub.repos or set(hub.files("org/livt")) == {".gitattributes"}
+    hub.recover()
+    put(run, hub)
+    assert set(hub.files("org/livt")) >= PUBLISHED
+
+
+@pytest.mark.parametrize(("also_after", "said"), [(None, "but the run is visible"), (500, "could not be asked")])
+def test_a_commit_whose_answer_is_lost_is_not_called_invisible(run, hub, monkeypatch, also_after, said):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    put(run, hub)
+    hub.fail("/commit/", "lost")
+    if also_after is not None:
+        asked = "/api/models/org/livt"
+        monkeypatch.setattr(
+            HfApi, "create_commit", lambda *_, **__: hub.fail(asked, also_after) or HfApi().whoami(token="hf_wrong")
+        )
+    with pytest.raises(PublishError, match=f"{said} there"):
+        put(run, hub, license="mit")
 
 
 def test_a_line_that_recovers_needs_no_second_try(run, hub, monkeypatch):

@@ -1,5 +1,6 @@
 """A long-tailed split on the Hub: parquet, and a card with its counts, rule and seed."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 from livt_hf.data import class_counts, has_carved_test
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
+from livt_hf.data.decoding import stored_paths
 from livt_hf.data.labels import class_feature
 from livt_hf.data.sources import with_defaults
 from livt_hf.errors import LiVTError
@@ -38,6 +40,7 @@ class Origin:
     rule: str
     seed: int
     source: str | None = None
+    folder: Path | None = None  # on this machine, where all images must lie
 
 
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
@@ -50,7 +53,25 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     if has_carved_test(splits):
         rule += " The dataset has no test split of its own; it was set aside from the training images before that."
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
-    return Origin(rule, settings.split_seed, hub_id)
+    place = Path(settings.source or settings.dataset).expanduser()
+    folder = place if place.is_dir() else place.parent if local or settings.source else None
+    return Origin(rule, settings.split_seed, hub_id, folder)
+
+
+def refuse_stray_files(splits: DatasetDict, folder: Path) -> None:
+    """Refuse images that lie elsewhere: a table may name a link, and what it leads to was never meant to be shown."""
+    root = os.path.realpath(folder)
+    stray = [
+        path
+        for split in splits.values()
+        for path in stored_paths(split)
+        if os.path.commonpath([os.path.realpath(path), root]) != root
+    ]
+    if stray:
+        raise LiVTError(
+            f"{len(stray)} images are links to files outside of {folder}, the first is {stray[0]}: copy what is to be "
+            "published into the folder."
+        )
 
 
 def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) -> DatasetCard:
@@ -84,8 +105,11 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
 def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origin) -> str:
     """Push a dataset as parquet with its card and return its address; `datasets.load_dataset(repo_id)` reads it.
 
-    Images and labels alone: a column of groups may name patients.
+    Images and labels alone: a column of groups may name patients. Files are refused that `origin.folder` holds only
+    as links to elsewhere.
     """
+    if origin.folder is not None:
+        refuse_stray_files(splits, origin.folder)
     splits = DatasetDict({name: split.select_columns(["image", "label"]) for name, split in splits.items()})
     card = dataset_card(splits, publication, origin)
     api, repo_id = HfApi(library_name="livt_hf"), publication.repo_id

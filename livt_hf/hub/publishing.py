@@ -14,7 +14,7 @@ from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
-from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
+from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason, visible
 from livt_hf.hub.scrubbing import named_places, refuse_secrets, scrub_file
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.records import read_record
@@ -94,13 +94,15 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
         folder = prepare_publication(run, Path(temporary) / "publication", publication)
         what = f"to the {publication.visibility} repository {publication.repo_id}:\n{listing(folder)}"
         logging.getLogger(__name__).info(what)
+        before = None
         try:
+            before = open_repository(api, publication)
             commit = _upload(api, folder, publication)
         except LiVTError:
             raise
         except HUB_ERRORS as error:
             raise PublishError(
-                f"{publication.repo_id} was not published ({reason(error)}): nothing of the run is visible there. "
+                f"{publication.repo_id} was not published ({reason(error)}): {visible(api, publication, before)}. "
                 f"The run itself is complete; publish it later with: {publication.command(run)}"
             ) from error
     if publication.tag:
@@ -110,7 +112,6 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
 
 def _upload(api: HfApi, folder: Path, publication: Publication) -> CommitInfo:
     repo_id = publication.repo_id
-    open_repository(api, publication)
     files = published_files(folder)
     stale = [name for name in api.list_repo_files(repo_id) if name.startswith(REPLACED) and name not in files]
     operations = [CommitOperationAdd(name, path) for name, path in files.items()]

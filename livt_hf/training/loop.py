@@ -64,6 +64,8 @@ def claim_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: 
         found = [new_run(settings)]
         found[0].begin(settings)
     broadcast_object_list(found)
+    if accelerator.is_main_process:
+        found[0].hold()
     return found[0]
 
 
