@@ -166,9 +166,7 @@ def test_a_run_on_a_disk_that_fills_up_goes_on_when_there_is_room(workplace, sta
         output = {"output": disk.with_suffix(".txt")}
         stopped = start(stage, f"{megabytes}-megabytes/run", **output)
         if stopped.wait() != 0:
-            assert re.search(
-                r"^error: could not (write|save).*No space|^error: .*written", stopped.printed, re.MULTILINE
-            )
+            assert re.search(r"^error: could not (write|save)", stopped.printed, re.MULTILINE), stopped.printed
             assert "Traceback" not in stopped.printed
             subprocess.run(["mount", "-o", "remount,size=1g", disk], check=True)
             again = ["--resume"] if (stopped.folder / "arguments.yaml").exists() else []
