@@ -26,6 +26,7 @@ from livt_hf.hub.scrubbing import scrub_file
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.recipes.publish import main
 from livt_hf.recipes.publish_data import PublishDataSettings
+from livt_hf.recipes.publish_data import main as publish_data
 from livt_hf.settings import CommandSettings
 
 SIZES = dict(
@@ -540,6 +541,23 @@ def test_a_folder_becomes_a_private_dataset_whose_card_says_how_it_was_divided(a
 def test_a_dataset_command_that_lacks_something_is_refused_with_what_it_lacks(words, refusal):
     with pytest.raises(LiVTError, match=refusal):
         PublishDataSettings.parse(words)
+
+
+def test_a_table_may_name_links_to_train_on_but_what_they_lead_to_is_not_published(tmp_path, capsys):
+    for place in ("own", "elsewhere"):
+        (tmp_path / place).mkdir()
+        for number in range(6):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / place / f"{number}.png")
+    (tmp_path / "own/table.csv").write_text("image,label\n" + "".join(f"{i}.png,{'ab'[i % 2]}\n" for i in range(6)))
+    command = [str(tmp_path / "own/table.csv"), "org/own", "--license", "mit", "--dry_run"]
+    (tmp_path / "own/0.png").unlink()
+    (tmp_path / "own/0.png").symlink_to("4.png")
+    publish_data(command)
+    (tmp_path / "own/0.png").unlink()
+    (tmp_path / "own/0.png").symlink_to("../elsewhere/0.png")
+    assert sum(map(len, load_data(PublishDataSettings.parse(command)).values())) == 6
+    with pytest.raises(LiVTError, match="1 images are links to files outside of .*/own, the first is .*/own/0.png"):
+        publish_data(command)
 
 
 def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):

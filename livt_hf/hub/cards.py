@@ -11,7 +11,7 @@ from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec,
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.metrics import GROUPS
-from livt_hf.results import PAPER, Results, number, percent
+from livt_hf.results import PAPER, Results, number, percent, plain
 
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
 CITATION = """\
@@ -160,7 +160,7 @@ def _summary(results: Results) -> str:
             f"A {size} pretrained from scratch on {title} at {results.image_size} px by masked generative "
             f"pretraining, the first stage of [LiVT]({PAPER_URL}). It is a stock ViTMAE checkpoint."
         )
-    name = f"`{results.loss}`, tau {results.tau:g}" if loss_spec(results).balanced else f"`{results.loss}`"
+    name = f"`{results.loss}`, tau {plain(results.tau)}" if loss_spec(results).balanced else f"`{results.loss}`"
     loss = f"{LOSS_TITLES[results.loss]} loss ({name})" if results.loss in LOSS_TITLES else f"loss {name},"
     return (
         f"A {size} for image classification, fine-tuned on {title} at {results.image_size} px with the {loss} "
@@ -222,8 +222,8 @@ def _measured_on(results: Results) -> str:
 def _evaluation(results: Results) -> str:
     weights = "exponential moving average of the weights" if results.weights == "ema" else "plain weights"
     return (
-        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch {results.epoch:.3g} "
-        f"of {results.epochs:g}. Selection: {results.selection}; {weights}; seed {results.seed}."
+        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch {plain(results.epoch, 3)} "
+        f"of {plain(results.epochs)}. Selection: {results.selection}; {weights}; seed {results.seed}."
     )
 
 
@@ -250,7 +250,7 @@ def _paper_note(paper: Mapping) -> str:
 def _pretraining_evaluation(results: Results) -> str:
     metrics = results.metrics
     return (
-        f"The reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio {results.mask_ratio:g}) "
+        f"The reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio {plain(results.mask_ratio)}) "
         f"is {metrics['loss']:.3f} on held-out images; predicting zero everywhere gives "
         f"{metrics['zero_prediction_loss']:.3f}. This loss says little about classification: `livt eval` of livt_hf "
         "measures the features with a kNN and a linear probe."

@@ -40,11 +40,10 @@ class Origin:
     rule: str
     seed: int
     source: str | None = None
-    folder: Path | None = None  # on this machine, where all images must lie
 
 
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
-    """The origin of a dataset that was loaded with these settings."""
+    """The origin of a dataset that was loaded with these settings, and lies where they say."""
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).expanduser().exists()
     made = with_defaults(settings, benchmark)
     rule = "The training images are those of the dataset."
@@ -54,11 +53,12 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
         rule += " The dataset has no test split of its own; it was set aside from the training images before that."
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
     place = Path(settings.source or settings.dataset).expanduser()
-    folder = place if place.is_dir() else place.parent if local or settings.source else None
-    return Origin(rule, settings.split_seed, hub_id, folder)
+    if settings.source or (local and settings.dataset not in BENCHMARKS):
+        _refuse_stray_files(splits, place if place.is_dir() else place.parent)
+    return Origin(rule, settings.split_seed, hub_id)
 
 
-def refuse_stray_files(splits: DatasetDict, folder: Path) -> None:
+def _refuse_stray_files(splits: DatasetDict, folder: Path) -> None:
     """Refuse images that lie elsewhere: a table may name a link, and what it leads to was never meant to be shown."""
     root = os.path.realpath(folder)
     stray = [
@@ -105,11 +105,8 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
 def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origin) -> str:
     """Push a dataset as parquet with its card and return its address; `datasets.load_dataset(repo_id)` reads it.
 
-    Images and labels alone: a column of groups may name patients. Files are refused that `origin.folder` holds only
-    as links to elsewhere.
+    Images and labels alone: a column of groups may name patients.
     """
-    if origin.folder is not None:
-        refuse_stray_files(splits, origin.folder)
     splits = DatasetDict({name: split.select_columns(["image", "label"]) for name, split in splits.items()})
     card = dataset_card(splits, publication, origin)
     api, repo_id = HfApi(library_name="livt_hf"), publication.repo_id
