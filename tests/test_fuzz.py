@@ -33,7 +33,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset, DatasetDict
 from PIL import Image
-from test_cards import METRICS, RESULTS
+from test_cards import METRICS, PRETRAINING, RESULTS
 from transformers import ConvNextConfig, ConvNextForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
@@ -46,7 +46,7 @@ from livt_hf.long_tail.priors import read_class_counts, read_class_weights, read
 from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
 from livt_hf.runs import Run, parse_training, read_log
-from livt_hf.settings import EvalSettings, FinetuneSettings, read_settings, save_settings
+from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings, read_settings, save_settings
 from livt_hf.training.checkpoints import independent_of_processes, save_checkpoint
 from livt_hf.training.checkpoints import load_checkpoint as go_on
 from livt_hf.training.loop import Progress
@@ -82,6 +82,12 @@ def finished_run(folder: Path) -> None:
     rows = [{"name": name, "count": 10, "images": 5, "accuracy": 0.4} for name in NAMES]
     pa.csv.write_csv(pa.Table.from_pylist(rows), folder / "report/classes.csv")
     (folder / "plan.json").write_text(json.dumps({"why": "because", "stages": {"finetune": ["--epochs", "3"]}}))
+
+
+def finished_pretraining(folder: Path) -> None:
+    Run(folder).write_results(PRETRAINING)
+    save_settings(PretrainSettings(), folder / "arguments.yaml")
+    (folder / "config.json").write_text("{}")
 
 
 def unfinished_run(folder: Path) -> None:
@@ -285,6 +291,7 @@ KINDS = {
     "arguments of a run that is measured": Kind(finished_run, "arguments.yaml", measure),
     "arguments of a run that is published": Kind(finished_run, "arguments.yaml", publishing),
     "results": Kind(finished_run, "results.json", publishing),
+    "results of a pretraining": Kind(finished_pretraining, "results.json", publishing),
     "log": Kind(finished_run, "log.jsonl", rewind),
     "log of a run that is published": Kind(finished_run, "log.jsonl", publishing),
     "report that is published": Kind(finished_run, "report/evaluation.json", publishing),

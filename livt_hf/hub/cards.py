@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from livt_hf.errors import LiVTError
 from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec, published_split, why_no_posterior
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
@@ -222,8 +223,8 @@ def _measured_on(results: Results) -> str:
 def _evaluation(results: Results) -> str:
     weights = "exponential moving average of the weights" if results.weights == "ema" else "plain weights"
     return (
-        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch {plain(results.epoch, 3)} "
-        f"of {plain(results.epochs)}. Selection: {results.selection}; {weights}; seed {results.seed}."
+        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch "
+        f"{plain(results.epoch, 3)} of {plain(results.epochs)}. Selection: {results.selection}; {weights}; seed {results.seed}."
     )
 
 
@@ -248,11 +249,13 @@ def _paper_note(paper: Mapping) -> str:
 
 
 def _pretraining_evaluation(results: Results) -> str:
-    metrics = results.metrics
+    losses = [results.metrics.get(name) for name in ("loss", "zero_prediction_loss")]
+    if None in losses:
+        raise LiVTError("the results of the pretraining hold no loss; put back a copy of its results.json.")
     return (
-        f"The reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio {plain(results.mask_ratio)}) "
-        f"is {metrics['loss']:.3f} on held-out images; predicting zero everywhere gives "
-        f"{metrics['zero_prediction_loss']:.3f}. This loss says little about classification: `livt eval` of livt_hf "
+        "The reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio "
+        f"{plain(results.mask_ratio)}) is {losses[0]:.3f} on held-out images; predicting zero everywhere gives "
+        f"{losses[1]:.3f}. This loss says little about classification: `livt eval` of livt_hf "
         "measures the features with a kNN and a linear probe."
     )
 
