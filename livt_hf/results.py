@@ -106,11 +106,6 @@ def number(count: int | None) -> str:
     return "-" if count is None else f"{count:,}"
 
 
-def plain(value: float | None, digits: int = 6) -> str:
-    """A number for people, to so many digits; what was not said is a dash."""
-    return "-" if value is None else f"{value:.{digits}g}"
-
-
 def provenance() -> dict:
     """Versions and, where there is one, the revision of the code."""
     packages = ("torch", "torchvision", "transformers", "datasets", "accelerate", "timm")

@@ -12,7 +12,7 @@ from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec,
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.metrics import GROUPS
-from livt_hf.results import PAPER, Results, number, percent, plain
+from livt_hf.results import PAPER, Results, number, percent
 
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
 CITATION = """\
@@ -114,6 +114,7 @@ def model_card(
     counts_picture: str | None = None,
 ) -> ModelCard:
     """The card of a finished run; the pictures are paths inside the repository."""
+    _refuse_gaps(results)
     publication = publication.licensed(results)
     common = dict(repo_id=publication.repo_id, title=publication.name, citation=CITATION, terms=None)
     common |= dict(counts=count_row(results), counts_picture=counts_picture, data=_data(results))
@@ -126,6 +127,19 @@ def model_card(
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
     common |= dict(form=publication.form, livit=is_vit(results), **_outputs(results, arguments))
     return render("classifier", data, **common, **_results_sections(results, arguments))
+
+
+def _refuse_gaps(results: Results) -> None:
+    """Every finished run has said what a card is made of; a file that does not was damaged."""
+    said = vars(results)
+    needed = ["model_size", "parameters", "image_size", "epoch", "epochs"]
+    if results.stage == "pretrain":
+        said, needed = said | results.metrics, [*needed, "mask_ratio", "loss", "zero_prediction_loss"]
+    else:
+        needed += ["loss", "tau"]
+    missing = [name for name in needed if said.get(name) is None]
+    if missing:
+        raise LiVTError(f"the results of the run do not say its {missing[0]}; put back a copy of its results.json.")
 
 
 def render(name: str, data: ModelCardData, /, **context) -> ModelCard:
@@ -161,7 +175,7 @@ def _summary(results: Results) -> str:
             f"A {size} pretrained from scratch on {title} at {results.image_size} px by masked generative "
             f"pretraining, the first stage of [LiVT]({PAPER_URL}). It is a stock ViTMAE checkpoint."
         )
-    name = f"`{results.loss}`, tau {plain(results.tau)}" if loss_spec(results).balanced else f"`{results.loss}`"
+    name = f"`{results.loss}`, tau {results.tau:g}" if loss_spec(results).balanced else f"`{results.loss}`"
     loss = f"{LOSS_TITLES[results.loss]} loss ({name})" if results.loss in LOSS_TITLES else f"loss {name},"
     return (
         f"A {size} for image classification, fine-tuned on {title} at {results.image_size} px with the {loss} "
@@ -223,8 +237,8 @@ def _measured_on(results: Results) -> str:
 def _evaluation(results: Results) -> str:
     weights = "exponential moving average of the weights" if results.weights == "ema" else "plain weights"
     return (
-        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch "
-        f"{plain(results.epoch, 3)} of {plain(results.epochs)}. Selection: {results.selection}; {weights}; seed {results.seed}."
+        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch {results.epoch:.3g} "
+        f"of {results.epochs:g}. Selection: {results.selection}; {weights}; seed {results.seed}."
     )
 
 
@@ -249,13 +263,11 @@ def _paper_note(paper: Mapping) -> str:
 
 
 def _pretraining_evaluation(results: Results) -> str:
-    losses = [results.metrics.get(name) for name in ("loss", "zero_prediction_loss")]
-    if None in losses:
-        raise LiVTError("the results of the pretraining hold no loss; put back a copy of its results.json.")
+    metrics = results.metrics
     return (
-        "The reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio "
-        f"{plain(results.mask_ratio)}) is {losses[0]:.3f} on held-out images; predicting zero everywhere gives "
-        f"{losses[1]:.3f}. This loss says little about classification: `livt eval` of livt_hf "
+        f"The reconstruction loss on hidden patches (per-patch normalised pixels, mask ratio {results.mask_ratio:g}) "
+        f"is {metrics['loss']:.3f} on held-out images; predicting zero everywhere gives "
+        f"{metrics['zero_prediction_loss']:.3f}. This loss says little about classification: `livt eval` of livt_hf "
         "measures the features with a kNN and a linear probe."
     )
 
