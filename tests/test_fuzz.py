@@ -52,7 +52,7 @@ from livt_hf.training.checkpoints import load_checkpoint as go_on
 from livt_hf.training.loop import Progress
 from livt_hf.tuning import DIGEST_BYTES, KeptFeatures
 
-CASES, MANY = 12, 300
+CASES, MANY = 6, 300
 SECONDS = 60  # in which every case must be over
 ROOM = 2**31  # bytes of memory that a case may take
 NAMES = ["cat", "dog", "newt"]

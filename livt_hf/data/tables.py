@@ -166,7 +166,7 @@ def is_table(path: Path) -> bool:
     """Whether a file is a table of paths and labels; parquet may hold the images themselves."""
     if path.suffix.lower() != ".parquet" or not path.is_file():
         return path.suffix.lower() in TABLES and path.is_file()
-    with _reading_table(path):
+    with reading_table(path):
         kinds = pq.read_schema(path).types
     return not any(pa.types.is_struct(kind) or pa.types.is_binary(kind) for kind in kinds)
 
@@ -209,7 +209,7 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
 
 def _read_table(file: Path) -> pa.Table:
     """All columns; those of a text file as text, so that label 007 stays what it is."""
-    with _reading_table(file):
+    with reading_table(file):
         if file.suffix.lower() == ".parquet":
             table = pq.read_table(file)
         elif file.suffix.lower() == ".jsonl":
@@ -225,7 +225,8 @@ def _read_table(file: Path) -> pa.Table:
 
 
 @contextlib.contextmanager
-def _reading_table(file: Path) -> Iterator[None]:
+def reading_table(file: Path) -> Iterator[None]:
+    """Around what reads a table: whatever its library raises on damaged files, in a sentence."""
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
