@@ -109,31 +109,36 @@ def label_settings(train: Dataset) -> dict:
 
 
 def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTrainedModel:
-    """An image classifier of any family with a fresh classifier and a balanced head."""
+    """An image classifier of any family with a balanced head. A classifier that was balanced for these very labels is
+    kept, so that one can train the head first and then everything; any other is replaced by a fresh one.
+    """
     path = settings.pretrained
     with reading_checkpoint(path):
         config = AutoConfig.from_pretrained(path)
+    fresh = getattr(config, "long_tail", None) is None or config.id2label != labels["id2label"]
     for name, value in labels.items():
         setattr(config, name, value)
     if isinstance(config, TimmWrapperConfig):
+        # Loaded with labels, it would save those again.
+        config.label_names = list(labels["id2label"].values())
         config.model_args = (config.model_args or {}) | {"drop_path_rate": settings.drop_path}
         if settings.image_size is not None:
             config.pretrained_cfg["input_size"] = (3, settings.image_size, settings.image_size)
     elif hasattr(config, "drop_path_rate"):
         config.drop_path_rate = settings.drop_path
-    return balance(_with_fresh_classifier(path, config), fresh_classifier=True, **head)
+    return balance(_image_classifier(path, config), fresh_classifier=fresh, **head)
 
 
 def load_backbone(path: str) -> PreTrainedModel:
     """A model of any family whose features are asked for: it may lack a classifier, but nothing else."""
     with reading_checkpoint(path):
         config = AutoConfig.from_pretrained(path)
-    model = _with_fresh_classifier(path, config)
+    model = _image_classifier(path, config)
     prefer_channels_last(model)
     return model.eval()
 
 
-def _with_fresh_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
+def _image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     """The image classifier of a checkpoint, whose classifier alone may be missing or of other labels."""
     options = dict(config=config, ignore_mismatched_sizes=True, use_safetensors=True, output_loading_info=True)
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:

@@ -75,8 +75,13 @@ class Scratch:
 
     @property
     def batch_size(self) -> int:
-        """Of pretraining; fine-tuning, whose loss is less noisy, takes half."""
+        """Of pretraining."""
         return batch_within(self.num_images)
+
+    @property
+    def second_batch_size(self) -> int:
+        """Of fine-tuning, whose loss is less noisy: half."""
+        return max(16, self.batch_size // 2)
 
     @property
     def base_lrs(self) -> tuple[float, float]:
@@ -87,18 +92,17 @@ class Scratch:
     def mixup(self) -> float:
         return 0.2 if (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS else 0.0
 
-    def words(self, hours: float) -> dict[str, list[str]]:
+    def options(self, hours: float) -> dict[str, dict]:
         """The options of both stages."""
         (size, pixels, patch), rates = self.model, self.base_lrs
-        model = f"--model_size {size} --image_size {pixels} --patch_size {patch}"
-        small = pixels == self.side
-        first = f"--batch_size {self.batch_size} --base_lr {rates[0]} --warmup_epochs 2 --decode_ratio 0.5"
-        second = f"--batch_size {max(16, self.batch_size // 2)} --base_lr {rates[1]} --warmup_epochs 1 "
-        second += "--layer_decay 1 --drop_path 0 --erase 0 --cutmix 0 "
-        second += f"--augmentation {'pad_crop' if small else 'crop'} --crop_scale 0.3 --mixup {self.mixup}"
+        model = {"model_size": size, "image_size": pixels, "patch_size": patch}
+        first = {"batch_size": self.batch_size, "base_lr": rates[0], "warmup_epochs": 2, "decode_ratio": 0.5}
+        second = {"batch_size": self.second_batch_size, "base_lr": rates[1], "warmup_epochs": 1, "layer_decay": 1.0}
+        second |= {"drop_path": 0.0, "erase": 0.0, "mixup": self.mixup, "cutmix": 0.0, "crop_scale": 0.3}
+        second["augmentation"] = "pad_crop" if pixels == self.side else "crop"
         shares = {"pretrain": PRETRAINING_SHARE, "finetune": 1 - PRETRAINING_SHARE}
         told = {"pretrain": first, "finetune": second}
-        return {stage: f"{model} {told[stage]} --hours {hours * shares[stage]:g}".split() for stage in told}
+        return {stage: model | told[stage] | {"hours": round(hours * shares[stage], 4)} for stage in told}
 
     def why(self, hours: float) -> str:
         (size, pixels, patch), share = self.model, PRETRAINING_SHARE
@@ -106,7 +110,7 @@ class Scratch:
             f"From scratch: {size} at {pixels} pixels with patches of {patch}. {hours:g} hours would show it each of "
             f"the {self.num_images:,} images about {self.passes(self.model):,.0f} times; {PASSES} are wanted.\n"
             f"  {share:.0%} of the time goes to masked pretraining, {self.batch_size} images per update; the rest to "
-            f"balanced fine-tuning, {max(16, self.batch_size // 2)} images per update, "
+            f"balanced fine-tuning, {self.second_batch_size} images per update, "
             + (f"with mixup {self.mixup}." if self.mixup else f"without mixup, which wants {MIXUP_EPOCHS} epochs.")
         )
 

@@ -40,14 +40,16 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> None:
-    """Freeze a model and give each linear layer of its backbone a trainable product of two thin matrices."""
+    """Freeze a model and give each linear layer of its backbone a trainable product of two thin matrices.
+
+    A convolution of single pixels is a linear layer over channels; most of an EfficientNet's weights are in such.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise LiVTError("--tune lora needs peft; install it with: pip install 'livt-hf[lora]'.") from error
     classifier = classifier_of(model)
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    linear = [name for name, layer in layers if layer is not classifier]
+    linear = [name for name, layer in model.named_modules() if _is_linear(layer) and layer is not classifier]
     if not linear:
         raise LiVTError(
             f"{type(model).__name__} has no linear layer besides its classifier, so LoRA has nothing to add to; use "
@@ -56,6 +58,12 @@ def add_lora(model: PreTrainedModel, rank: int) -> None:
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), model)
     for parameter in classifier.parameters():
         parameter.requires_grad_(True)
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Conv2d):
+        return layer.kernel_size == (1, 1) and layer.groups == 1
+    return isinstance(layer, nn.Linear)
 
 
 def merge_lora(model: PreTrainedModel) -> PreTrainedModel:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from livt_hf.budget import PRETRAINING_SHARE
 from livt_hf.commands import run_command
+from livt_hf.data import load_data
 from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
-from livt_hf.recipes.sweep import CONFIGS, Plan, SweepSettings, as_words, carried_out
+from livt_hf.recipes.sweep import Plan, SweepSettings, as_words, carried_out
+from livt_hf.recipes.train import scratch_within
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
@@ -29,11 +30,6 @@ from livt_hf.settings import REQUIRED, DataSettings, option
 
 WAYS = ("scratch", "head", "lora", "full")
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
-# From scratch on images that have no config of their own: small enough to see them often in minutes on a CPU.
-_SMALL = {"model_size": "micro", "image_size": 64, "patch_size": 8, "batch_size": 64}
-SMALL_PRETRAIN = _SMALL | {"base_lr": 2e-3}
-SMALL_FINETUNE = _SMALL | {"base_lr": 4e-3, "drop_path": 0, "augmentation": "crop", "crop_scale": 0.3, "erase": 0}
-SMALL_FINETUNE |= {"mixup": 0.2, "cutmix": 0}
 
 
 @dataclass(kw_only=True)
@@ -100,10 +96,8 @@ def variant_of(way: str, settings: CompareSettings) -> Variant:
     """A way with its share of the time. A frozen head has its own number of epochs: it takes seconds."""
     hours, loss = settings.minutes / 60, {"loss": settings.loss}
     if way == "scratch":
-        small = not (CONFIGS / f"pretrain-{settings.dataset}.yaml").exists()
-        first = (SMALL_PRETRAIN if small else {}) | {"hours": round(PRETRAINING_SHARE * hours, 4)}
-        second = (SMALL_FINETUNE if small else {}) | loss | {"hours": round((1 - PRETRAINING_SHARE) * hours, 4)}
-        return Variant(LABELS[way], second, first, from_own_images=True)
+        stages = scratch_within(hours, load_data(settings)["train"]).options(hours)
+        return Variant(LABELS[way], stages["finetune"] | loss, stages["pretrain"], from_own_images=True)
     options = {"tune": way, "image_size": settings.image_size} | loss
     return Variant(LABELS[way], options if way == "head" else options | {"hours": round(hours, 4)})
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+from datasets import Dataset
 
 from livt_hf import budget
 from livt_hf.backbones import build_classifier, input_facts, serving_processor
@@ -27,6 +28,7 @@ from livt_hf.commands import EXIT_UNFINISHED, run_command
 from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.recipes.sweep import as_words
 from livt_hf.records import read_record, replace_text
 from livt_hf.runs import Run, holds_another, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
@@ -122,17 +124,24 @@ def begin(settings: TrainSettings) -> Path:
     return folder
 
 
-def plan_scratch(settings: TrainSettings, train) -> tuple[str, dict[str, list[str]]]:
+def plan_scratch(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
+    choice = scratch_within(settings.hours, train)
+    stages = choice.options(settings.hours)
+    return choice.why(settings.hours), {
+        stage: [*settings.data_words(), *as_words(options)] for stage, options in stages.items()
+    }
+
+
+def scratch_within(hours: float, train: Dataset) -> budget.Scratch:
+    """What this machine can train from scratch on these images."""
     side = min(StoredImages(train.select(range(1))).images([0])[0].shape[-2:])
     per_second = available_cores() * budget.CORE_FLOPS
     if torch.accelerator.is_available():
         per_second = torch.accelerator.device_count() * budget.GPU_FLOPS
-    choice = budget.Scratch(len(train), side, 3600 * settings.hours * per_second)
-    stages = choice.words(settings.hours)
-    return choice.why(settings.hours), {stage: [*settings.data_words(), *words] for stage, words in stages.items()}
+    return budget.Scratch(len(train), side, 3600 * hours * per_second)
 
 
-def plan_backbone(settings: TrainSettings, train) -> tuple[str, dict[str, list[str]]]:
+def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
     words = [*settings.data_words(), "--pretrained", settings.pretrained]
     model_settings = FinetuneSettings.parse([*words, "--tune", "head"])
     model = build_classifier(model_settings, train).eval()

@@ -12,6 +12,7 @@ from livt_hf import budget
 from livt_hf.data import eval_processor
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes import train
+from livt_hf.recipes.sweep import as_words
 from livt_hf.runs import parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
@@ -48,7 +49,8 @@ def test_the_largest_model_that_sees_each_image_a_hundred_times_is_trained(num_i
 def test_cifar_gets_the_batches_and_rates_of_its_own_config():
     choice = budget.Scratch(10_847, 32, 3600 * budget.CORE_FLOPS)
     assert (choice.batch_size, choice.base_lrs) == (128, (2e-3, 4e-3))
-    first, second = (settings.parse(words) for settings, words in zip(STAGES, choice.words(1.0).values(), strict=True))
+    options = choice.options(hours=1.0).values()
+    first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options, strict=True))
     assert (first.hours, second.hours) == (0.6, 0.4)
     assert (second.batch_size, second.patch_size, second.augmentation) == (64, 8, "pad_crop")
 

@@ -44,7 +44,7 @@ def test_each_way_gets_the_same_time_and_both_stages_from_scratch_share_theirs(p
     stages = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
     first, *backbones, second = [stages[words[1]].parse(words[2:], CONFIGS) for words in printed]
     assert first.hours + second.hours == pytest.approx(1) and second.pretrained == first.output_dir
-    assert (first.image_size, second.image_size, second.tune) == (64, 64, None)
+    assert (first.image_size, second.image_size, second.tune) == (32, 32, None)  # as large as the images are
     assert {run.tune: run.hours for run in backbones} == {"head": None, "lora": 1, "full": 1}
     assert {(run.pretrained, run.image_size) for run in backbones} == {(str(place / "backbone"), 16)}
     assert {run.min_images for run in (first, second, *backbones)} == {2}

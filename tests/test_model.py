@@ -32,7 +32,6 @@ from livt_hf import (
     pretraining_config,
 )
 from livt_hf.conversion import to_beit
-from livt_hf.long_tail.head import tau_normalised
 
 COUNTS = [60, 30, 10]
 
@@ -296,13 +295,6 @@ def test_a_normalised_classifier_over_a_linear_one_is_new(build, tmp_path):
     first.save_pretrained(tmp_path)
     second = LiViTForImageClassification.from_pretrained(tmp_path, normalised_classifier=True, loss="ldam")
     assert shared_and_new(second, first)[1] == {"classifier.weight"} and second.classifier.bias is None
-
-
-def test_tau_normalisation_divides_each_class_by_the_power_of_its_length():
-    weight = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-    torch.testing.assert_close(tau_normalised(weight), torch.tensor([[0.6, 0.8], [0.0, 1.0]]))
-    torch.testing.assert_close(tau_normalised(weight, 0.0), weight)
-    torch.testing.assert_close(tau_normalised(weight, 0.5).norm(dim=-1), torch.tensor([5.0, 2.0]).sqrt())
 
 
 # Stochastic depth, checkpointing, precision, compilation

@@ -33,7 +33,7 @@ from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint,
 from livt_hf.data import Batches, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
-from livt_hf.long_tail.anatomy import pooled_features
+from livt_hf.long_tail.anatomy import classifier_of, pooled_features
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
@@ -239,13 +239,15 @@ def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(froz
         np.testing.assert_array_equal(batch["pixel_values"], features[epoch % 3][batch["index"]])
 
 
-def test_lora_trains_few_parameters_and_merges_to_the_same_logits_in_the_stock_class(tmp_path):
+@pytest.mark.parametrize("backbone", [dinov2, resnet], ids=["linear layers", "convolutions of single pixels"])
+def test_lora_trains_few_parameters_and_merges_to_the_same_logits_in_the_stock_class(tmp_path, backbone):
     pytest.importorskip("peft")
-    model = AutoModelForImageClassification.from_pretrained(dinov2(tmp_path / "dinov2"))
+    model = AutoModelForImageClassification.from_pretrained(backbone(tmp_path / "backbone"))
     model = balance(model, class_counts=[5, 3, 2])
     names = set(model.state_dict())
     add_lora(model, rank=2)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("lora_" in name for name in trainable)
     assert all("lora_" in name or name.startswith("classifier") for name in trainable)
     assert {name for name, _ in model.named_parameters() if name.startswith("classifier")} <= trainable
     for name, parameter in model.named_parameters():
@@ -256,6 +258,20 @@ def test_lora_trains_few_parameters_and_merges_to_the_same_logits_in_the_stock_c
         before = model.eval()(pixels).logits
         torch.testing.assert_close(merge_lora(model)(pixels).logits, before, atol=1e-4, rtol=1e-4)
     assert set(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("backbone", [resnet, wrapped_timm])
+def test_training_goes_on_from_a_classifier_of_the_same_labels_and_anew_for_others(pictures, tmp_path, backbone):
+    run = trained(pictures, backbone(tmp_path / "backbone"), tmp_path / "run", "--tune", "head")
+    model = AutoModelForImageClassification.from_pretrained(run.folder)
+    head, train = model.state_dict(), load_long_tailed(str(pictures))["train"]
+    assert list(model.config.id2label.values()) == train.features["label"].names
+    settings = FinetuneSettings.parse(["--dataset", str(pictures), "--pretrained", str(run.folder), "--tune", "full"])
+    going_on = build_classifier(settings, train).state_dict()
+    assert all(torch.equal(going_on[name], head[name]) for name in head)
+    names = [f"other {name}" for name in train.features["label"].names]
+    anew = build_classifier(settings, train.cast_column("label", ClassLabel(names=names)))
+    assert classifier_of(anew).weight.abs().max() < 1e-3
 
 
 def test_lora_fine_tuning_ends_as_a_stock_model(pictures, tmp_path):
@@ -294,9 +310,10 @@ def test_what_cannot_work_is_refused_before_training(pictures, tmp_path, options
     assert not (tmp_path / "run").exists()
 
 
-def test_a_backbone_without_linear_layers_gets_no_lora(tmp_path):
+def test_a_backbone_without_linear_layers_gets_no_lora():
     pytest.importorskip("peft")
-    model = balance(AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "r")), class_counts=[3, 2, 1])
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
+    model = balance(ResNetForImageClassification(config), class_counts=[3, 2, 1])
     with pytest.raises(LiVTError, match="ResNetForImageClassification has no linear layer besides its classifier"):
         add_lora(model, 2)
 

@@ -47,14 +47,6 @@ def start_std(classifier: nn.Linear) -> float:
     return classifier.in_features**-0.5 if isinstance(classifier, CosineClassifier) else 2e-5
 
 
-def tau_normalised(weight: Tensor, tau: float = 1.0) -> Tensor:
-    """The rows of a classifier's weight divided by their lengths to the power tau (Kang et al., 2020). (C, D)
-
-    Frequent classes have long rows; tau 0 leaves them, 1 makes all of them equally long. Kang et al. drop the bias.
-    """
-    return weight / weight.norm(dim=-1, keepdim=True) ** tau
-
-
 class LongTailHead(nn.Module):
     """The loss that `config.long_tail` names with the tensors it needs, and the way from logits to probabilities.
 
