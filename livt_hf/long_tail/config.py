@@ -68,7 +68,8 @@ class LongTailConfig(dict):
         for name, number in _NUMBERS.items():
             if values[name] is not None and not isinstance(values[name], str):
                 values[name] = _listed(name, values[name], number)
-        hints = {name: (values, hint) for name, hint in LongTailConfig.__annotations__.items()}
+        chosen = ("test_prior", "bias", "head_start")  # whose choices are named below
+        hints = {name: (values, hint) for name, hint in LongTailConfig.__annotations__.items() if name not in chosen}
         if isinstance(self.calibration, dict):
             hints |= {name: (self.calibration, hint) for name, hint in get_type_hints(Calibration).items()}
         for name, (given, hint) in hints.items():
