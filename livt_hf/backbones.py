@@ -30,6 +30,7 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import read_class_weights, read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.pretrained import read_config, reading_checkpoint, without_load_report
+from livt_hf.records import fits
 from livt_hf.runs import lent_by_pretraining
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import image_size, is_native
@@ -173,8 +174,14 @@ def input_facts(processor: BaseImageProcessor) -> InputFacts:
     if timm is not None:
         return InputFacts(timm["input_size"][-1], tuple(timm["mean"]), tuple(timm["std"]))
     size = processor.crop_size if processor.do_center_crop else processor.size
-    side = size.get("height") or size.get("shortest_edge")
-    return InputFacts(side, tuple(processor.image_mean), tuple(processor.image_std))
+    side = None if size is None else size.get("height") or size.get("shortest_edge")
+    mean, std = processor.image_mean, processor.image_std
+    if not (fits(side, int) and fits(mean, list[float]) and fits(std, list[float]) and len(mean) == len(std) == 3):
+        raise LiVTError(
+            f"the image processor makes images of {side} pixels with mean {mean} and deviation {std}; it needs a side "
+            "and a number for each of three channels: correct preprocessor_config.json."
+        )
+    return InputFacts(side, tuple(mean), tuple(std))
 
 
 def serving_processor(settings: FinetuneSettings, train: Dataset, model: PreTrainedModel) -> BaseImageProcessor:
