@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from datasets import Dataset
 from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageClassification,
     BaseImageProcessor,
     PreTrainedConfig,
@@ -23,26 +23,19 @@ from livt_hf.data import eval_processor, label_statistics, normalization
 from livt_hf.data.labels import class_feature, is_multi_label
 from livt_hf.data.sampling import seen_counts
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import load_processor
 from livt_hf.long_tail.anatomy import classifier_of, prefer_channels_last
 from livt_hf.long_tail.balance import balance
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import read_class_weights, read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.pretrained import without_load_report
+from livt_hf.pretrained import read_config, reading_checkpoint, without_load_report
+from livt_hf.records import fits
 from livt_hf.runs import lent_by_pretraining
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import image_size, is_native
 
 logger = logging.getLogger(__name__)
-
-
-def read_config(path: str) -> dict:
-    """The config of a checkpoint folder or of a model on the Hub."""
-    try:
-        return PreTrainedConfig.get_config_dict(path)[0]
-    except OSError as error:
-        words = " ".join(str(error).split())
-        raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
 
 
 def becomes_livit(config: dict) -> bool:
@@ -74,7 +67,8 @@ def build_classifier(settings: FinetuneSettings, train: Dataset) -> PreTrainedMo
         if settings.patch_size is not None:
             encoder["patch_size"] = settings.patch_size
         return LiViTForImageClassification(LiViTConfig.preset(settings.model_size, **encoder, **head, **labels))
-    model = LiViTForImageClassification.from_pretrained(settings.pretrained, **encoder, **head, **labels)
+    with reading_checkpoint(settings.pretrained):
+        model = LiViTForImageClassification.from_pretrained(settings.pretrained, **encoder, **head, **labels)
     found = size_name(model.config.to_dict())
     if found != settings.model_size:
         raise LiVTError(f"{settings.pretrained} is of size {found}; leave --model_size out.")
@@ -120,7 +114,8 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
     kept, so that one can train the head first and then everything; any other is replaced by a fresh one.
     """
     path = settings.pretrained
-    config = AutoConfig.from_pretrained(path)
+    with reading_checkpoint(path):
+        config = AutoConfig.from_pretrained(path)
     fresh = getattr(config, "long_tail", None) is None or config.id2label != labels["id2label"]
     for name, value in labels.items():
         setattr(config, name, value)
@@ -137,8 +132,9 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
 
 def load_backbone(path: str) -> PreTrainedModel:
     """A model of any family whose features are asked for: it may lack a classifier, but nothing else."""
-    read_config(path)  # which says it where there is no model
-    model = _image_classifier(path, AutoConfig.from_pretrained(path))
+    with reading_checkpoint(path):
+        config = AutoConfig.from_pretrained(path)
+    model = _image_classifier(path, config)
     prefer_channels_last(model)
     return model.eval()
 
@@ -146,14 +142,13 @@ def load_backbone(path: str) -> PreTrainedModel:
 def _image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     """The image classifier of a checkpoint, whose classifier alone may be missing or of other labels."""
     options = dict(config=config, ignore_mismatched_sizes=True, use_safetensors=True, output_loading_info=True)
-    try:
-        with without_load_report():
-            model, info = AutoModelForImageClassification.from_pretrained(path, **options)
-    except ValueError as error:
+    if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise LiVTError(
             f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; name one "
             "of an image model."
-        ) from error
+        )
+    with reading_checkpoint(path), without_load_report():
+        model, info = AutoModelForImageClassification.from_pretrained(path, **options)
     classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
     fresh = {name for name, parameter in model.named_parameters() if id(parameter) in classifier}
     other = {key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])}
@@ -179,8 +174,14 @@ def input_facts(processor: BaseImageProcessor) -> InputFacts:
     if timm is not None:
         return InputFacts(timm["input_size"][-1], tuple(timm["mean"]), tuple(timm["std"]))
     size = processor.crop_size if processor.do_center_crop else processor.size
-    side = size.get("height") or size.get("shortest_edge")
-    return InputFacts(side, tuple(processor.image_mean), tuple(processor.image_std))
+    side = None if size is None else size.get("height") or size.get("shortest_edge")
+    mean, std = processor.image_mean, processor.image_std
+    if not (fits(side, int) and fits(mean, list[float]) and fits(std, list[float]) and len(mean) == len(std) == 3):
+        raise LiVTError(
+            f"the image processor makes images of {side} pixels with mean {mean} and deviation {std}; it needs a side "
+            "and a number for each of three channels: correct preprocessor_config.json."
+        )
+    return InputFacts(side, tuple(mean), tuple(std))
 
 
 def serving_processor(settings: FinetuneSettings, train: Dataset, model: PreTrainedModel) -> BaseImageProcessor:
@@ -203,13 +204,7 @@ def serving_processor(settings: FinetuneSettings, train: Dataset, model: PreTrai
 
 
 def _backbone_processor(settings: FinetuneSettings, model: PreTrainedModel) -> BaseImageProcessor:
-    try:
-        processor = AutoImageProcessor.from_pretrained(settings.pretrained)
-    except (OSError, ValueError) as error:
-        raise LiVTError(
-            f"{settings.pretrained} has no image processor (preprocessor_config.json), so it is unknown how its "
-            "images are prepared; save the one it was trained with beside it."
-        ) from error
+    processor = load_processor(settings.pretrained)
     if settings.image_size is not None:
         processor = resized(processor, settings.image_size)
     side = input_facts(processor).size

@@ -1,5 +1,6 @@
 """How commands begin, speak and end."""
 
+import errno
 import logging
 import os
 import sys
@@ -14,6 +15,8 @@ from livt_hf.system import shell_line
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
+# Not a bug, and nothing that could be known before: the disk is full, or a folder may not be written to.
+REFUSED_BY_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 # Two processes that refuse the same thing should say it once: the launcher ends the others when the first is gone.
 SECONDS_FOR_THE_FIRST = 15
 
@@ -33,10 +36,21 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except Interrupted:
         sys.exit(EXIT_UNFINISHED)
-    except LiVTError as error:
+    except (LiVTError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in REFUSED_BY_THE_MACHINE:
+            raise
         if int(os.environ.get("RANK", 0)):
             time.sleep(SECONDS_FOR_THE_FIRST)
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {error if isinstance(error, LiVTError) else not_written(error)}")
+
+
+def not_written(error: OSError) -> str:
+    """A disk that is full or a folder that may not be written to, as a sentence."""
+    place = "" if error.filename is None else f" {error.filename}"
+    return (
+        f"could not write{place}: {error.strerror}; make room or choose another folder. A training that has begun "
+        "goes on with --resume."
+    )
 
 
 def _quiet_bars() -> None:

@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.records import fits
 
 # The encoders; intermediate layers are four times the width, as in every ViT of the paper.
 PRESETS: dict[str, dict[str, int]] = {
@@ -16,6 +17,7 @@ PRESETS: dict[str, dict[str, int]] = {
     "large": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, image_size=224, patch_size=16),
 }
 _SIZES = (*PRESETS["base"], "intermediate_size", "num_channels")
+_LARGEST = 2**16  # far above every ViT: a damaged file must not have a model built that never ends
 
 
 def encoder_preset(size: str) -> dict[str, int]:
@@ -84,9 +86,12 @@ class LiViTConfig(PreTrainedConfig):
         return (self.image_size // self.patch_size) ** 2
 
     def _check_sizes(self):
+        for name, hint in LiViTConfig.__annotations__.items():
+            if name != "pooling" and not fits(getattr(self, name), hint):  # whose choices are named below
+                raise LiVTError(f"{name} cannot be {getattr(self, name)!r}; correct it in the call or in config.json.")
         for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise LiVTError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+            if not 1 <= getattr(self, name) <= _LARGEST:
+                raise LiVTError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_LARGEST}.")
         if self.image_size % self.patch_size:
             raise LiVTError(
                 f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}; "

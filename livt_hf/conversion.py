@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -171,7 +170,9 @@ def _read_official(path: Path) -> dict[str, Tensor]:
             if code:
                 raise LiVTError(f"{path} asks for {_listed(code)}, which could run code; it was not opened.")
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
+        except LiVTError:
+            raise
+        except Exception as error:  # what torch's unpickler makes of damage is no short list
             raise LiVTError(f"{path} is damaged; copy or download it again.") from error
     official = content.get("model") if isinstance(content, dict) else None
     if not isinstance(official, dict) or not all(isinstance(tensor, Tensor) for tensor in official.values()):

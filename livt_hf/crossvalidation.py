@@ -23,6 +23,7 @@ from torch import nn
 
 from livt_hf.data import class_counts
 from livt_hf.data.labels import class_feature, group_codes, is_multi_label, labels_of
+from livt_hf.data.tables import reading_table
 from livt_hf.evaluation.exam import Exam, Findings, examine
 from livt_hf.evaluation.rules import label_thresholds, standard_rules
 from livt_hf.evaluation.running import Outputs, Rule, run_model
@@ -72,7 +73,7 @@ def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerat
 
     Groups of classes are those of the mean number of training images.
     """
-    tables = [pq.read_table(run.fold(number).folder / ANSWERS) for number in range(1, len(parts) + 1)]
+    tables = [_read_answers(run.fold(number).folder / ANSWERS) for number in range(1, len(parts) + 1)]
     if accelerator.is_main_process:
         numbered = [
             table.append_column("fold", pa.array([number] * len(table))) for number, table in enumerate(tables, 1)
@@ -92,6 +93,11 @@ def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerat
     found = examine(exam, rules, class_feature(tested).names, summary)
     summary["folds"] = _spread([_of_fold(exam, rules, fold[mine] == number) for number in range(len(parts))])
     return found, tested
+
+
+def _read_answers(path: Path) -> pa.Table:
+    with reading_table(path):
+        return pq.read_table(path)
 
 
 def _examine_several(

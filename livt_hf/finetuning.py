@@ -1,6 +1,5 @@
 """What the second stage needs around its model: where it starts, what it is measured by, which weights are kept."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import DatasetDict
-from safetensors.torch import load_model, save_model
+from safetensors.torch import save_model
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 
@@ -30,7 +29,7 @@ from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import common_results, counts_summary, is_local, shared_batches, training_batches
-from livt_hf.training.checkpoints import STATE, checkpoints
+from livt_hf.training.checkpoints import checkpoints, read_state, read_weights, saving
 from livt_hf.training.loop import Loop, Moment
 from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, merge_lora
 
@@ -205,17 +204,15 @@ class BestWeights:
 
     def restore(self) -> None:
         self.loop.accelerator.wait_for_everyone()
-        load_model(self.loop.final_model, str(self.path(self.loop.progress.best_epoch)))
+        read_weights(self.loop.final_model, self.path(self.loop.progress.best_epoch))
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         writing = path.with_suffix(".writing")
-        save_model(self.loop.final_model, str(writing))
-        writing.replace(path)
-        spoken_of = [
-            json.loads((folder / STATE).read_text(encoding="utf-8"))["best_epoch"]
-            for folder in checkpoints(self.loop.run)
-        ]
+        with saving("the best weights", self.loop.run, writing):
+            save_model(self.loop.final_model, str(writing))
+            writing.replace(path)
+        spoken_of = [read_state(folder).get("best_epoch") for folder in checkpoints(self.loop.run)]
         kept = {path, *(self.path(epoch) for epoch in spoken_of)}
         for old in set(path.parent.glob("best-*.safetensors")) - kept:
             old.unlink()

@@ -16,7 +16,11 @@ def load_plugin(name: str | None) -> None:
         return
     path = Path(name).expanduser()
     if path.suffix != ".py":
-        if importlib.util.find_spec(name) is None:
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError):  # of a.b where there is no a, and of what is no name of a module
+            found = None
+        if found is None:
             raise LiVTError(f"the plugin {name} is not an installed module; pass a module or a .py file.")
         importlib.import_module(name)
         return

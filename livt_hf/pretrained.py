@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+from collections.abc import Iterator
 from dataclasses import fields
 
 from safetensors import SafetensorError
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig
 from livt_hf.configuration_livit import LiViTConfig, with_settings
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.records import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class ReadsOtherCheckpoints:
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in _FIELDS and name != "dtype"}
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         source, _ = PreTrainedConfig.get_config_dict(path, **hub)
+        if not isinstance(source, dict):
+            raise LiVTError(f"the config.json of {path} holds a {type(source).__name__}; copy or download it again.")
         target = _target_config(config or source, overrides, path)
         read = cls._read_encoder if cls.encoder_class is None else cls._read_classifier
         result = read(path, source, target, **kwargs)
@@ -116,6 +120,27 @@ class ReadsOtherCheckpoints:
             )
         model._weight_conversions = None  # save under our own names, whatever names were read
         return (model, info) if output_loading_info else model
+
+
+@contextlib.contextmanager
+def reading_checkpoint(path) -> Iterator[None]:
+    """Around what transformers reads of a checkpoint: what it raises on missing or damaged files, in a sentence."""
+    try:
+        yield
+    except LiVTError:
+        raise
+    except Exception as error:  # a damaged config comes to light in any line of the model that it describes
+        words = in_words(error)
+        raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
+
+
+def read_config(path: str) -> dict:
+    """The config of a checkpoint folder or of a model on the Hub."""
+    with reading_checkpoint(path):
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    if not isinstance(config, dict):
+        raise LiVTError(f"the config.json of {path} holds a {type(config).__name__}; copy or download it again.")
+    return config
 
 
 @contextlib.contextmanager

@@ -9,9 +9,12 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_type_hints
 
 from typing_extensions import Self
 
+from livt_hf.errors import LiVTError
+from livt_hf.records import read_record
 from livt_hf.version import __version__
 
 # Decision rules: how an image gets its label from the logits z (livt_hf/evaluation/rules.py).
@@ -30,9 +33,9 @@ class Results:
 
     stage: str
     dataset: str
-    metrics: dict = field(default_factory=dict)
-    posterior: dict | None = None
-    own_prior: dict | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    posterior: dict[str, float | None] | None = None
+    own_prior: dict[str, float | None] | None = None
     headline: str = PAPER  # the rule by which the model is judged and served
 
     # The model.
@@ -48,9 +51,10 @@ class Results:
     imbalance_factor: float | None = None
     num_train_images: int | None = None
     num_classes: int | None = None
-    class_counts: dict | None = None
+    class_counts: dict[str, float] | None = None
     split: str | None = None
-    folds: dict | None = None  # of a cross-validation: metrics of `each` fold, their `mean` and their `deviation`
+    # Of a cross-validation: metrics of `each` fold, their `mean` and their `deviation`.
+    folds: dict[str, list | dict] | None = None
     # Whether `test` and `validation` are not the dataset's own, but were set aside from its training images.
     test_carved: bool = False
     validation_carved: bool = False
@@ -68,7 +72,7 @@ class Results:
     # Where things came from. `data/birds` could be a folder or a Hub id, and a card must not guess.
     dataset_local: bool = True
     pretrained_local: bool = True
-    versions: dict | None = None
+    versions: dict[str, str] | None = None
     git_revision: str | None = None
 
     @classmethod
@@ -79,7 +83,11 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        values = read_record(path, get_type_hints(cls))
+        missing = [name for name in ("stage", "dataset") if name not in values]
+        if missing:
+            raise LiVTError(f"{path} is damaged: it does not say its {missing[0]}; put back a copy.")
+        return cls.from_dict(values)
 
     @property
     def rules(self) -> dict[str, dict]:

@@ -5,15 +5,20 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_type_hints
 
-import yaml
+from filelock import FileLock, Timeout
 
 from livt_hf.errors import LiVTError
+from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
-from livt_hf.system import rename, shell_line
+from livt_hf.system import shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
+LOCK = ".lock"
+SECONDS_FOR_THE_LAST = 15  # data loading workers outlive a process that was killed by some seconds, and hold its lock
+_HELD: dict[str, FileLock] = {}  # by folder
 FOLD = "fold-"
 WITHOUT_PRETRAINING = (
     "run `livt pretrain` first, name a checkpoint with --pretrained, or train from scratch with --pretrained none."
@@ -40,7 +45,8 @@ class Run:
 
     @property
     def arguments(self) -> dict:
-        return yaml.safe_load((self.folder / ARGUMENTS).read_text(encoding="utf-8"))
+        hints = get_type_hints(PretrainSettings) | get_type_hints(FinetuneSettings)
+        return read_record(self.folder / ARGUMENTS, hints)
 
     @property
     def results(self) -> Results:
@@ -61,8 +67,26 @@ class Run:
         try:
             (self.folder / ARGUMENTS).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
         except FileExistsError as error:
-            raise _holds_another(self.folder) from error
-        save_settings(settings, self.folder / ARGUMENTS)
+            raise holds_another(self.folder) from error
+        try:
+            save_settings(settings, self.folder / ARGUMENTS)
+        except OSError:  # a full disk: the folder is as good as new
+            (self.folder / ARGUMENTS).unlink()
+            raise
+
+    def hold(self) -> None:
+        """Refuse to work in the folder while another process does. The system lets go of it when this one ends."""
+        place = str(self.folder.resolve())
+        if place in _HELD:
+            return
+        lock = FileLock(self.folder / LOCK)
+        try:
+            lock.acquire(timeout=SECONDS_FOR_THE_LAST)
+        except Timeout as error:
+            raise LiVTError(f"another process is at work in {self.folder}; wait until it ends, or stop it.") from error
+        except (NotImplementedError, OSError):  # a file system without locks
+            return
+        _HELD[place] = lock
 
     def log(self, line: dict) -> None:
         with (self.folder / LOG).open("a", encoding="utf-8") as file:
@@ -72,10 +96,8 @@ class Run:
         """Drop what was logged after a checkpoint, so that going on leaves neither gap nor repeat."""
         path = self.folder / LOG
         if path.exists():
-            complete = [
-                line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
-            ]
-            replace_text(path, "".join(line for line in complete if json.loads(line)["update"] <= update))
+            kept = [line for line in read_log(path) if line["update"] <= update]
+            replace_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
 
     def write_results(self, results: Results) -> None:
         """Last of all: a run with results is a finished run."""
@@ -87,11 +109,15 @@ class Run:
         return defaults | {name: value for name, value in self.arguments.items() if name in defaults}
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    rename(temporary, path)
+def read_log(path: str | Path) -> list[dict]:
+    """The lines of a log.jsonl, without a last line that a killed process left unfinished."""
+    number = float | None
+    hints = {"update": int, "epoch": float, "loss": number, "lr": number, "eval": dict[str, number]}
+    lines = read_records(Path(path), hints)
+    for position, line in enumerate(lines, start=1):
+        if "update" not in line:
+            raise LiVTError(f"line {position} of {path} names no update; repair or remove it.")
+    return lines
 
 
 def runs_folder() -> Path:
@@ -120,7 +146,7 @@ def new_run(settings: TrainingSettings) -> Run:
         return next_number(group_folder(settings))
     run = Run(Path(settings.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
-        raise _holds_another(run.folder)
+        raise holds_another(run.folder)
     return run
 
 
@@ -136,7 +162,7 @@ def next_number(group: Path) -> Run:
             number += 1
 
 
-def _holds_another(folder: Path) -> LiVTError:
+def holds_another(folder: Path) -> LiVTError:
     return LiVTError(
         f"{folder} holds another run; pass --resume {shell_line([folder])} to go on, or a new --output_dir."
     )

@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from livt_hf.errors import LiVTError
 from livt_hf.plugins import load_plugin
+from livt_hf.records import read_values, replace_text
 
 REQUIRED = dataclasses.MISSING
 
@@ -503,10 +504,7 @@ def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
     if not path.exists():
         raise LiVTError(f"the config file {path} does not exist.")
     # The base loader leaves every value as it is written: `mixed_precision: no` is "no", and 1e-3 needs no point.
-    try:
-        texts = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LiVTError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from error
+    texts = read_values(path, yaml.BaseLoader) or {}
     if not isinstance(texts, dict):
         raise LiVTError(f"{path} must hold 'option: value' lines, not a {type(texts).__name__}.")
     kinds = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}
@@ -522,7 +520,7 @@ def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
 
 
 def save_settings(settings: CommandSettings, path: Path) -> None:
-    path.write_text(yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False), encoding="utf-8")
+    replace_text(path, yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False))
 
 
 _type_hints = functools.cache(get_type_hints)

@@ -6,6 +6,7 @@ A frozen backbone sees each image once: its features are kept on disk under a ke
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.runs import runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import shared_batches
+from livt_hf.system import rename
+
+logger = logging.getLogger(__name__)
 
 DIGESTS = ".digests"  # the suffix of the file beside an array of features
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -211,10 +215,16 @@ class KeptFeatures:
         joined = b"".join(digests)
         place = self.folder / hashlib.sha256(joined).hexdigest()[:16]
         writing = self.folder / f".{place.name}-{os.getpid()}.npy"
-        np.save(writing, features)
-        os.replace(writing, place.with_suffix(".npy"))
-        writing.write_bytes(joined)
-        os.replace(writing, place.with_suffix(DIGESTS))
+        try:
+            np.save(writing, features)
+            rename(writing, place.with_suffix(".npy"))
+            writing.write_bytes(joined)
+            rename(writing, place.with_suffix(DIGESTS))
+        except OSError as error:  # numpy's has no number that says that the disk is full
+            writing.unlink(missing_ok=True)
+            raise LiVTError(
+                f"could not keep features in {self.folder}: {error}; make room, or set LIVT_RUNS to another folder."
+            ) from error
 
     def missing(self, digests: list[bytes]) -> list[int]:
         """Rows of the images that no part holds, each image once; all rows where there is no part at all."""
@@ -228,7 +238,7 @@ class KeptFeatures:
         """The features of images in their order; mapped from disk where they are a whole part."""
         there = self._places()
         parts, rows = zip(*(there[digest] for digest in digests), strict=True)
-        arrays = {part: np.load(part, mmap_mode="r") for part in set(parts)}
+        arrays = {part: _open_part(part) for part in set(parts)}
         first = arrays[parts[0]]
         if len(arrays) == 1 and rows == tuple(range(first.shape[1])):
             return first
@@ -239,14 +249,28 @@ class KeptFeatures:
         return features
 
     def _places(self) -> dict[bytes, tuple[Path, int]]:
-        """Digest -> the part that holds its features, and the row there."""
+        """Digest -> the part that holds its features, and the row there. A part that is damaged counts for nothing."""
         places = {}
-        for part in sorted(self.folder.glob(f"*{DIGESTS}")):
-            joined = part.read_bytes()
+        for listed in sorted(self.folder.glob(f"*{DIGESTS}")):
+            joined, part = listed.read_bytes(), listed.with_suffix(".npy")
+            features = _open_part(part)
+            if features is None or DIGEST_BYTES * features.shape[1] != len(joined):
+                logger.warning("%s is damaged: its features are computed again", part)
+                continue
             for row in range(len(joined) // DIGEST_BYTES):
                 digest = joined[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
-                places.setdefault(digest, (part.with_suffix(".npy"), row))
+                places.setdefault(digest, (part, row))
         return places
+
+
+def _open_part(path: Path) -> np.ndarray | None:
+    """Features (views, images, D), mapped from disk; None where a file is not exactly that."""
+    try:
+        features = np.load(path, mmap_mode="r")
+    except Exception:  # numpy parses the header as Python, and fails in as many ways
+        return None
+    whole = features.ndim == 3 and features.dtype == np.float32 and features.flags.c_contiguous
+    return features if whole and features.offset + features.nbytes == path.stat().st_size else None
 
 
 def _digest_of_weights(model: nn.Module) -> str:

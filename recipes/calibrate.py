@@ -28,7 +28,7 @@ from livt_hf.evaluation.models import (
     load_classifier,
     load_processor,
 )
-from livt_hf.runs import replace_text
+from livt_hf.records import read_record, replace_text
 from livt_hf.settings import DataSettings, option
 from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
@@ -84,7 +84,7 @@ def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
 
 def write_calibration(path: Path, model: PreTrainedModel) -> None:
     """Only the settings of the head: whatever form the checkpoint has, it keeps it."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_record(path)
     config["long_tail"] = dict(model.config.long_tail)
     replace_text(path, json.dumps(config, indent=2) + "\n")
 

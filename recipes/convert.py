@@ -9,7 +9,6 @@ livt convert MODEL OUT --to torch-export          the same as OUT/model.pt2, for
 """
 
 import importlib.util
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_classifier, load_processor
 from livt_hf.evaluation.rules import serving_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.records import read_values
 from livt_hf.settings import REQUIRED, CommandSettings, option
 
 EXPORTED = ("onnx", "torch-export")
@@ -136,10 +136,7 @@ def told_by_head(classes: int | None, source: str) -> str:
 
 
 def read_list(path: str) -> list:
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LiVTError(f"{path} cannot be read as JSON ({error}); give a file that holds a list.") from error
+    values = read_values(Path(path))
     if not isinstance(values, list):
         raise LiVTError(f"{path} holds a {type(values).__name__}, not a JSON list with one entry per class.")
     return values

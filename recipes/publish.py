@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import yaml
-
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, listing, prepare_publication, prepare_space, publish, publish_space
-from livt_hf.runs import ARGUMENTS
+from livt_hf.runs import ARGUMENTS, Run
 from livt_hf.settings import CommandSettings, option
 
 
@@ -59,7 +57,7 @@ def recorded_plugin(asked: dict) -> dict:
     path = Path(asked.get("run", ""), ARGUMENTS)
     if "plugin" in asked or not path.is_file():
         return {}
-    return {"plugin": yaml.safe_load(path.read_text(encoding="utf-8")).get("plugin")}
+    return {"plugin": Run(path.parent).arguments.get("plugin")}
 
 
 def main(argv=None):

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = PublishDataSettings.parse(argv)
     data = load_data(settings)
     publication = Publication(settings.repo_id, license=settings.license, public=settings.public)
+    origin = origin_of(data, settings)
     print(f"To the {publication.visibility} repository {settings.repo_id}, with the images' file names and metadata:")
     for name, split in data.items():
         counts = class_counts(split)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.dry_run:
         print("Nothing was uploaded.")
         return
-    print(f"Published: {publish_dataset(data, publication, origin_of(data, settings))}")
+    print(f"Published: {publish_dataset(data, publication, origin)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from datasets import Dataset
@@ -28,7 +28,8 @@ from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.sweep import as_words
-from livt_hf.runs import Run, next_number, runs_folder
+from livt_hf.records import read_record, replace_text
+from livt_hf.runs import Run, holds_another, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
@@ -70,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = begin(settings) if settings.resume is None else Path(settings.resume)
     if not (folder / PLAN).exists():
         raise LiVTError(f"{folder} has no {PLAN}; give the folder that livt train began.")
-    plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    plan = read_record(folder / PLAN, {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]})
+    if not {"why", "stages"} <= plan.keys():
+        raise LiVTError(f"{folder / PLAN} is damaged: it holds no stages and why; begin a new run.")
     print(plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
     launcher = shell_words(settings.launch)
@@ -111,14 +114,18 @@ def begin(settings: TrainSettings) -> Path:
         folder = next_number(runs_folder() / f"train-{Path(settings.dataset).name}").folder
     else:
         folder = Path(settings.output_dir)
-        if (folder / PLAN).exists():
-            raise LiVTError(
-                f"{folder} holds another run; pass --resume {shell_line([folder])} to go on, or a new --output_dir."
-            )
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / PLAN).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
+    except FileExistsError as error:
+        raise holds_another(folder) from error
     if "pretrain" in stages:
         stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
-    (folder / PLAN).write_text(json.dumps({"why": why, "stages": stages}, indent=2) + "\n", encoding="utf-8")
+    try:
+        replace_text(folder / PLAN, json.dumps({"why": why, "stages": stages}, indent=2) + "\n")
+    except OSError:
+        (folder / PLAN).unlink()
+        raise
     return folder
 
 

@@ -88,12 +88,21 @@ class Handler(BaseHTTPRequestHandler):
         body = self.read_body()
         if body is None:
             return
+        how = self.server.failure(self.path, "lost", "silent", "page", int)
+        if how == "silent":
+            time.sleep(1)
         try:
-            status, headers, content = self.answer(body)
+            if isinstance(how, int):
+                raise HubError(how, None, "the Hub has a bad day")
+            page = 200, {"Content-Type": "text/html"}, b"<html>Please log in</html>"
+            status, headers, content = page if how in ("page", "silent") else self.answer(body)
         except HubError as error:
             status, headers, content = error.status, {}, json.dumps(error.body).encode()
             headers |= {"X-Error-Code": error.code} if error.code else {}
             headers |= {"X-Error-Message": error.message} if error.message else {}
+        if how in ("lost", "silent"):
+            self.reset()
+            return
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name, value)
@@ -106,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     def read_body(self) -> bytes | None:
         """The request's body, or None after cutting the connection in its middle."""
         if self.headers.get("Transfer-Encoding") == "chunked":
-            cut, chunks = self.server.cut_now(self.path), []
+            cut, chunks = self.server.failure(self.path, "cut"), []
             while size := int(self.rfile.readline(), 16):
                 chunks.append(self.rfile.read(size))
                 self.rfile.readline()
@@ -115,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
             return b"".join(chunks)
         length = int(self.headers.get("Content-Length") or 0)
-        if length and self.server.cut_now(self.path):
+        if length and self.server.failure(self.path, "cut"):
             self.rfile.read(length // 2)
             return self.reset()
         return self.rfile.read(length)

@@ -1,7 +1,8 @@
 """A Hugging Face Hub on loopback, for the real clients: repositories, commits, LFS uploads, downloads, tokens.
 
 Everything is held in memory. `cut_uploads` breaks the connection in the middle of a request body, which is what a
-network failure looks like to a client. Requests are recorded as (method, path) in `requests`.
+network failure looks like to a client, and `fail` has the Hub itself go wrong. Requests are recorded as (method, path)
+in `requests`.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class HubServer(ThreadingHTTPServer):
         self.tokens = {TOKEN: USER}
         self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
-        self._cut_path, self._cuts_left = None, 0
+        self._failing: dict[str, tuple[str | int, int]] = {}
 
     @property
     def endpoint(self) -> str:
@@ -45,14 +46,27 @@ class HubServer(ThreadingHTTPServer):
 
     def cut_uploads(self, path: str, times: int = 1) -> None:
         """Break the connection half-way through the next `times` request bodies sent to a path containing `path`."""
-        self._cut_path, self._cuts_left = path, times
+        self.fail(path, "cut", times)
 
-    def cut_now(self, path: str) -> bool:
+    def fail(self, path: str, how: str | int, times: int = 1000) -> None:
+        """Have the next `times` requests to a path containing `path` go wrong.
+
+        `how`: "cut" in the middle of the body, "lost" (it is carried out, but the answer does not arrive), "silent"
+        (no answer at all), "page" (HTML where JSON should be, as a hotel's network has it), or a status such as 429.
+        """
+        self._failing[path] = how, times
+
+    def recover(self) -> None:
+        self._failing.clear()
+
+    def failure(self, path: str, *kinds: str | type) -> str | int | None:
+        """How a request goes wrong, if it does in one of these ways."""
         with self.lock:
-            if self._cuts_left > 0 and self._cut_path in path:
-                self._cuts_left -= 1
-                return True
-            return False
+            for part, (how, left) in self._failing.items():
+                if part in path and left > 0 and (how in kinds or type(how) in kinds):
+                    self._failing[part] = how, left - 1
+                    return how
+        return None
 
     def handle_error(self, request, client_address):
         """Clients that hang up are part of the tests; anything else should be seen."""

@@ -1,6 +1,8 @@
 """Recipes in processes of their own, forked from a server that has everything imported, so that one costs a second."""
 
+import errno
 import importlib
+import io
 import multiprocessing
 import os
 import signal
@@ -160,6 +162,25 @@ def kill_at(function: str, place: str, call: int) -> None:
         return original(path, *rest, **options)
 
     setattr(os, function, killing)
+
+
+def impatient() -> None:
+    """Do not wait for a run that another process is at work in."""
+    import livt_hf.runs
+
+    livt_hf.runs.SECONDS_FOR_THE_LAST = 0
+
+
+def no_room(place: str) -> None:
+    """Refuse to open files for writing whose path contains `place`, as a full disk does."""
+    original = io.open
+
+    def refusing(file, mode="r", *rest, **options):
+        if place in str(file) and set(mode) & set("wax"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        return original(file, mode, *rest, **options)
+
+    io.open = refusing  # which is what pathlib calls
 
 
 def slow_saving(seconds: float) -> None:

@@ -100,12 +100,35 @@ def test_a_missing_file_is_named(trained):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
-def test_a_checkpoint_overwritten_with_noise_is_named(trained, name):
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_checkpoint_overwritten_with_noise_is_named(trained, name, summed):
+    """Also one from before there were checksums."""
     trained.save(1)
     path = trained.run.checkpoints / "step-1" / name
     path.write_bytes(b"\xff" * path.stat().st_size)
-    with pytest.raises(CheckpointError, match="could not read .*step-1"):
+    if not summed:
+        state = json.loads((path.parent / "state.json").read_text())
+        (path.parent / "state.json").write_text(json.dumps({k: v for k, v in state.items() if k != "checksums"}))
+    with pytest.raises(
+        CheckpointError, match="other bytes than were written" if summed else "could not read .*step-1"
+    ):
         load_checkpoint(trained.accelerator, trained.run)
+
+
+def test_a_single_bit_that_changed_is_told(trained):
+    trained.save(1)
+    path = trained.run.checkpoints / "step-1" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="model.safetensors has other bytes than were written"):
+        load_checkpoint(trained.accelerator, trained.run)
+
+
+def test_a_copy_beside_the_checkpoints_is_none_of_them(trained):
+    trained.save(1)
+    shutil.copytree(trained.run.checkpoints / "step-1", trained.run.checkpoints / "step-1 (copy)")
+    assert trained.names() == ["step-1"]
 
 
 def test_an_unreadable_state_is_named(trained):
@@ -131,7 +154,7 @@ def test_the_previous_checkpoint_survives_a_disk_that_fills_up(trained, tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert "could not save the checkpoint of update 2" in str(raised.value)
-    assert f"the previous one, {trained.run.checkpoints / 'step-1'}, is intact" in str(raised.value)
+    assert f"the last checkpoint, {trained.run.checkpoints / 'step-1'}, is intact" in str(raised.value)
     assert [path.name for path in trained.run.checkpoints.iterdir()] == ["step-1"]
 
     other = Trained(tmp_path)
@@ -144,7 +167,7 @@ def test_a_disk_that_is_full_from_the_start_is_said_to_hold_no_checkpoint(traine
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(trained.accelerator, "save_state", full)
-    with pytest.raises(CheckpointError, match="No space left on device; there is no earlier one"):
+    with pytest.raises(CheckpointError, match="No space left on device; there is no checkpoint yet"):
         trained.save(1)
     assert trained.names() == []
 

@@ -1,5 +1,6 @@
 """Publishing and loading with the real clients against a Hub on loopback."""
 
+import itertools
 import json
 import logging
 import re
@@ -21,10 +22,12 @@ from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTrainin
 from livt_hf.data import eval_processor, load_data, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, PublishError, origin_of, prepare_publication, publish, publish_dataset
+from livt_hf.hub.repository import visible
 from livt_hf.hub.scrubbing import scrub_file
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.recipes.publish import main
 from livt_hf.recipes.publish_data import PublishDataSettings
+from livt_hf.recipes.publish_data import main as publish_data
 from livt_hf.settings import CommandSettings
 
 SIZES = dict(
@@ -392,6 +395,39 @@ def test_a_cut_connection_publishes_nothing_and_the_next_try_all(run, hub, where
     assert set(hub.files("org/livt")) >= PUBLISHED and len(hub.repo("org/livt").commits) == 2
 
 
+STEPS = ["/api/repos/create", "/api/models/org/livt", "/preupload/", "/_lfs/", "/commit/"]
+WRONG = list(itertools.product(STEPS, (429, 500, "silent", "page")))
+# One way at each step by default.
+FEW = {(step, way) for step, way in zip(STEPS, (429, "page", 500, "silent", "silent"), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("where", "how"), [pytest.param(*pair, marks=[] if pair in FEW else pytest.mark.slow) for pair in WRONG]
+)
+def test_a_hub_that_goes_wrong_publishes_nothing_and_the_next_try_all(run, hub, where, how, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("livt_hf.hub.repository.SECONDS_OF_SILENCE", 0.05)
+    hub.fail(where, how)
+    with pytest.raises(PublishError, match="org/livt was not published .*publish it later with: livt publish"):
+        put(run, hub)
+    assert not hub.repos or set(hub.files("org/livt")) == {".gitattributes"}
+    hub.recover()
+    put(run, hub)
+    assert set(hub.files("org/livt")) >= PUBLISHED
+
+
+def test_a_commit_whose_answer_is_lost_is_not_called_invisible(run, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.fail("/commit/", "lost")
+    with pytest.raises(PublishError, match="the Hub's answer was lost, but the run is visible there"):
+        put(run, hub)
+    assert set(hub.files("org/livt")) >= PUBLISHED
+    before = hub.repo("org/livt").commits[0].oid
+    publication, api = Publication("org/livt"), HfApi(endpoint=hub.endpoint, token=TOKEN)
+    hub.fail("/api/models/org/livt", 500)
+    assert visible(api, publication, before) == "whether the run is visible there could not be asked"
+
+
 def test_a_line_that_recovers_needs_no_second_try(run, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.cut_uploads("/_lfs/", times=1)
@@ -525,6 +561,23 @@ def test_a_folder_becomes_a_private_dataset_whose_card_says_how_it_was_divided(a
 def test_a_dataset_command_that_lacks_something_is_refused_with_what_it_lacks(words, refusal):
     with pytest.raises(LiVTError, match=refusal):
         PublishDataSettings.parse(words)
+
+
+def test_a_table_may_name_links_to_train_on_but_what_they_lead_to_is_not_published(tmp_path, capsys):
+    for place in ("own", "elsewhere"):
+        (tmp_path / place).mkdir()
+        for number in range(6):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / place / f"{number}.png")
+    (tmp_path / "own/table.csv").write_text("image,label\n" + "".join(f"{i}.png,{'ab'[i % 2]}\n" for i in range(6)))
+    command = [str(tmp_path / "own/table.csv"), "org/own", "--license", "mit", "--dry_run"]
+    (tmp_path / "own/0.png").unlink()
+    (tmp_path / "own/0.png").symlink_to("4.png")
+    publish_data(command)
+    (tmp_path / "own/0.png").unlink()
+    (tmp_path / "own/0.png").symlink_to("../elsewhere/0.png")
+    assert sum(map(len, load_data(PublishDataSettings.parse(command)).values())) == 6
+    with pytest.raises(LiVTError, match="1 images are links to files outside of .*/own, the first is .*/own/0.png"):
+        publish_data(command)
 
 
 def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,17 @@ from pathlib import Path
 
 import pytest
 from needs import needs_linux, needs_unix
-from recipe_runs import RECIPES, TINY, RecipeRun, assert_same_weights, kill_at, make_pictures, slow_saving
+from recipe_runs import (
+    RECIPES,
+    TINY,
+    RecipeRun,
+    assert_same_weights,
+    impatient,
+    kill_at,
+    make_pictures,
+    no_room,
+    slow_saving,
+)
 
 # Twelve updates; checkpoints and lines of the log fall on different ones. Everything that keeps a state is on.
 OPTIONS = {
@@ -132,6 +143,54 @@ def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupt
     folder = start(stage, name, "--resume").finish().folder
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-10", "step-12"]
     assert_same_run(folder, uninterrupted[stage])
+
+
+def test_a_run_that_finds_no_room_for_its_log_says_so_and_goes_on_when_there_is(start, uninterrupted):
+    stopped = start("pretrain", "no-room", sabotage=(no_room, "log.jsonl"))
+    assert stopped.wait() == 1
+    assert f"error: could not write {stopped.folder / 'log.jsonl'}: No space left on device" in stopped.printed
+    assert "Traceback" not in stopped.printed
+    assert_same_run(start("pretrain", "no-room", "--resume").finish().folder, uninterrupted["pretrain"])
+
+
+def mounted(place: Path, size: str) -> bool:
+    """A disk in memory of a size; whether this user may have one."""
+    place.mkdir(exist_ok=True)
+    return subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place]).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [0.004, *range(1, 65, 4)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_on_a_disk_that_fills_up_goes_on_when_there_is_room(workplace, start, uninterrupted, stage, megabytes):
+    """Three checkpoints at a time and the final model take some 60 MB, so that every kind of file meets the end."""
+    disk = workplace / f"{stage}-{megabytes}-megabytes"
+    if shutil.which("mount") is None or not mounted(disk, f"{int(megabytes * 1024)}k"):
+        pytest.skip("this user may not mount a disk")
+    try:
+        output = {"output": disk.with_suffix(".txt")}
+        stopped = start(stage, f"{megabytes}-megabytes/run", **output)
+        if stopped.wait() != 0:
+            assert re.search(r"^error: could not (write|save)", stopped.printed, re.MULTILINE), stopped.printed
+            assert "Traceback" not in stopped.printed
+            subprocess.run(["mount", "-o", "remount,size=1g", disk], check=True)
+            again = ["--resume"] if (stopped.folder / "arguments.yaml").exists() else []
+            start(stage, f"{megabytes}-megabytes/run", *again, **output).finish()
+        assert_same_run(stopped.folder, uninterrupted[stage])
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_run_that_is_under_way_is_not_resumed_by_a_second_process(start, uninterrupted):
+    """Also not where the first is slow to stop: the second waits for it, and goes on after it was killed."""
+    first = start("pretrain", "contended", sabotage=(slow_saving, 0.3))
+    first.wait_for(lambda: first.logged() >= 1)
+    second = start("pretrain", "contended", "--resume", sabotage=(impatient,), output=first.folder.with_suffix(".2"))
+    assert second.wait() == 1
+    assert f"error: another process is at work in {first.folder}" in second.printed
+    third = start("pretrain", "contended", "--resume", output=first.folder.with_suffix(".3"))
+    first.signal(signal.SIGKILL)
+    assert_same_run(third.finish().folder, uninterrupted["pretrain"])
 
 
 @needs_unix

@@ -1,5 +1,6 @@
 """Run folders: who gets which, what may change between two starts, which code they say they come from."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 import livt_hf.results
+from livt_hf.commands import run_command
 from livt_hf.results import provenance
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run
 from livt_hf.settings import PretrainSettings
@@ -44,6 +46,30 @@ def test_of_two_jobs_given_the_same_folder_only_one_begins(tmp_path):
     with pytest.raises(ValueError, match="run holds another run; pass --resume .*run to go on, or a new --output_dir"):
         runs[1].begin(second)
     assert runs[0].arguments["seed"] == 1
+
+
+def test_a_run_that_finds_no_room_to_begin_leaves_its_folder_as_it_was(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            Run(tmp_path).begin(PretrainSettings())
+    assert list(tmp_path.iterdir()) == []
+    Run(tmp_path).begin(PretrainSettings())
+    assert Run(tmp_path).arguments["dataset"] == "glyphs"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_what_the_machine_refuses_is_one_sentence_and_a_bug_keeps_its_traceback(number):
+    def refused(number):
+        raise OSError(number, os.strerror(number), "runs/1/log.jsonl")
+
+    with pytest.raises(SystemExit, match=f"^error: could not write runs/1/log.jsonl: {os.strerror(number)}; "):
+        run_command(lambda: refused(number))
+    with pytest.raises(FileNotFoundError):
+        run_command(lambda: refused(errno.ENOENT))
 
 
 def test_an_option_that_came_after_the_run_had_its_default_there(started):

@@ -250,6 +250,13 @@ def _stored(dataset: Dataset) -> Iterator[dict]:
         yield from rows[start : start + 256]["image"]
 
 
+def stored_paths(dataset: Dataset) -> Iterator[str]:
+    """The files of images that are stored as such on this machine."""
+    for image in _stored(dataset):
+        if image["bytes"] is None and image["path"] and "://" not in image["path"]:
+            yield image["path"]
+
+
 def _stored_size(image: Mapping) -> int | None:
     """Bytes of an image; None where asking would mean to fetch it."""
     if image["bytes"] is not None:

@@ -1,12 +1,13 @@
 """Datasets by name or place, benchmarks and the user's own images, as a `DatasetDict` ready for both stages."""
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,7 @@ from livt_hf.data.tables import (
     read_list,
 )
 from livt_hf.errors import LiVTError
+from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -434,10 +436,10 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
 
 
 def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
-    if (path / "dataset_dict.json").is_file():
-        return dict(load_from_disk(path))
-    if (path / "state.json").is_file():
-        return {"train": load_from_disk(path)}
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        with _reading_dataset(path):
+            stored = load_from_disk(path).with_format(None)  # a format may hide columns
+        return dict(stored) if isinstance(stored, DatasetDict) else {"train": stored}
     for suffix in (".parquet", ".arrow"):
         files = sorted(str(file) for file in path.rglob(f"*{suffix}"))
         if files:
@@ -456,13 +458,25 @@ def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:
         known = "a table (.csv, .tsv, .jsonl, .parquet), an arrow file, a webdataset (.tar) or an image list (.txt, "
         raise LiVTError(f"{files['train'][0]} is not {known}.txt.gz, .txt.xz), or it cannot be streamed.")
     # One by one: loaded together, all splits get the class names of the first file.
-    splits = {
-        split: load_dataset(kind, data_files={split: own}, split=split, streaming=streaming)
-        for split, own in files.items()
-    }
-    if not streaming:
-        return splits
-    return {split: with_shard_lengths(stream, count_images(kind, files[split])) for split, stream in splits.items()}
+    splits = {}
+    for split, own in files.items():
+        with _reading_dataset(", ".join(own[:3])):
+            splits[split] = load_dataset(kind, data_files={split: own}, split=split, streaming=streaming)
+            if streaming:
+                splits[split] = with_shard_lengths(splits[split], count_images(kind, own))
+    return splits
+
+
+@contextlib.contextmanager
+def _reading_dataset(place: str | Path) -> Iterator[None]:
+    """Around what `datasets` reads of a disk: whatever it raises on damaged files, in a sentence."""
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        while cause.__cause__ is not None:  # it wraps what went wrong in "an error occurred"
+            cause = cause.__cause__
+        raise LiVTError(f"{place} cannot be read as a dataset: {in_words(cause)}; put back a good copy.") from error
 
 
 def _by_split(files: list[str], folder: Path) -> dict[str, list[str]]:

@@ -3,14 +3,16 @@
 An image list is a text file with `path label` on every line and labels 0, 1, 2 and so on, plain, gzipped or xz.
 """
 
+import contextlib
 import csv
 import gzip
 import logging
 import lzma
 import os
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from datasets.data_files import SPLIT_KEYWORDS
 
 from livt_hf.data.labels import IMAGE_NAMES, LABEL_NAMES, Labels, LeftOut, telling_name
 from livt_hf.errors import LiVTError
+from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -67,7 +70,7 @@ def read_list(path: Path) -> ImageList:
     try:
         with openers.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             lines = file.read().splitlines()
-    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, lzma.LZMAError) as error:
+    except (EOFError, OSError, UnicodeDecodeError, zlib.error, lzma.LZMAError) as error:
         raise LiVTError(f"{path} cannot be read as an image list: {error}.") from error
     paths, labels = [], []
     for number, line in enumerate(lines, 1):
@@ -75,7 +78,9 @@ def read_list(path: Path) -> ImageList:
             continue
         name, _, label = line.rstrip().rpartition(" ")
         if not name or not label.isdecimal() or len(label) > 7:
-            raise LiVTError(f"{path}, line {number}: {line!r} is not `path label` with a label 0, 1, 2 and so on.")
+            raise LiVTError(
+                f"{path}, line {number}: {line[:200]!r} is not `path label` with a label 0, 1, 2 and so on."
+            )
         if name[0] in "/\\" or ".." in name and ".." in re.split(r"[/\\]", name) or ":" in name[:2]:
             raise LiVTError(f"{path}, line {number}: {name!r} leads out of the image folder; paths must stay inside.")
         paths.append(name)
@@ -161,7 +166,9 @@ def is_table(path: Path) -> bool:
     """Whether a file is a table of paths and labels; parquet may hold the images themselves."""
     if path.suffix.lower() != ".parquet" or not path.is_file():
         return path.suffix.lower() in TABLES and path.is_file()
-    return not any(pa.types.is_struct(kind) or pa.types.is_binary(kind) for kind in pq.read_schema(path).types)
+    with reading_table(path):
+        kinds = pq.read_schema(path).types
+    return not any(pa.types.is_struct(kind) or pa.types.is_binary(kind) for kind in kinds)
 
 
 def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
@@ -202,20 +209,28 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
 
 def _read_table(file: Path) -> pa.Table:
     """All columns; those of a text file as text, so that label 007 stays what it is."""
-    try:
+    with reading_table(file):
         if file.suffix.lower() == ".parquet":
             table = pq.read_table(file)
         elif file.suffix.lower() == ".jsonl":
             table = pyarrow.json.read_json(file)
         else:
             table = _read_csv(file)
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        raise LiVTError(f"{file} cannot be read as a table in UTF-8: {str(error).splitlines()[0]}") from error
+        table.validate(full=True)  # also that all text is UTF-8, which columns of a damaged file need not be
     table = table.rename_columns([name.strip() for name in table.column_names])
     twice = [name for name, count in Counter(table.column_names).items() if count > 1]
     if twice:
         raise LiVTError(f'{file} has two columns called "{twice[0]}": rename one.')
     return table
+
+
+@contextlib.contextmanager
+def reading_table(file: Path) -> Iterator[None]:
+    """Around what reads a table: whatever its library raises on damaged files, in a sentence."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
+        raise LiVTError(f"{file} cannot be read as a table in UTF-8: {in_words(error)}") from error
 
 
 def _read_csv(file: Path) -> pa.Table:

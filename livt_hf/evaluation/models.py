@@ -1,8 +1,7 @@
 """Checkpoints to be measured or served: how they are loaded, what they know, and what a run lends to a command."""
 
-import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
     BaseImageProcessor,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -24,15 +22,17 @@ from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import read_class_counts
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
+from livt_hf.pretrained import read_config, reading_checkpoint
+from livt_hf.records import in_words
 from livt_hf.runs import ARGUMENTS, Run, newest_finished, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings
 
 
 def load_checkpoint(path: str) -> PreTrainedModel:
     """A LiViT in either of its forms, a ViTMAE, or any other image classifier, balanced again where it was so."""
-    with _refusing_what_is_not_there(path):
-        config, _ = PreTrainedConfig.get_config_dict(path)
-        kind = config.get("model_type")
+    config = read_config(path)
+    kind = config.get("model_type")
+    with reading_checkpoint(path):
         if kind is None and Run(Path(path)).fold(1).folder.is_dir():
             raise LiVTError(f"{path} is a cross-validation; its models are in fold-1, fold-2 and so on.")
         if kind is None:
@@ -57,8 +57,7 @@ def told_its_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrained
 
 
 def is_pretraining(path: str) -> bool:
-    with _refusing_what_is_not_there(path):
-        return PreTrainedConfig.get_config_dict(path)[0].get("model_type") == "vit_mae"
+    return read_config(path).get("model_type") == "vit_mae"
 
 
 def load_classifier(path: str) -> PreTrainedModel:
@@ -67,23 +66,14 @@ def load_classifier(path: str) -> PreTrainedModel:
     return load_checkpoint(path)
 
 
-@contextlib.contextmanager
-def _refusing_what_is_not_there(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        words = " ".join(str(error).split())
-        raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
-
-
 def load_processor(path: str) -> BaseImageProcessor:
     """The image processor that was saved beside a checkpoint."""
     try:
         return AutoImageProcessor.from_pretrained(path)
-    except OSError as error:
+    except Exception as error:  # as of `reading_checkpoint`
         raise LiVTError(
-            f"{path} has no image processor (preprocessor_config.json), so it is unknown how its images are "
-            "prepared; save the one it was trained with beside it."
+            f"{path} has no image processor (preprocessor_config.json) that can be read, so it is unknown how its "
+            f"images are prepared; save the one it was trained with beside it ({in_words(error)})."
         ) from error
 
 

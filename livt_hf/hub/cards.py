@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from livt_hf.errors import LiVTError
 from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec, published_split, why_no_posterior
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
@@ -116,6 +117,7 @@ def model_card(
     counts_picture: str | None = None,
 ) -> ModelCard:
     """The card of a finished run; the pictures are paths inside the repository."""
+    _refuse_gaps(results)
     publication = publication.licensed(results)
     common = dict(repo_id=publication.repo_id, title=publication.name, citation=CITATION, terms=None)
     common |= dict(counts=count_row(results), counts_picture=counts_picture, data=_data(results))
@@ -128,6 +130,19 @@ def model_card(
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
     common |= dict(form=publication.form, livit=is_vit(results), **_outputs(results, arguments))
     return render("classifier", data, **common, **_results_sections(results, arguments))
+
+
+def _refuse_gaps(results: Results) -> None:
+    """Every finished run has said what a card is made of; a file that does not was damaged."""
+    said = vars(results)
+    needed = ["model_size", "parameters", "image_size"]
+    if results.stage == "pretrain":
+        said, needed = said | results.metrics, [*needed, "mask_ratio", "loss", "zero_prediction_loss"]
+    else:
+        needed += ["loss", "tau", "epoch", "epochs"]
+    missing = [name for name in needed if said.get(name) is None]
+    if missing:
+        raise LiVTError(f"the results of the run do not say its {missing[0]}; put back a copy of its results.json.")
 
 
 def render(name: str, data: ModelCardData, /, **context) -> ModelCard:

@@ -1,5 +1,6 @@
 """A long-tailed split on the Hub: parquet, and a card with its counts, rule and seed."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 from livt_hf.data import class_counts, has_carved_test
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
+from livt_hf.data.decoding import stored_paths
 from livt_hf.data.labels import class_feature
 from livt_hf.data.sources import with_defaults
 from livt_hf.errors import LiVTError
@@ -41,7 +43,7 @@ class Origin:
 
 
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
-    """The origin of a dataset that was loaded with these settings."""
+    """The origin of a dataset that was loaded with these settings, and lies where they say."""
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).expanduser().exists()
     made = with_defaults(settings, benchmark)
     rule = "The training images are those of the dataset."
@@ -50,7 +52,26 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     if has_carved_test(splits):
         rule += " The test split is not the dataset's own: it was set aside from the training images before that."
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
+    place = Path(settings.source or settings.dataset).expanduser()
+    if settings.source or (local and settings.dataset not in BENCHMARKS):
+        _refuse_stray_files(splits, place if place.is_dir() else place.parent)
     return Origin(rule, settings.split_seed, hub_id)
+
+
+def _refuse_stray_files(splits: DatasetDict, folder: Path) -> None:
+    """Refuse images that lie elsewhere: a table may name a link, and what it leads to was never meant to be shown."""
+    root = os.path.realpath(folder)
+    stray = [
+        path
+        for split in splits.values()
+        for path in stored_paths(split)
+        if os.path.commonpath([os.path.realpath(path), root]) != root
+    ]
+    if stray:
+        raise LiVTError(
+            f"{len(stray)} images are links to files outside of {folder}, the first is {stray[0]}: copy what is to be "
+            "published into the folder."
+        )
 
 
 def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) -> DatasetCard:

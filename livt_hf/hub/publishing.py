@@ -1,7 +1,6 @@
 """From a finished run to a repository on the Hub: what is uploaded, in which form, in one commit."""
 
 import fnmatch
-import json
 import logging
 import shutil
 import tempfile
@@ -15,9 +14,10 @@ from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
-from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
+from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason, visible
 from livt_hf.hub.scrubbing import named_places, refuse_secrets, scrub_file
 from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.records import read_record
 from livt_hf.reports.biases import class_distribution
 from livt_hf.reports.evaluation import NUMBERS
 from livt_hf.results import Results
@@ -100,13 +100,15 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
         folder = prepare_publication(run, Path(temporary) / "publication", publication)
         what = f"to the {publication.visibility} repository {publication.repo_id}:\n{listing(folder)}"
         logging.getLogger(__name__).info(what)
+        before = None
         try:
+            before = open_repository(api, publication)
             commit = _upload(api, folder, publication)
         except LiVTError:
             raise
         except HUB_ERRORS as error:
             raise PublishError(
-                f"{publication.repo_id} was not published ({reason(error)}): nothing of the run is visible there. "
+                f"{publication.repo_id} was not published ({reason(error)}): {visible(api, publication, before)}. "
                 f"The run itself is complete; publish it later with: {publication.command(run)}"
             ) from error
     if publication.tag:
@@ -116,7 +118,6 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
 
 def _upload(api: HfApi, folder: Path, publication: Publication) -> CommitInfo:
     repo_id = publication.repo_id
-    open_repository(api, publication)
     files = published_files(folder)
     stale = [name for name in api.list_repo_files(repo_id) if name.startswith(REPLACED) and name not in files]
     operations = [CommitOperationAdd(name, path) for name, path in files.items()]
@@ -175,7 +176,7 @@ def _copy_records(run: Path, folder: Path, names: list[Path], known: set[str]) -
     """Copy files of a run, texts without the places on this machine that they name."""
     places = named_places(Run(run).arguments, known)
     if MEASURED in names:  # an evaluation may have been told other places than the training
-        places |= named_places(json.loads((run / MEASURED).read_text(encoding="utf-8")), known)
+        places |= named_places(read_record(run / MEASURED), known)
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         if name.suffix in TEXTS:

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from livt_hf.errors import LiVTError
+from livt_hf.records import read_records, read_values
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
@@ -69,16 +70,15 @@ def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = (), places
 
     `hub_ids` only look like paths; `places` are paths also where they stand in a sentence and look like words.
     """
-    text = source.read_text(encoding="utf-8")
     if source.suffix == ".json":
-        text = json.dumps(scrub_value(json.loads(text), hub_ids), indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(scrub_value(read_values(source), hub_ids), indent=2, ensure_ascii=False) + "\n"
     elif source.suffix == ".jsonl":
-        lines = [scrub_value(json.loads(line), hub_ids) for line in text.splitlines() if line]
+        lines = [scrub_value(line, hub_ids) for line in read_records(source)]
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     elif source.suffix in (".yaml", ".yml"):
-        text = yaml.safe_dump(scrub_value(yaml.safe_load(text), hub_ids), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(scrub_value(read_values(source), hub_ids), sort_keys=False, allow_unicode=True)
     else:
-        text = scrub_text(text, places)
+        text = scrub_text(source.read_text(encoding="utf-8"), places)
     target.write_text(text, encoding="utf-8")
 
 

@@ -1,12 +1,15 @@
 """`LongTailConfig`: the settings of a long-tailed head, saved as `config.long_tail` of any image classifier."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal, get_args, get_type_hints
 
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.losses import LOSSES, LossSpec
 from livt_hf.long_tail.priors import as_prior
+from livt_hf.records import fits
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +65,16 @@ class LongTailConfig(dict):
 
     def __post_init__(self):
         values = vars(self)  # the class is frozen, so that the attributes and the dictionary stay the same
-        if self.class_counts is not None:
-            values["class_counts"] = [_whole(count) for count in self.class_counts]
-        if self.test_prior is not None and not isinstance(self.test_prior, str):
-            values["test_prior"] = [float(value) for value in self.test_prior]
-        for name in ("seen_counts", "class_weights"):
-            if values[name] is not None:
-                values[name] = [float(value) for value in values[name]]
+        for name, number in _NUMBERS.items():
+            if values[name] is not None and not isinstance(values[name], str):
+                values[name] = _listed(name, values[name], number)
+        chosen = ("test_prior", "bias", "head_start")  # whose choices are named below
+        hints = {name: (values, hint) for name, hint in LongTailConfig.__annotations__.items() if name not in chosen}
+        if isinstance(self.calibration, dict):
+            hints |= {name: (self.calibration, hint) for name, hint in get_type_hints(Calibration).items()}
+        for name, (given, hint) in hints.items():
+            if not fits(given.get(name), hint):
+                raise LiVTError(f"{name} cannot be {given.get(name)!r}; correct it in the call or in config.json.")
         self.update(values)
         self._check()
 
@@ -165,6 +171,12 @@ class LongTailConfig(dict):
                 raise LiVTError("test_prior must lie strictly between 0 and 1 in every class; its log-odds are used.")
         if self.class_counts is not None:
             self._check_counts(num_labels, multi_label)
+        if self.calibration is not None:
+            numbers = [self.calibration["scale"], self.calibration["odds"], *self.calibration["offsets"]]
+            if len(numbers) != 2 + num_labels or not all(map(math.isfinite, numbers)):
+                raise LiVTError(
+                    f"the calibration is not one of {num_labels} classes, or not of finite numbers; calibrate again."
+                )
 
     def _check_multi_label(self) -> None:
         if self.bias == "ce":
@@ -226,7 +238,20 @@ class LongTailConfig(dict):
             raise LiVTError(f"{name} holds {wrong[0]:g}; every class needs a positive number.")
 
 
+def _listed(name: str, values, number: Callable) -> list:
+    """One number per class as a list, of whatever holds them: a list, an array, a tensor."""
+    try:
+        return [number(value) for value in values]
+    except LiVTError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LiVTError(f"{name} cannot be {values!r}; give one number per class.") from error
+
+
 def _whole(count) -> int:
-    if count != int(count):
+    if not math.isfinite(count) or count != int(count):
         raise LiVTError(f"class_counts holds {count}; counts of images are whole numbers.")
     return int(count)
+
+
+_NUMBERS = {"class_counts": _whole, "seen_counts": float, "class_weights": float, "test_prior": float}

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import yaml
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
+from livt_hf.records import fits, read_values
 
 _BLOCK = 2**20  # posteriors looked at in one piece
 # Of EM: how often it is repeated with disturbed evidence, by which standard deviation of the log evidence for a class
 # (what calibration leaves open, see `calibration.OFFSET_SPREAD`), and when it ends.
 _DISTURBED, _DISTURBANCE = 6, 0.3
 _STEPS, _TOLERANCE = 1000, 1e-4
+_LARGEST = 1e18  # number of images that a file may claim: sums of larger ones could become infinite
 
 Prior = Literal["uniform"] | Sequence[float] | Tensor | None
 
@@ -89,10 +90,7 @@ def read_class_counts(path: str, labels: Sequence[str]) -> list[float]:
 
 
 def _numbers_by_class(path: str, labels: Sequence[str], what: str) -> list[float]:
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LiVTError(f"{path} is no readable JSON or YAML file with a number for each class: {error}") from error
+    content = read_values(Path(path))
     if isinstance(content, dict):
         names = {str(name): value for name, value in content.items()}
         wrong = sorted(set(labels) ^ set(names))
@@ -101,12 +99,11 @@ def _numbers_by_class(path: str, labels: Sequence[str], what: str) -> list[float
                 f"the {what} in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
             )
         content = [names[label] for label in labels]
-    if (
-        not isinstance(content, list)
-        or len(content) != len(labels)
-        or not all(isinstance(v, int | float) for v in content)
-    ):
+    if not fits(content, list[float]) or len(content) != len(labels):
         raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
+    wrong = [value for value in content if not -_LARGEST < value < _LARGEST]  # so written, NaN is refused too
+    if wrong:
+        raise LiVTError(f"the {what} in {path} hold {wrong[0]:.3g}; give a number for each class.")
     return content
 
 

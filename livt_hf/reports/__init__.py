@@ -8,9 +8,10 @@ from livt_hf.reports.classes import (
     confused_classes,
     reliability_diagram,
 )
-from livt_hf.reports.curves import read_log, sweep_plot, training_curves
+from livt_hf.reports.curves import sweep_plot, training_curves
 from livt_hf.reports.page import html_report, markdown_table
 from livt_hf.reports.sheets import contact_sheet, reconstruction_sheet
+from livt_hf.runs import read_log
 
 __all__ = [
     "accuracy_by_frequency",

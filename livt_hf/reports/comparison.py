@@ -1,12 +1,12 @@
 """Two reports side by side: what the second model gains and loses against the first, by group and by class."""
 
 import csv
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from livt_hf.errors import LiVTError
+from livt_hf.records import in_words, read_record
 from livt_hf.reports.page import html_report
 from livt_hf.results import percent
 
@@ -24,7 +24,7 @@ class Report:
     name: str
     folder: Path
     summary: dict
-    classes: list[dict[str, str]]
+    classes: list[dict]
 
     @classmethod
     def of(cls, place: str) -> "Report":
@@ -33,15 +33,42 @@ class Report:
         folder = Path(place) if Path(place, NUMBERS).is_file() else found[-1].parent if found else None
         if folder is None or not (folder / CLASSES).is_file():
             raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval --model {place}")
-        with (folder / CLASSES).open(encoding="utf-8", newline="") as file:
-            return cls(
-                place, folder, json.loads((folder / NUMBERS).read_text(encoding="utf-8")), list(csv.DictReader(file))
+        hints = {"dataset": str, "split": str, "rules": dict[str, dict[str, float | None]]}
+        summary = read_record(folder / NUMBERS, hints)
+        rules = summary.get("rules", {}).values()
+        if not hints.keys() <= summary.keys() or not rules or not all(map(_comparable, rules)):
+            raise LiVTError(
+                f"{folder / NUMBERS} has no accuracies to compare; write the report again: livt eval --model {place}"
             )
+        return cls(place, folder, summary, _read_classes(folder / CLASSES))
 
     @property
     def metrics(self) -> dict:
         """Under the rule that the model is judged by."""
         return next(iter(self.summary["rules"].values()))
+
+
+def _comparable(metrics: dict) -> bool:
+    """Whether a rule was measured on images, in fractions."""
+    known = {*METRICS, "num_images"} <= metrics.keys() and None not in (metrics["accuracy"], metrics["num_images"])
+    return known and 0 <= metrics["accuracy"] <= 1 <= metrics["num_images"] < math.inf
+
+
+def _read_classes(path: Path) -> list[dict]:
+    """What is compared of the table that `write_classes` wrote; the accuracy of a class without images is None."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return [
+                {
+                    "name": row["name"],
+                    "count": int(row["count"]),
+                    "images": int(row["images"]),
+                    "accuracy": float(row["accuracy"]) if row["accuracy"] else None,
+                }
+                for row in csv.DictReader(file)
+            ]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise LiVTError(f"{path} is damaged ({in_words(error)}); write the report again with livt eval.") from error
 
 
 def write_classes(rows: list[dict], path: Path) -> None:
@@ -107,16 +134,17 @@ def _rule_rows(report: Report) -> list[dict]:
 
 
 def _class_rows(one: Report, other: Report) -> list[dict]:
-    pairs = [(a, b) for a, b in zip(one.classes, other.classes, strict=True) if a["accuracy"] and b["accuracy"]]
-    pairs.sort(key=lambda pair: -abs(float(pair[1]["accuracy"]) - float(pair[0]["accuracy"])))
+    both = zip(one.classes, other.classes, strict=True)
+    pairs = [(a, b) for a, b in both if a["accuracy"] is not None and b["accuracy"] is not None]
+    pairs.sort(key=lambda pair: -abs(pair[1]["accuracy"] - pair[0]["accuracy"]))
     return [
         {
             "class": a["name"],
-            "training images": int(a["count"]),
-            "test images": int(a["images"]),
-            "first": percent(float(a["accuracy"])),
-            "second": percent(float(b["accuracy"])),
-            "difference": _points(float(a["accuracy"]), float(b["accuracy"])),
+            "training images": a["count"],
+            "test images": a["images"],
+            "first": percent(a["accuracy"]),
+            "second": percent(b["accuracy"]),
+            "difference": _points(a["accuracy"], b["accuracy"]),
         }
         for a, b in pairs[:LISTED]
     ]

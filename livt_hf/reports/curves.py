@@ -1,6 +1,5 @@
 """Curves: of training runs over time, and of results over a swept setting."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,21 +10,9 @@ from matplotlib.lines import Line2D
 
 from livt_hf.errors import LiVTError
 from livt_hf.reports.style import GROUP_COLOURS, GROUP_MARKERS, GROUP_NAMES, PALETTE, new_figure, plain, save, shorten
+from livt_hf.runs import read_log
 
 _LINES = ("-", "--", ":", "-.")
-
-
-def read_log(path: str | Path) -> list[dict]:
-    """The lines of a log.jsonl, without a last line that a killed process left unfinished."""
-    lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    rows = []
-    for position, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if position < len(lines):
-                raise LiVTError(f"line {position} of {path} is not JSON; repair or remove it.") from error
-    return rows
 
 
 def training_curves(logs: Mapping[str, str | Path], path: str | Path) -> Path:

@@ -1,9 +1,13 @@
 """Checkpoints that are either whole or absent: written aside, flushed, then renamed."""
 
+import contextlib
 import json
-import pickle
 import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_type_hints
 
 from accelerate import Accelerator
 from safetensors import SafetensorError
@@ -11,6 +15,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from livt_hf.errors import LiVTError
+from livt_hf.records import in_words, read_record
 from livt_hf.runs import Run
 from livt_hf.system import flush, rename
 
@@ -19,6 +24,19 @@ STATE = "state.json"
 
 class CheckpointError(LiVTError):
     """A checkpoint could not be written or read; the message says what is still there."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+
+    update: int = 0
+    # Losses since the last line of the log, so that a resumed run writes the same line.
+    pending: list[float] = field(default_factory=list)
+    # Of `select best`: the epoch, and the number on the validation split that it is best by.
+    best_epoch: int | None = None
+    best_accuracy: float | None = None
+    seconds: float = 0.0
 
 
 def independent_of_processes(accelerator: Accelerator) -> None:
@@ -33,7 +51,7 @@ def independent_of_processes(accelerator: Accelerator) -> None:
             save_model(accelerator.unwrap_model(models[0]), str(Path(folder, "model.safetensors")))
 
     def load(models, folder):
-        load_model(accelerator.unwrap_model(models.pop()), str(Path(folder, "model.safetensors")))
+        read_weights(accelerator.unwrap_model(models.pop()), Path(folder, "model.safetensors"))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -51,7 +69,7 @@ def keep_in_checkpoints(accelerator: Accelerator, module: nn.Module, name: str) 
             save_model(module, str(Path(folder, f"{name}.safetensors")))
 
     def load(_models, folder):
-        load_model(module, str(Path(folder, f"{name}.safetensors")))
+        read_weights(module, Path(folder, f"{name}.safetensors"))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -60,7 +78,8 @@ def keep_in_checkpoints(accelerator: Accelerator, module: nn.Module, name: str) 
 def checkpoints(run: Run) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = run.checkpoints.glob("step-*") if run.checkpoints.is_dir() else []
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+    numbered = {folder: folder.name.removeprefix("step-") for folder in found}
+    return sorted((folder for folder in numbered if numbered[folder].isdecimal()), key=lambda f: int(numbered[f]))
 
 
 def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) -> None:
@@ -69,7 +88,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) 
     if folder.exists():  # the same update of the same run is the same state
         return
     writing = run.checkpoints / f".writing-{folder.name}"
-    try:
+    with saving(f"the checkpoint of update {state['update']}", run, writing):
         if accelerator.is_main_process:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
@@ -79,18 +98,11 @@ def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) 
         if accelerator.is_main_process:
             written = sorted(path for path in writing.rglob("*") if path.is_file())
             files = {path.relative_to(writing).as_posix(): path.stat().st_size for path in written}
-            (writing / STATE).write_text(json.dumps(state | {"files": files}), encoding="utf-8")
+            sums = {path.relative_to(writing).as_posix(): _checksum(path) for path in written}
+            (writing / STATE).write_text(json.dumps(state | {"files": files, "checksums": sums}), encoding="utf-8")
             flush(*writing.rglob("*"), writing)
             rename(writing, folder)
             flush(run.checkpoints)
-    # torch.save and safetensors report a full disk in their own ways.
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(writing, ignore_errors=True)
-        left = checkpoints(run)
-        kept = f"the previous one, {left[-1]}, is intact" if left else "there is no earlier one"
-        raise CheckpointError(
-            f"could not save the checkpoint of update {state['update']}: {error}; {kept}."
-        ) from error
     if accelerator.is_main_process:
         for old in checkpoints(run)[:-keep]:
             # Renamed first: a kill while deleting must not leave half a checkpoint under the name of a whole one.
@@ -107,26 +119,69 @@ def load_checkpoint(accelerator: Accelerator, run: Run) -> dict | None:
     if not found:
         return None
     folder = found[-1]
-    state = _read_state(folder)
+    state = read_state(folder)
+    sums = state.pop("checksums", {})  # files from before there were any are checked by their size
     for name, size in state.pop("files").items():
         path = folder / name
         actual = path.stat().st_size if path.exists() else 0
-        if actual != size:
+        wrong = f"{actual} bytes instead of {size}" if actual != size else "other bytes than were written"
+        if actual != size or (name in sums and _checksum(path) != sums[name]):
             raise CheckpointError(
-                f"{path} has {actual} bytes instead of {size}: the checkpoint was damaged after it was written; "
-                f"delete {folder} to go on from the one before."
+                f"{path} has {wrong}: the checkpoint was damaged after it was written; delete {folder} to go on from "
+                "the one before."
             )
     try:
         accelerator.load_state(str(folder))
-    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except Exception as error:  # what torch's unpickler and safetensors make of damage is no short list
         raise CheckpointError(
-            f"could not read {folder}: {error}; if it is damaged, delete it to go on from the one before."
+            f"could not read {folder}: {in_words(error)}; if it is damaged, delete it to go on from the one before."
         ) from error
     return state
 
 
-def _read_state(folder: Path) -> dict:
+def read_state(folder: Path) -> dict:
+    """What a checkpoint says of itself: the progress of its run, and its files."""
     try:
-        return json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} has no readable {STATE}; delete it to go on from the one before.") from error
+        hints = get_type_hints(Progress) | {"files": dict[str, int], "checksums": dict[str, int]}
+        state = read_record(folder / STATE, hints)
+        wrong = sorted({"update", "files"} - state.keys()) + sorted(state.keys() - hints)
+        if wrong:
+            raise LiVTError(f"{wrong[0]} is missing or not known")
+    except LiVTError as error:
+        raise CheckpointError(
+            f"{folder} has no readable {STATE} ({error}); delete it to go on from the one before."
+        ) from error
+    return state
+
+
+@contextlib.contextmanager
+def saving(what: str, run: Run, writing: Path | None = None) -> Iterator[None]:
+    """Around writing something of a run: a full disk is said, and what was written aside, to `writing`, goes."""
+    try:
+        yield
+    # torch.save and safetensors report a full disk in their own ways.
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if writing is not None and writing.is_dir():
+            shutil.rmtree(writing, ignore_errors=True)
+        elif writing is not None:
+            writing.unlink(missing_ok=True)
+        left = checkpoints(run)
+        kept = f"the last checkpoint, {left[-1]}, is intact" if left else "there is no checkpoint yet"
+        raise CheckpointError(f"could not save {what}: {in_words(error)}; {kept}.") from error
+
+
+def read_weights(module: nn.Module, path: Path) -> None:
+    """Put weights back that were saved by `save_model`."""
+    try:
+        load_model(module, str(path))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"could not read {path}: {in_words(error)}.") from error
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32: it is to tell damage, not malice."""
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            total = zlib.crc32(block, total)
+    return total

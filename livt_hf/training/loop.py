@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,11 +26,13 @@ from livt_hf.results import Results
 from livt_hf.runs import Run, new_run
 from livt_hf.settings import TrainingSettings
 from livt_hf.training.checkpoints import (
+    Progress,
     checkpoints,
     independent_of_processes,
     keep_in_checkpoints,
     load_checkpoint,
     save_checkpoint,
+    saving,
 )
 from livt_hf.training.machine import StopOnSignal, check_distribution, check_processes, choose_precision, use_all_cores
 from livt_hf.training.optim import WarmupCosine, layer_decay_groups, scaled_lr
@@ -66,6 +68,8 @@ def claim_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: 
         found[0].begin(settings)
     broadcast_object_list(found)
     _check_shared(accelerator, found[0])
+    if accelerator.is_main_process:
+        found[0].hold()
     return found[0]
 
 
@@ -112,19 +116,6 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.
 
         return Lamb(groups, lr=lr, betas=betas)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-
-
-@dataclass
-class Progress:
-    """Where a run stands; saved with every checkpoint."""
-
-    update: int = 0
-    # Losses since the last line of the log, so that a resumed run writes the same line.
-    pending: list[float] = field(default_factory=list)
-    # Of `select best`: the epoch, and the number on the validation split that it is best by.
-    best_epoch: int | None = None
-    best_accuracy: float | None = None
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -352,9 +343,10 @@ def finish_run(loop: Loop, model: PreTrainedModel, processor: BaseImageProcessor
     """
     accelerator = loop.accelerator
     if accelerator.is_main_process:
-        model.save_pretrained(loop.run.folder)
-        processor.save_pretrained(loop.run.folder)
-        loop.run.write_results(results)
+        with saving("the final model", loop.run):
+            model.save_pretrained(loop.run.folder)
+            processor.save_pretrained(loop.run.folder)
+            loop.run.write_results(results)
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()

@@ -40,9 +40,10 @@ from livt_hf.data.loading import StoredImages, train_loader
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.recipes.benchmarks.steps import create_timm_vit
+from livt_hf.records import replace_text
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
-from livt_hf.runs import Run, replace_text
+from livt_hf.runs import Run
 from livt_hf.training.machine import use_all_cores
 from livt_hf.training.optim import warmup_cosine
 

@@ -47,7 +47,7 @@ def short_section(which: str, _page: Path) -> str:
     for part in which.split(";"):
         words, chosen = (text.strip() for text in part.rsplit(":", 1))
         name, *variants = chosen.split()
-        table = table_rows(json.loads((RESULTS / f"{name}.json").read_text())["rows"])
+        table = table_rows(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"])
         for row in [row for row in table if row["variant"] in variants or not variants]:
             groups = {group: row[group].split(" ")[0] for group in GROUPS}
             first = {"images and model": words, "loss": row["variant"], "accuracy": row["accuracy"]}

@@ -1,0 +1,99 @@
+"""Records on disk, JSON and YAML: what is damaged is refused in one sentence, and a file is replaced as a whole."""
+
+import json
+import types
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from livt_hf.errors import LiVTError
+from livt_hf.system import rename
+
+
+def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
+    """What a JSON file (.json) or a YAML file (any other) holds."""
+    kind = "JSON" if path.suffix == ".json" else "YAML"
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if kind == "JSON" else yaml.load(text, Loader=loader)
+    # A ValueError is also text in another encoding, a date that does not exist and a number of 5,000 digits.
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise LiVTError(f"{path} is not readable {kind}: {in_words(error)}; correct it or put back a copy.") from error
+
+
+def read_record(path: Path, hints: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A file of names and values. `hints` are the types of some of them: a name that is there must fit its own."""
+    record = read_values(path)
+    check_record(record, hints or {}, str(path))
+    return record
+
+
+def read_records(path: Path, hints: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The lines of a .jsonl file, without a last line that a killed process left unfinished."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        raise LiVTError(f"{path} cannot be read: {in_words(error)}; repair or remove it.") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise LiVTError(f"line {number} of {path} is not JSON; repair or remove it.") from error
+            continue
+        if record is not None:
+            check_record(record, hints or {}, f"line {number} of {path}")
+            records.append(record)
+    return records
+
+
+def check_record(record: Any, hints: Mapping[str, Any], place: str) -> None:
+    """Refuse what is no record, or has a value that its hint does not allow."""
+    if not isinstance(record, dict):
+        raise LiVTError(f"{place} must hold names and their values, not a {type(record).__name__}.")
+    for name, value in record.items():
+        if name in hints and not fits(value, hints[name]):
+            said = repr(value)
+            said = said if len(said) <= 80 else f"{said[:80]}..."
+            raise LiVTError(f"{place} is damaged: {name} cannot be {said}; correct it or put back a copy.")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, as types are written in this package: unions, literals, lists, dictionaries.
+
+    A whole number is a float too, and a truth is neither.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return isinstance(value, str | bool) and value in parts
+    if origin is list:
+        return isinstance(value, list | tuple) and all(fits(item, parts[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(k, parts[0]) and fits(v, parts[1]) for k, v in value.items())
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
+
+
+def in_words(error: BaseException) -> str:
+    """An error of a library in one line of reasonable length, with its kind where the words alone say little."""
+    words = " ".join(str(error).split())
+    words = words if len(words) <= 400 else f"{words[:400]}..."
+    return words if isinstance(error, OSError) and words else f"{type(error).__name__}: {words}"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        rename(temporary, path)
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
