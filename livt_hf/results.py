@@ -9,9 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_type_hints
-
-from typing_extensions import Self
+from typing import Self, get_type_hints
 
 from livt_hf.errors import LiVTError
 from livt_hf.records import read_record

@@ -16,10 +16,9 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from typing_extensions import Self
 
 from livt_hf.errors import LiVTError
 from livt_hf.plugins import load_plugin

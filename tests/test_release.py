@@ -4,11 +4,11 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from livt_hf.version import __version__
 

@@ -194,9 +194,8 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
     broken = {}
     with (
         tqdm(total=len(rows), desc="Looking for broken images", unit="images", disable=None) as progress,
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),  # Pillow's, of which the findings say more
     ):
-        warnings.simplefilter("ignore")  # Pillow's, of which the findings say more
         for start in range(0, len(rows), 256):
             for index, encoded in enumerate(rows[start : start + 256]["image"], start):
                 try:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +10,6 @@ import pyarrow.csv
 import pyarrow.parquet
 from datasets import Dataset
 from torch import Tensor
-from typing_extensions import Self
 
 from livt_hf.data.labels import class_feature, image_paths, labels_of
 from livt_hf.errors import LiVTError

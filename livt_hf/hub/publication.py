@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
-
-from typing_extensions import Self
+from typing import Literal, Self
 
 from livt_hf.errors import LiVTError
 from livt_hf.hub.facts import TITLES, hub_ids
