@@ -92,6 +92,11 @@ def in_words(error: BaseException) -> str:
     return words if isinstance(error, OSError) and words else f"{type(error).__name__}: {words}"
 
 
+def write_values(path: Path, values: Any) -> None:
+    """What `read_values` reads from a JSON file."""
+    replace_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
     temporary = path.with_name(f".{path.name}.tmp")
