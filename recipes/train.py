@@ -28,7 +28,7 @@ from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.sweep import as_words
 from livt_hf.records import read_record, write_values
-from livt_hf.runs import Run, holds_another, next_number, runs_folder
+from livt_hf.runs import Run, claiming, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
@@ -113,18 +113,10 @@ def begin(settings: TrainSettings) -> Path:
         folder = next_number(runs_folder() / f"train-{Path(settings.dataset).name}").folder
     else:
         folder = Path(settings.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        (folder / PLAN).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
-    except FileExistsError as error:
-        raise holds_another(folder) from error
     if "pretrain" in stages:
         stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
-    try:
-        write_values(folder / PLAN, {"why": why, "stages": stages})
-    except OSError:
-        (folder / PLAN).unlink()
-        raise
+    with claiming(folder / PLAN) as path:
+        write_values(path, {"why": why, "stages": stages})
     return folder
 
 
