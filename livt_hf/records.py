@@ -60,6 +60,13 @@ def check_record(record: Any, hints: Mapping[str, Any], place: str) -> None:
             raise LiVTError(f"{place} is damaged: {name} cannot be {shown(value)}; correct it or put back a copy.")
 
 
+def check_settings(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuse settings of a model that are missing or that their hints do not allow."""
+    for name, hint in hints.items():
+        if not fits(values.get(name), hint):
+            raise LiVTError(f"{name} cannot be {shown(values.get(name))}; correct it in the call or in config.json.")
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type, as types are written in this package: unions, literals, lists, dictionaries.
 
