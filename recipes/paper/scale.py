@@ -44,7 +44,7 @@ BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two moments
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", type=float, default=80, help="of a GPU, GB")
-    parser.add_argument("--tflops", type=float, default=312, help="peak of a GPU, 10^12 operations a second")
+    parser.add_argument("--tflops", type=float, default=312, help="peak of a GPU, 10^12 operations per second")
     parser.add_argument(
         "--utilisation", type=float, help="share of the peak; default: that of a recorded ViT-S step on a CPU, a bound"
     )
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     said |= predicted(costs(), arguments)
     said["table"] = table_rows(said)
     print(markdown_table(said["table"]))
-    print(f"\nThe authors' rate: {said['authors_tflops']:.1f} TFLOP/s a GPU, from {AUTHORS_GPU_HOURS:g} GPU-hours.")
+    print(f"\nThe authors' rate: {said['authors_tflops']:.1f} TFLOP/s per GPU, from {AUTHORS_GPU_HOURS:g} GPU-hours.")
     if arguments.output is not None:
         write_values(arguments.output, said)
 
