@@ -88,7 +88,7 @@ def load_long_tailed(
     `source`: a local copy of a benchmark (the Hub's parquet files, an image folder, or lists and images), or the
         folder of the images that a table or an image list names.
     `seed`: picks the images of the tail and of the test set.
-    `streaming`: for pretraining on data that does not fit; see `livt_hf.data.loading` for what it gives up.
+    `streaming`: for pretraining on data that does not fit; see `livt_hf.data.streaming` for what it gives up.
     `options`: any other field of `DataSettings`. `rule` may also be the counts of all classes.
     """
     known = DataSettings.names()
