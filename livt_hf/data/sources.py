@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import errno
 import itertools
 import logging
 import os
@@ -476,6 +477,8 @@ def _reading_dataset(place: str | Path) -> Iterator[None]:
         cause = error
         while cause.__cause__ is not None:  # it wraps what went wrong in "an error occurred"
             cause = cause.__cause__
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # where the cache is: the files may be good
+            raise cause from None
         raise LiVTError(f"{place} cannot be read as a dataset: {in_words(cause)}; put back a good copy.") from error
 
 
