@@ -1,12 +1,12 @@
 """`LiViTConfig`: the sizes of a ViT, how it pools, and the settings of its long-tailed head."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.records import fits, shown
+from livt_hf.records import check_settings
 
 # The encoders; intermediate layers are four times the width, as in every ViT of the paper.
 PRESETS: dict[str, dict[str, int]] = {
@@ -86,11 +86,8 @@ class LiViTConfig(PreTrainedConfig):
         return (self.image_size // self.patch_size) ** 2
 
     def _check_sizes(self):
-        for name, hint in LiViTConfig.__annotations__.items():
-            if name != "pooling" and not fits(getattr(self, name), hint):  # whose choices are named below
-                raise LiVTError(
-                    f"{name} cannot be {shown(getattr(self, name))}; correct it in the call or in config.json."
-                )
+        hints = LiViTConfig.__annotations__ | {"pooling": Any}  # whose choices are named below
+        check_settings({name: getattr(self, name) for name in hints}, hints)
         for name in _SIZES:
             if not 1 <= getattr(self, name) <= _LARGEST:
                 raise LiVTError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_LARGEST}.")

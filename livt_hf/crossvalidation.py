@@ -6,7 +6,6 @@ model, so the numbers of all images together need no second look at the images.
 
 import dataclasses
 import itertools
-import json
 import logging
 import shutil
 import statistics
@@ -29,6 +28,7 @@ from livt_hf.evaluation.rules import label_thresholds, standard_rules
 from livt_hf.evaluation.running import Outputs, Rule, run_model
 from livt_hf.evaluation.tables import ANSWERS, write_predictions
 from livt_hf.metrics import MultiLabelMetrics
+from livt_hf.records import write_values
 from livt_hf.reports.evaluation import write_report
 from livt_hf.results import OWN, PAPER, UNIFORM, provenance
 from livt_hf.runs import Run
@@ -165,7 +165,7 @@ def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: D
     else:  # there is no page for several labels per image
         report.mkdir()
         numbers = summary | {"classes": found.per_class}
-        (report / "evaluation.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        write_values(report / "evaluation.json", numbers)
     folds = [run.fold(number).results for number in range(1, settings.folds + 1)]
     counts = np.array([row["count"] for row in found.per_class])
     rules = summary["rules"]

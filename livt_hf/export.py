@@ -6,7 +6,6 @@ resizing gives other bytes than the image processor (tests/test_export.py would 
 It gives the logits, or with a prior the class probabilities under it, calibrated where the model is.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import check_posterior, class_names, head_of, is_multi_label
 from livt_hf.long_tail.priors import class_prior, shift_odds, shift_prior
+from livt_hf.records import write_values
 
 TOLERANCE = 1e-4
 _LARGEST = 2**30  # bytes of weights in one ONNX file; its format ends at 2 GiB
@@ -118,9 +118,7 @@ def save_exported(
     folder.mkdir(parents=True)
     run = FORMS[form](graph, example_images(processor), folder)
     processor.save_pretrained(folder)
-    (folder / "classes.json").write_text(
-        json.dumps(class_names(model), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    write_values(folder / "classes.json", class_names(model))
     images = example_images(processor, 5)
     off = max((run(batch) - graph(batch)).abs().max().item() for batch in images.split([4, 1]))
     if not off < TOLERANCE:

@@ -29,6 +29,7 @@ from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import common_results, counts_summary, is_local, shared_batches, training_batches
+from livt_hf.system import rename
 from livt_hf.training.checkpoints import checkpoints, read_state, read_weights, saving
 from livt_hf.training.loop import Loop, Moment
 from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, merge_lora
@@ -211,7 +212,7 @@ class BestWeights:
         writing = path.with_suffix(".writing")
         with saving("the best weights", self.loop.run, writing):
             save_model(self.loop.final_model, str(writing))
-            writing.replace(path)
+            rename(writing, path)
         spoken_of = [read_state(folder).get("best_epoch") for folder in checkpoints(self.loop.run)]
         kept = {path, *(self.path(epoch) for epoch in spoken_of)}
         for old in set(path.parent.glob("best-*.safetensors")) - kept:

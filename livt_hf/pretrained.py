@@ -50,9 +50,7 @@ class ReadsOtherCheckpoints:
             kwargs.setdefault("attn_implementation", config._attn_implementation)
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in _FIELDS and name != "dtype"}
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        source, _ = PreTrainedConfig.get_config_dict(path, **hub)
-        if not isinstance(source, dict):
-            raise LiVTError(f"the config.json of {path} holds a {type(source).__name__}; copy or download it again.")
+        source = _config_dict(path, **hub)
         target = _target_config(config or source, overrides, path)
         read = cls._read_encoder if cls.encoder_class is None else cls._read_classifier
         result = read(path, source, target, **kwargs)
@@ -139,7 +137,11 @@ def reading_checkpoint(path) -> Iterator[None]:
 def read_config(path: str) -> dict:
     """The config of a checkpoint folder or of a model on the Hub."""
     with reading_checkpoint(path):
-        config, _ = PreTrainedConfig.get_config_dict(path)
+        return _config_dict(path)
+
+
+def _config_dict(path, **hub) -> dict:
+    config, _ = PreTrainedConfig.get_config_dict(path, **hub)
     if not isinstance(config, dict):
         raise LiVTError(f"the config.json of {path} holds a {type(config).__name__}; copy or download it again.")
     return config

@@ -10,8 +10,9 @@ from datasets import Dataset, DatasetDict, Image, IterableDataset, IterableDatas
 from torch import Tensor
 from transformers import BaseImageProcessor
 
+from livt_hf.data.batches import Batches
 from livt_hf.data.decoding import WAY_OUT, BrokenImageError, find_broken, without_broken
-from livt_hf.data.loading import Batches, eval_loader
+from livt_hf.data.loading import eval_loader
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.randomness import keyed_uniform, purpose_seed
 

@@ -60,7 +60,7 @@ def kept_rng() -> Iterator[None]:
     """Put the global generators of Python, numpy and torch (CPU) back as they were on leaving.
 
     For library code (timm's augmentations) that draws from global generators. Keeping numpy's state costs 0.2 ms, so
-    keep it once a batch and seed for every image.
+    keep it once per batch and seed for every image.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

@@ -60,6 +60,13 @@ def check_record(record: Any, hints: Mapping[str, Any], place: str) -> None:
             raise LiVTError(f"{place} is damaged: {name} cannot be {shown(value)}; correct it or put back a copy.")
 
 
+def check_settings(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuse settings of a model that are missing or that their hints do not allow."""
+    for name, hint in hints.items():
+        if not fits(values.get(name), hint):
+            raise LiVTError(f"{name} cannot be {shown(values.get(name))}; correct it in the call or in config.json.")
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type, as types are written in this package: unions, literals, lists, dictionaries.
 
@@ -90,6 +97,11 @@ def in_words(error: BaseException) -> str:
     words = " ".join(str(error).split())
     words = words if len(words) <= 400 else f"{words[:400]}..."
     return words if isinstance(error, OSError) and words else f"{type(error).__name__}: {words}"
+
+
+def write_values(path: Path, values: Any) -> None:
+    """What `read_values` reads from a JSON file."""
+    replace_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -1,9 +1,10 @@
 """A run on disk: its folder and number, its log, its results, and where to find the newest one."""
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import get_type_hints
 
@@ -63,16 +64,8 @@ class Run:
         return Run(self.folder / f"{FOLD}{number}")
 
     def begin(self, settings: TrainingSettings) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            (self.folder / ARGUMENTS).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
-        except FileExistsError as error:
-            raise holds_another(self.folder) from error
-        try:
-            save_settings(settings, self.folder / ARGUMENTS)
-        except OSError:  # a full disk: the folder is as good as new
-            (self.folder / ARGUMENTS).unlink()
-            raise
+        with claiming(self.folder / ARGUMENTS) as path:
+            save_settings(settings, path)
 
     def hold(self) -> None:
         """Refuse to work in the folder while another process does. The system lets go of it when this one ends."""
@@ -136,7 +129,7 @@ def numbered_runs(folder: Path) -> list[Run]:
     """The runs of a group, oldest first."""
     if not folder.is_dir():
         return []
-    found = [entry for entry in folder.iterdir() if entry.name.isdigit() and (entry / ARGUMENTS).exists()]
+    found = [entry for entry in folder.iterdir() if entry.name.isdigit() and Run(entry).started]
     return [Run(entry) for entry in sorted(found, key=lambda entry: int(entry.name))]
 
 
@@ -146,7 +139,7 @@ def new_run(settings: TrainingSettings) -> Run:
         return next_number(group_folder(settings))
     run = Run(Path(settings.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
-        raise holds_another(run.folder)
+        raise _holds_another(run.folder)
     return run
 
 
@@ -162,7 +155,22 @@ def next_number(group: Path) -> Run:
             number += 1
 
 
-def holds_another(folder: Path) -> LiVTError:
+@contextlib.contextmanager
+def claiming(path: Path) -> Iterator[Path]:
+    """Around writing the first file of a folder: of two jobs that were given the folder, one gets it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise _holds_another(path.parent) from error
+    try:
+        yield path
+    except OSError:  # a full disk: the folder is as good as new
+        path.unlink()
+        raise
+
+
+def _holds_another(folder: Path) -> LiVTError:
     return LiVTError(
         f"{folder} holds another run; pass --resume {shell_line([folder])} to go on, or a new --output_dir."
     )

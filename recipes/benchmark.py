@@ -12,7 +12,6 @@ meanwhile. Numbers of one machine say little about another: run it on yours.
 
 import argparse
 import importlib
-import json
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 
 from livt_hf.recipes.benchmarks.measuring import ratio_words
+from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.training.machine import available_cores, use_all_cores
 
@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def record(path: Path, rows: list[dict]) -> None:
     """What is asked again replaces all that it said before."""
-    asked, old = {row["asked"] for row in rows}, json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    asked, old = {row["asked"] for row in rows}, read_values(path) if path.exists() else []
     kept = [row for row in old if row["asked"] not in asked]
-    path.write_text(json.dumps(kept + rows, indent=2) + "\n", encoding="utf-8")
+    write_values(path, kept + rows)
 
 
 def answered(name: str, quick: bool, runs: int) -> list[dict]:
@@ -82,7 +82,7 @@ def answered(name: str, quick: bool, runs: int) -> list[dict]:
             words = [name, "--runs", "1", "--output", f"{folder}/rows.json", *["--quick"] * quick]
             command = [sys.executable, "-m", "livt_hf.recipes.benchmark", *words]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            found.append(json.loads(Path(folder, "rows.json").read_text(encoding="utf-8")))
+            found.append(read_values(Path(folder, "rows.json")))
     return [merged(same) for same in zip(*found, strict=True)]
 
 

@@ -8,7 +8,6 @@ into the config of the model, where `probabilities`, `livt eval` and `livt predi
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from livt_hf.evaluation.models import (
     load_classifier,
     load_processor,
 )
-from livt_hf.records import read_record, replace_text
+from livt_hf.records import read_record, write_values
 from livt_hf.settings import DataSettings, option
 from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
@@ -86,7 +85,7 @@ def write_calibration(path: Path, model: PreTrainedModel) -> None:
     """Only the settings of the head: whatever form the checkpoint has, it keeps it."""
     config = read_record(path)
     config["long_tail"] = dict(model.config.long_tail)
-    replace_text(path, json.dumps(config, indent=2) + "\n")
+    write_values(path, config)
 
 
 if __name__ == "__main__":

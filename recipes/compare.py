@@ -8,7 +8,6 @@ Foundation models do not always win: this shows it on your own images. Every way
 where it was stopped; what is done is skipped. It ends with a table, a picture and compare.json in the output folder.
 """
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
 from livt_hf.recipes.sweep import Plan, SweepSettings, as_words, carried_out
 from livt_hf.recipes.train import scratch_within
+from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
@@ -116,7 +116,7 @@ def report(settings: CompareSettings, plan: Plan) -> None:
         for line, row in zip(table_rows(rows), rows, strict=True)
     ]
     said = {"title": f"Ways to train on {Path(settings.dataset).name}", "minutes": settings.minutes, "rows": rows}
-    (folder / "compare.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    write_values(folder / "compare.json", said)
     (folder / "table.md").write_text(markdown_table(table) + "\n", encoding="utf-8")
     sweep_plot(rows, folder / "plot.png", "way", title=f"{said['title']}, {settings.minutes:g} minutes each")
     print(f"{said['title']}, {settings.minutes:g} minutes each, percent\n\n{markdown_table(table)}\n")

@@ -60,6 +60,7 @@ from livt_hf.evaluation.running import Outputs, Rule, evaluate_multi_label, run_
 from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
 from livt_hf.evaluation.tables import check_table, write_predictions
 from livt_hf.metrics import long_tail_metrics, shot_groups
+from livt_hf.records import write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
 from livt_hf.reports.evaluation import choose_folder, write_report
@@ -259,13 +260,13 @@ def write_table(
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         folder.mkdir(parents=True)
-        (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_values(folder / "evaluation.json", summary)
         print(f"Numbers: {folder / 'evaluation.json'}")
 
 
 def write_prior(path: Path, summary: dict, exam: Exam) -> None:
     by_name = dict(zip(class_names(exam.model), summary["estimated_prior"]["prior"], strict=True))
-    path.write_text(json.dumps(by_name, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_values(path, by_name)
     command = ["livt", "predict", summary["model"], "IMAGE...", "--prior", str(path)]
     print(f"Estimated prior: {path}; to serve under it:\n  {shell_line(command)}")
 

@@ -16,8 +16,8 @@ from typing import ClassVar, Literal
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import lent_plugin
 from livt_hf.hub import Publication, listing, prepare_publication, prepare_space, publish, publish_space
-from livt_hf.runs import ARGUMENTS, Run
 from livt_hf.settings import CommandSettings, option
 
 
@@ -54,10 +54,7 @@ class PublishSettings(CommandSettings):
 
 def recorded_plugin(asked: dict) -> dict:
     """The plugin that the run was trained with, unless another one is asked for."""
-    path = Path(asked.get("run", ""), ARGUMENTS)
-    if "plugin" in asked or not path.is_file():
-        return {}
-    return {"plugin": Run(path.parent).arguments.get("plugin")}
+    return {} if "plugin" in asked else {"plugin": lent_plugin(Path(asked.get("run", "")))}
 
 
 def main(argv=None):

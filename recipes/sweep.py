@@ -11,7 +11,6 @@ skipped. It ends with a table, a plot and sweep.json in the output folder. `livt
 """
 
 import itertools
-import json
 import re
 import subprocess
 import sys
@@ -27,9 +26,10 @@ from tqdm.auto import tqdm
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
+from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
-from livt_hf.runs import ARGUMENTS, Run, check_same_settings, runs_folder
+from livt_hf.runs import Run, check_same_settings, runs_folder
 from livt_hf.settings import CommandSettings, FinetuneSettings, PretrainSettings, TrainingSettings, option
 from livt_hf.system import shell_line, shell_words
 from livt_hf.training.machine import available_cores
@@ -220,7 +220,7 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
             raise LiVTError(f"{shell_line(command)}\nfailed; see {log}")
 
     for folder, planned in runs.items():  # begun under the same name, but perhaps with other options
-        if (folder / ARGUMENTS).exists():
+        if Run(folder).started:
             inherit = partial(lent, planned.stage)
             check_same_settings(Run(folder), STAGES[planned.stage].parse(planned.words, CONFIGS, inherit))
     waiting = [folder for folder in runs if not Run(folder).finished]
@@ -246,7 +246,7 @@ def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Var
     folder = settings.folder / settings.sweep
     folder.mkdir(parents=True, exist_ok=True)
     said = {"title": sweep.title, "budget": budget(results, plan), "command": command(settings), "rows": rows}
-    (folder / "sweep.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    write_values(folder / "sweep.json", said)
     (folder / "table.md").write_text(table + "\n", encoding="utf-8")
     sweep_plot(rows, folder / "plot.png", sweep.axis, title=f"{sweep.title} ({settings.name})")
     print(f"{sweep.title} on {settings.dataset}, percent\n\n{table}\n\nPlot: {folder / 'plot.png'}")

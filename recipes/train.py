@@ -8,7 +8,6 @@ It says what it chose and why before it starts; the rules are in livt_hf/budget.
 holding plan.json and the runs of its stages, that of the last with its report. Evaluation comes on top of the hours.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -28,8 +27,8 @@ from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.sweep import as_words
-from livt_hf.records import read_record, replace_text
-from livt_hf.runs import Run, holds_another, next_number, runs_folder
+from livt_hf.records import read_record, write_values
+from livt_hf.runs import Run, claiming, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
@@ -114,18 +113,10 @@ def begin(settings: TrainSettings) -> Path:
         folder = next_number(runs_folder() / f"train-{Path(settings.dataset).name}").folder
     else:
         folder = Path(settings.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        (folder / PLAN).touch(exist_ok=False)  # of two jobs that were given one folder, one gets it
-    except FileExistsError as error:
-        raise holds_another(folder) from error
     if "pretrain" in stages:
         stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
-    try:
-        replace_text(folder / PLAN, json.dumps({"why": why, "stages": stages}, indent=2) + "\n")
-    except OSError:
-        (folder / PLAN).unlink()
-        raise
+    with claiming(folder / PLAN) as path:
+        write_values(path, {"why": why, "stages": stages})
     return folder
 
 

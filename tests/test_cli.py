@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from needs import needs_unix
 from recipe_runs import TINY, make_pictures
 
 from livt_hf.commands import EXIT_UNFINISHED
@@ -94,6 +95,7 @@ def test_one_process_needs_no_launcher(monkeypatch, words, processes):
     assert layout == processes or launch_command_parser().parse_args([*layout, "script.py"]).num_processes == processes
 
 
+@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [[], ["--threads", "1"]], ids=["a process per core", "one process"])
 def test_a_signal_to_livt_alone_saves_the_run(pictures, tmp_path, threads):

@@ -13,7 +13,6 @@ import lzma
 import math
 import pickle
 import random
-import resource
 import shutil
 import signal
 import warnings
@@ -32,6 +31,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from needs import needs_linux
 from PIL import Image
 from test_cards import METRICS, PRETRAINING, RESULTS
 from transformers import ConvNextConfig, ConvNextForImageClassification
@@ -47,10 +47,12 @@ from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
 from livt_hf.runs import Run, parse_training, read_log
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings, read_settings, save_settings
-from livt_hf.training.checkpoints import independent_of_processes, save_checkpoint
+from livt_hf.training.checkpoints import Progress, independent_of_processes, save_checkpoint
 from livt_hf.training.checkpoints import load_checkpoint as go_on
-from livt_hf.training.loop import Progress
 from livt_hf.tuning import DIGEST_BYTES, KeptFeatures
+
+pytestmark = needs_linux
+resource = pytest.importorskip("resource")
 
 CASES, MANY = 6, 300
 SECONDS = 60  # in which every case must be over
@@ -470,7 +472,8 @@ def _quiet(monkeypatch, tmp_path):
     """Thousands of warnings would be written, and `datasets` would keep a copy of every table."""
     logging.disable(logging.CRITICAL)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
     logging.disable(logging.NOTSET)
 

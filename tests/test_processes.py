@@ -256,6 +256,7 @@ def on_one_process(start, alone):
     return {"pretrain": pretrained, "finetune": alone}
 
 
+@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 @pytest.mark.parametrize("launcher", ["accelerate.sh", "torchrun.sh"])
@@ -289,6 +290,7 @@ esac
 """
 
 
+@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 def test_a_preempted_slurm_job_is_queued_again_and_ends_like_one_process(workplace, cluster, on_one_process, stage):

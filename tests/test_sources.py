@@ -1,3 +1,4 @@
+import errno
 import gzip
 import io
 import json
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
+from datasets.exceptions import DatasetGenerationError
 from PIL import Image as PILImage
 
 from livt_hf.data import (
@@ -623,3 +625,13 @@ def test_a_part_of_each_class_is_held_out_where_that_is_asked_for_or_sensible(co
     assert (class_counts(parts["validation"]).tolist() if "validation" in parts else None) == held
     if held:
         assert (class_counts(parts["train"]) + held).tolist() == counts
+
+
+def test_a_cache_without_room_is_not_called_damaged_files(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise DatasetGenerationError("An error occurred") from OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "train.parquet").touch()
+    monkeypatch.setattr("livt_hf.data.sources.load_dataset", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        load_long_tailed(str(tmp_path))

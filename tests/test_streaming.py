@@ -24,7 +24,7 @@ LENGTHS = [9, 2, 17, 11, 6, 14, 4, 8]  # 71 images
 
 @pytest.fixture(autouse=True)
 def small_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("livt_hf.data.loading.BLOCK", 4)
+    monkeypatch.setattr("livt_hf.data.streaming.BLOCK", 4)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 import livt_hf.system
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.commands import run_command
-from livt_hf.data.loading import Batches, augmented_in_order, eval_loader, train_loader
+from livt_hf.data.batches import Batches
+from livt_hf.data.loading import augmented_in_order, eval_loader, train_loader
 from livt_hf.data.sources import load_long_tailed
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, eval_processor
 from livt_hf.errors import LiVTError

@@ -3,10 +3,11 @@
 import importlib
 
 _NAMES = {
+    "batches": ("Batches",),
     "benchmarks": ("normalization", "register_dataset"),
     "decoding": ("find_broken", "find_copies", "read_rgb"),
     "labels": ("class_counts", "label_statistics"),
-    "loading": ("Batches", "eval_loader", "train_loader"),
+    "loading": ("eval_loader", "train_loader"),
     "sources": ("has_carved_test", "load_data", "load_long_tailed"),
     "splits": ("balanced_counts", "exponential_counts", "long_tail_indices", "pareto_counts"),
     "transforms": ("DeviceTransform", "FinetuneAugmentation", "PretrainAugmentation", "eval_processor"),

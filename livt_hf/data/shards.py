@@ -1,6 +1,7 @@
 """The shards of a stream and how many images each holds, which is found without reading the images.
 
-With these numbers a stream is shared out so that each image is seen once an epoch, and is resumed where it was left.
+With these numbers a stream is shared out so that an epoch sees each image at most once, and is resumed where it was
+left.
 """
 
 import itertools

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import errno
 import itertools
 import logging
 import os
@@ -88,7 +89,7 @@ def load_long_tailed(
     `source`: a local copy of a benchmark (the Hub's parquet files, an image folder, or lists and images), or the
         folder of the images that a table or an image list names.
     `seed`: picks the images of the tail and of the test set.
-    `streaming`: for pretraining on data that does not fit; see `livt_hf.data.loading` for what it gives up.
+    `streaming`: for pretraining on data that does not fit; see `livt_hf.data.streaming` for what it gives up.
     `options`: any other field of `DataSettings`. `rule` may also be the counts of all classes.
     """
     known = DataSettings.names()
@@ -476,6 +477,8 @@ def _reading_dataset(place: str | Path) -> Iterator[None]:
         cause = error
         while cause.__cause__ is not None:  # it wraps what went wrong in "an error occurred"
             cause = cause.__cause__
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # where the cache is: the files may be good
+            raise cause from None
         raise LiVTError(f"{place} cannot be read as a dataset: {in_words(cause)}; put back a good copy.") from error
 
 

@@ -24,7 +24,7 @@ from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.pretrained import read_config, reading_checkpoint
 from livt_hf.records import in_words
-from livt_hf.runs import ARGUMENTS, Run, newest_finished, runs_folder
+from livt_hf.runs import Run, newest_finished, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings
 
 
@@ -187,9 +187,10 @@ def lent_by_run(asked: dict) -> dict:
 
 def lent_plugin(folder: Path) -> str | None:
     """The plugin a run was trained with. One in the model's own folder is not run unasked: it may be a download."""
-    if not (folder / ARGUMENTS).exists():
+    run = Run(folder)
+    if not run.started:
         return None
-    plugin = Run(folder).arguments.get("plugin")
+    plugin = run.arguments.get("plugin")
     if plugin is not None and _lies_in(plugin, folder):
         raise LiVTError(
             f"{folder} was trained with the plugin {plugin}, which lies in the model's own folder; code that comes "

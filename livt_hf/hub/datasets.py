@@ -1,6 +1,5 @@
 """A long-tailed split on the Hub: parquet, and a card with its counts, rule and seed."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,12 +59,12 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
 
 def _refuse_stray_files(splits: DatasetDict, folder: Path) -> None:
     """Refuse images that lie elsewhere: a table may name a link, and what it leads to was never meant to be shown."""
-    root = os.path.realpath(folder)
+    root = folder.resolve()
     stray = [
         path
         for split in splits.values()
         for path in stored_paths(split)
-        if os.path.commonpath([os.path.realpath(path), root]) != root
+        if not Path(path).resolve().is_relative_to(root)
     ]
     if stray:
         raise LiVTError(

@@ -9,7 +9,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.losses import LOSSES, LossSpec
 from livt_hf.long_tail.priors import as_prior
-from livt_hf.records import fits, shown
+from livt_hf.records import check_settings, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +69,10 @@ class LongTailConfig(dict):
             if values[name] is not None and not isinstance(values[name], str):
                 values[name] = _listed(name, values[name], number)
         chosen = ("test_prior", "bias", "head_start")  # whose choices are named below
-        hints = {name: (values, hint) for name, hint in LongTailConfig.__annotations__.items() if name not in chosen}
-        if isinstance(self.calibration, dict):
-            hints |= {name: (self.calibration, hint) for name, hint in get_type_hints(Calibration).items()}
-        for name, (given, hint) in hints.items():
-            if not fits(given.get(name), hint):
-                raise LiVTError(
-                    f"{name} cannot be {shown(given.get(name))}; correct it in the call or in config.json."
-                )
+        hints = LongTailConfig.__annotations__
+        check_settings(values, {name: hint for name, hint in hints.items() if name not in chosen})
+        if self.calibration is not None:
+            check_settings(self.calibration, get_type_hints(Calibration))
         self.update(values)
         self._check()
 

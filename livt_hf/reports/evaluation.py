@@ -1,7 +1,6 @@
 """The report of one evaluation: pictures, tables and a page, in a folder of their own."""
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Findings
 from livt_hf.evaluation.tables import ANSWERS, facts_of, image_facts, write_answers
 from livt_hf.metrics import GROUPS
+from livt_hf.records import write_values
 from livt_hf.reports import (
     accuracy_by_frequency,
     best_and_worst,
@@ -74,7 +74,7 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
     write_classes(per_class, folder / CLASSES)
     facts = facts_of(image_facts(dataset, settings.split), found.index)
     write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
-    (folder / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_values(folder / "evaluation.json", summary)
     title = f"{settings.model} on {settings.dataset} ({settings.split})"
     known = Measured(found.measured, found.pairs, names, next(iter(summary["intervals"].values())))
     text = [

@@ -1,6 +1,6 @@
 """The input pipelines and the splits against what people use otherwise, on one core, in the same run.
 
-Ours is the whole way from encoded bytes to normalised float32 batches; so is every peer. Images a second count the
+Ours is the whole way from encoded bytes to normalised float32 batches; so is every peer. Images per second count the
 processor's seconds of this one-threaded process, so that other work on the machine does not blur them; latencies and
 the split are wall time.
 """
@@ -170,7 +170,7 @@ def set_transform_batches(dataset: Dataset, transform, batch_size: int = BATCH) 
 
 
 def rates(makers: dict[str, Callable], count: int, repeats: int) -> dict[str, float]:
-    """Images a second of an epoch."""
+    """Images per second of an epoch."""
     ways = {name: partial(deque, make(), maxlen=0) for name, make in makers.items()}
     return {name: count / time for name, time in median_seconds(ways, repeats, processor_seconds).items()}
 

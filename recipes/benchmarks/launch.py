@@ -5,7 +5,6 @@ not know it stays there. Both run the same model and batch on the same images; t
 without imports.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from livt_hf.recipes.benchmarks.measuring import compared, say
+from livt_hf.runs import Run
 
 HERE = Path(__file__).parent
 
@@ -43,4 +43,4 @@ def launch_ours(steps: int, processes: int = 1) -> float:
         run = Path(folder, "run")
         options = ("--max_steps", str(steps), "--output_dir", str(run), "--save_minutes", "1000")
         launch(HERE.parent / "pretrain.py", *options, processes=processes)
-        return json.loads((run / "results.json").read_text(encoding="utf-8"))["seconds"]
+        return Run(run).results.seconds

@@ -1,4 +1,4 @@
-"""Images a second from file to label: `livt_hf.predict` against two stock ways, same model, same files."""
+"""Images per second from file to label: `livt_hf.predict` against two stock ways, same model, same files."""
 
 import tempfile
 from collections.abc import Callable

@@ -40,7 +40,7 @@ from livt_hf.data.loading import StoredImages, train_loader
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.recipes.benchmarks.steps import create_timm_vit
-from livt_hf.records import replace_text
+from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import Run
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         key = {"entry": name, "budget": minutes, "seed": seed}
         if not any(key.items() <= row.items() for row in stored(arguments.output)):
             row = key | in_own_process(name, minutes, seed, arguments.source)
-            replace_text(arguments.output, json.dumps([*stored(arguments.output), row], indent=2) + "\n")
+            write_values(arguments.output, [*stored(arguments.output), row])
             print(f"{name}, {minutes:g} core-minutes, seed {seed}: {row['accuracy']:.1f} %", flush=True)
     print(markdown_table(race_table(stored(arguments.output))))
     race_picture(stored(arguments.output), arguments.output.with_suffix(".png"))
@@ -306,7 +306,7 @@ def in_own_process(name: str, minutes: float, seed: int, source: str) -> dict:
 
 def stored(path: Path) -> list[dict]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return read_values(path) if path.exists() else []
 
 
 def race_table(rows: list[dict]) -> list[dict]:

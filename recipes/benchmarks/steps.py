@@ -24,7 +24,7 @@ from livt_hf.recipes.benchmarks.measuring import compared, median_seconds, proce
 from livt_hf.training.machine import cpu_computes_bf16
 from livt_hf.training.optim import layer_decay_groups
 
-# Preset, images a step.
+# Preset, images per step.
 SHAPES = {"micro at 32 px": ("micro", 128), "ViT-S/16 at 224 px": ("small", 4)}
 STOCK_MAE, STOCK_VIT = "stock ViTMAEForPreTraining (sdpa)", "stock ViTForImageClassification, CE"
 TIMM, FLOAT32 = "timm's ViT, BCE", "the same step in float32"
@@ -130,7 +130,7 @@ def create_timm_vit(config: LiViTConfig, drop_path: float) -> nn.Module:
 
 
 def _speed(question: str, ways: dict[str, Callable], images: int, quick: bool) -> dict[str, float]:
-    say(f"{question}: {len(ways)} ways in turn, {images} images a step")
+    say(f"{question}: {len(ways)} ways in turn, {images} images per step")
     times = median_seconds(ways, 3 if quick else 7, processor_seconds)
     return {name: images / time for name, time in times.items()}
 
@@ -162,6 +162,6 @@ def _flops(config) -> float:
 
 
 def _gemm_peak(side: int = 1024) -> float:
-    """Operations a second of a large float32 matrix product."""
+    """Operations per second of a large float32 matrix product."""
     a, b = torch.randn(side, side), torch.randn(side, side)
     return 2 * side**3 / median_seconds({"product": lambda: a @ b}, 9, processor_seconds)["product"]

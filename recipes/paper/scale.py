@@ -13,7 +13,6 @@ preparing, is the time. Beside what the paper does stands what saves computation
 
 import argparse
 import itertools
-import json
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.data import exponential_counts
 from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
@@ -44,7 +44,7 @@ BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two moments
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", type=float, default=80, help="of a GPU, GB")
-    parser.add_argument("--tflops", type=float, default=312, help="peak of a GPU, 10^12 operations a second")
+    parser.add_argument("--tflops", type=float, default=312, help="peak of a GPU, 10^12 operations per second")
     parser.add_argument(
         "--utilisation", type=float, help="share of the peak; default: that of a recorded ViT-S step on a CPU, a bound"
     )
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     said |= predicted(costs(), arguments)
     said["table"] = table_rows(said)
     print(markdown_table(said["table"]))
-    print(f"\nThe authors' rate: {said['authors_tflops']:.1f} TFLOP/s a GPU, from {AUTHORS_GPU_HOURS:g} GPU-hours.")
+    print(f"\nThe authors' rate: {said['authors_tflops']:.1f} TFLOP/s per GPU, from {AUTHORS_GPU_HOURS:g} GPU-hours.")
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        write_values(arguments.output, said)
 
 
 def predicted(rows: list[dict], arguments: argparse.Namespace) -> dict:
@@ -174,7 +174,7 @@ def step_cost(stage: str, size: str, pixels: int, classes: int, images: int = 1,
 
 def recorded(question: str) -> float:
     """Ours of the first recorded row of the benchmark that begins so."""
-    rows = json.loads((RECIPES / "results" / "benchmark.json").read_text(encoding="utf-8"))
+    rows = read_values(RECIPES / "results" / "benchmark.json")
     return next(row["ours"] for row in rows if row["question"].startswith(question))
 
 

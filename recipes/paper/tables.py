@@ -9,7 +9,6 @@ of some of their variants, under words of yours,
 `<!-- benchmark MGP input; BFT -->` the questions that begin so; without names all.
 """
 
-import json
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from livt_hf.metrics import GROUPS
 from livt_hf.recipes.benchmarks.measuring import ratio_words
 from livt_hf.recipes.benchmarks.race import race_table
 from livt_hf.recipes.paper.sweeps import table_rows
+from livt_hf.records import read_values
 from livt_hf.reports import markdown_table
 
 RECIPES = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def results_section(which: str, page: Path) -> str:
     paths = [RESULTS / f"{name}.json" for name in which.split()] or sorted(RESULTS.glob("*/*.json"))
     parts = []
     for path in paths:
-        sweep = json.loads(path.read_text(encoding="utf-8"))
+        sweep = read_values(path)
         parts.append(f"**{sweep['title']}**, {path.parent.name}: {sweep['budget']}")
         parts.append(f"`{sweep['command']}`")
         rows = sweep["table"] if "table" in sweep else table_rows(sweep["rows"])
@@ -47,7 +47,7 @@ def short_section(which: str, _page: Path) -> str:
     for part in which.split(";"):
         words, chosen = (text.strip() for text in part.rsplit(":", 1))
         name, *variants = chosen.split()
-        table = table_rows(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"])
+        table = table_rows(read_values(RESULTS / f"{name}.json")["rows"])
         for row in [row for row in table if row["variant"] in variants or not variants]:
             groups = {group: row[group].split(" ")[0] for group in GROUPS}
             first = {"images and model": words, "loss": row["variant"], "accuracy": row["accuracy"]}
@@ -68,7 +68,7 @@ def benchmark_section(which: str, _page: Path) -> str:
     wanted = tuple(question.strip() for question in which.split(";"))  # every question begins with ""
     rows = [
         {"question": row["question"], "peer": row["peer_name"], "ratio": ratio_words(row)}
-        for row in (json.loads(path.read_text(encoding="utf-8")) if path.exists() else ())
+        for row in (read_values(path) if path.exists() else ())
         if row["ratio"] is not None and row["question"].startswith(wanted)
     ]
     return markdown_table(rows).strip() if rows else ""
@@ -76,7 +76,7 @@ def benchmark_section(which: str, _page: Path) -> str:
 
 def scale_section(_which: str, _page: Path) -> str:
     path = RESULTS / "scale.json"
-    return markdown_table(json.loads(path.read_text(encoding="utf-8"))["table"]).strip() if path.exists() else ""
+    return markdown_table(read_values(path)["table"]).strip() if path.exists() else ""
 
 
 def race_section(_which: str, page: Path) -> str:
@@ -84,7 +84,7 @@ def race_section(_which: str, page: Path) -> str:
     path = RESULTS / "race.json"
     if not path.exists():
         return ""
-    table = markdown_table(race_table(json.loads(path.read_text(encoding="utf-8")))).strip()
+    table = markdown_table(race_table(read_values(path))).strip()
     return "\n\n".join([table, *_picture(path, page, 560, "accuracy over core-minutes")])
 
 
@@ -110,14 +110,13 @@ def render(text: str, page: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    stale = [
-        page for page in PAGES if render(page.read_text(encoding="utf-8"), page) != page.read_text(encoding="utf-8")
-    ]
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    stale = [page for page, text in texts.items() if render(text, page) != text]
     if "--check" in (sys.argv[1:] if argv is None else argv):
         names = ", ".join(page.relative_to(RECIPES.parent).as_posix() for page in stale)
         sys.exit(f"{names}: out of date; run python recipes/paper/tables.py" if stale else 0)
     for page in stale:
-        page.write_text(render(page.read_text(encoding="utf-8"), page), encoding="utf-8")
+        page.write_text(render(texts[page], page), encoding="utf-8")
 
 
 if __name__ == "__main__":

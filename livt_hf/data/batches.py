@@ -1,0 +1,84 @@
+"""How images are shared out among updates, processes and workers, and what their workers refuse."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from livt_hf.data.sampling import Sampler
+from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation
+from livt_hf.errors import LiVTError
+from livt_hf.system import outlive_signals
+
+Augmentation = PretrainAugmentation | FinetuneAugmentation
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How images are drawn and shared out: `batch_size` per update, over all processes and accumulation steps."""
+
+    batch_size: int
+    accumulation: int = 1
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+    sampler: Sampler = Sampler()
+
+    def __post_init__(self):
+        if self.batch_size % self.parts:
+            lower = self.batch_size // self.parts * self.parts
+            near = " or ".join(str(b) for b in (lower, lower + self.parts) if b > 0)
+            raise LiVTError(
+                f"batch_size {self.batch_size} is no multiple of {self.world_size} processes x {self.accumulation} "
+                f"accumulation steps: use {near}."
+            )
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches per update, over all processes."""
+        return self.world_size * self.accumulation
+
+    @property
+    def micro_size(self) -> int:
+        """Images of a micro-batch on one process."""
+        return self.batch_size // self.parts
+
+    def in_order(self, num_images: int) -> list[list[int]]:
+        """The batches of this process where each image is taken once: contiguous parts of nearly equal length."""
+        bounds = np.linspace(0, num_images, self.world_size + 1).astype(int)
+        part, size = range(bounds[self.rank], bounds[self.rank + 1]), self.micro_size
+        return [list(part[i : i + size]) for i in range(0, len(part), size)]
+
+    def updates(self, num_images: int) -> int:
+        """Updates of an epoch. A ragged last batch is dropped."""
+        if self.batch_size > num_images:
+            usable = num_images // self.parts * self.parts
+            raise LiVTError(
+                f"batch_size is {self.batch_size}, but there are only {num_images} images: "
+                + (f"use at most {usable}." if usable else "lower the accumulation or the number of processes too.")
+            )
+        return num_images // self.batch_size
+
+
+class Loader(DataLoader):
+    """What a dataset refuses comes out of its worker as a value and is raised here, as the sentence that it is."""
+
+    def __init__(self, dataset: torch.utils.data.Dataset, **options):
+        # The loader draws a seed for its workers: not from the global generator.
+        super().__init__(dataset, generator=torch.Generator(), worker_init_fn=outlive_signals, **options)
+
+    def __iter__(self) -> Iterator[dict]:
+        return self._checked(super().__iter__())
+
+    def _checked(self, batches: Iterator[dict | LiVTError]) -> Iterator[dict]:
+        for batch in batches:
+            if isinstance(batch, LiVTError):
+                raise self.refused(batch)
+            yield batch
+
+    def refused(self, error: LiVTError) -> LiVTError:
+        """The error to raise for one that a worker met."""
+        return error
