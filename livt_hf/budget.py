@@ -51,7 +51,7 @@ def training_flops(model_size: str, image_size: int, patch_size: int) -> float:
 
 
 def batch_within(num_images: int) -> int:
-    """Images per update of pretraining: a power of two from 16 to 256 that leaves an epoch its updates."""
+    """Images per update: a power of two from 16 to 256 that leaves an epoch its updates."""
     return next((size for size in (256, 128, 64, 32) if num_images >= UPDATES_PER_EPOCH * size), 16)
 
 

@@ -17,6 +17,12 @@ from livt_hf.system import shell_line
 EXIT_UNFINISHED = 75
 # Not a bug, and nothing that could be known before: the disk is full, or a folder may not be written to.
 REFUSED_BY_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+# These tell of every timm model that its image processor has one implementation and is saved in config.json, about
+# which nobody needs to do anything.
+NOTES_ON_PROCESSORS = (
+    "transformers.models.auto.image_processing_auto",
+    "transformers.models.timm_wrapper.image_processing_timm_wrapper",
+)
 # Two processes that refuse the same thing should say it once: the launcher ends the others when the first is gone.
 SECONDS_FOR_THE_FIRST = 15
 
@@ -29,6 +35,8 @@ def run_command(main: Callable[[], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for chatty in ("httpx", "httpcore", "accelerate", "datasets", "filelock", "matplotlib", "PIL"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    for meaningless in NOTES_ON_PROCESSORS:
+        logging.getLogger(meaningless).setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # a log file gets plain lines
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         _quiet_bars()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import BaseImageProcessor, PreTrainedModel
+from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor
 
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import check_posterior, class_names, head_of, is_multi_label
@@ -65,6 +65,11 @@ def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
 
 def serving_graph(model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None) -> ServingGraph:
     """The graph, after a look whether its first step is what the processor does to an image of the right size."""
+    if isinstance(processor, TimmWrapperImageProcessor):  # its steps cannot be asked for one by one
+        raise LiVTError(
+            "the image processor of a timm model does not say how it rescales and normalises, so no graph can be made "
+            "of it; choose a backbone of transformers itself, or serve with livt predict or transformers' pipeline."
+        )
     graph = ServingGraph(model.eval(), processor, prior).eval()
     images = example_images(processor)
     steps = {"do_resize": False, "do_center_crop": False, "return_tensors": "pt"}

@@ -103,6 +103,11 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f}"
 
 
+def duration(seconds: float) -> str:
+    """A time for people: 7.4 is "7 seconds", 200 is "3.3 minutes"."""
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
+
+
 def number(count: int | None) -> str:
     """A count for people: 7102 is "7,102"."""
     return "-" if count is None else f"{count:,}"

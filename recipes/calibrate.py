@@ -77,7 +77,8 @@ def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
     if settings.split not in splits:
         raise LiVTError(
             f"{settings.dataset} has no split {settings.split!r}; it has {', '.join(splits)}. Name one with --split "
-            "that the model was not trained on, and that its results are not measured on."
+            "that the model was not trained on, and that its results are not measured on; or train again with "
+            "--validation_fraction 0.1, which holds such images out and calibrates on them."
         )
 
 

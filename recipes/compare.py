@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from datasets import Dataset
+
 from livt_hf.commands import run_command
 from livt_hf.data import load_data
 from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
 from livt_hf.recipes.sweep import Plan, SweepSettings, as_words, carried_out
-from livt_hf.recipes.train import scratch_within
+from livt_hf.recipes.train import fitting_batch, scratch_within
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
@@ -73,7 +75,8 @@ class Ways(Plan):
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = CompareSettings.parse(argv)
-    plan = Ways(as_sweep(settings), [variant_of(way, settings) for way in settings.ways])
+    train = load_data(settings)["train"]
+    plan = Ways(as_sweep(settings), [variant_of(way, settings, train) for way in settings.ways])
     if carried_out(plan):
         report(settings, plan)
 
@@ -92,13 +95,13 @@ def as_sweep(settings: CompareSettings) -> SweepSettings:
     )
 
 
-def variant_of(way: str, settings: CompareSettings) -> Variant:
+def variant_of(way: str, settings: CompareSettings, train: Dataset) -> Variant:
     """A way with its share of the time. A frozen head has its own number of epochs: it takes seconds."""
     hours, loss = settings.minutes / 60, {"loss": settings.loss}
     if way == "scratch":
-        stages = scratch_within(hours, load_data(settings)["train"]).options(hours)
+        stages = scratch_within(hours, train).options(hours)
         return Variant(LABELS[way], stages["finetune"] | loss, stages["pretrain"], from_own_images=True)
-    options = {"tune": way, "image_size": settings.image_size} | loss
+    options = {"tune": way, "image_size": settings.image_size} | fitting_batch(way, len(train)) | loss
     return Variant(LABELS[way], options if way == "head" else options | {"hours": round(hours, 4)})
 
 

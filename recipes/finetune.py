@@ -42,7 +42,7 @@ from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.finetuning import BestWeights, Course, check_options, measure, plan_course, results_of, selection_metric
 from livt_hf.reports import markdown_table
 from livt_hf.reports.evaluation import fold_rows
-from livt_hf.results import Results
+from livt_hf.results import Results, duration
 from livt_hf.runs import Run, find_pretraining, keep_settled, parse_training
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = "scratch" if settings.pretrained == "none" else settings.pretrained
     accelerator.print(
         f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
-        f"{settings.dataset}, from {start}, in {results.seconds / 60:.1f} minutes; {results.selection}.\n"
+        f"{settings.dataset}, from {start}, in {duration(results.seconds)}; {results.selection}.\n"
         + "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in results.rules.items())
         + f"  checkpoint: {run.folder}\n"
         f"Next, look closer:\n  {next_command('eval', '--model', run)}"

@@ -30,7 +30,7 @@ from livt_hf.errors import Interrupted
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.pretraining import held_out_images, mask_noise, reconstruction_loss, reconstruction_rows, update_advice
 from livt_hf.reports import reconstruction_sheet
-from livt_hf.results import Results
+from livt_hf.results import Results, duration
 from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.stages import common_results, counts_summary, image_size, is_native, shared_batches, training_batches
@@ -112,7 +112,7 @@ def in_words(settings: PretrainSettings, run: Run, results: Results) -> str:
     smaller = f" --batch_size {settings.batch_size}" if default > results.num_train_images else ""
     return (
         f"\nPretrained {settings.model_size} on {results.num_train_images:,} images of {settings.dataset} "
-        f"for {results.updates:,} updates in {results.seconds / 60:.1f} minutes.\n"
+        f"for {results.updates:,} updates in {duration(results.seconds)}.\n"
         f"  loss on held-out images  {loss:.3f}  (predicting zero: {zero_loss:.3f})\n"
         + (f"  warning                  {advice}\n" if advice else "")
         + f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"

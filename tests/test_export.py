@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import ConvNextImageProcessor, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    ConvNextImageProcessor,
+    ResNetConfig,
+    ResNetForImageClassification,
+    TimmWrapperImageProcessor,
+)
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
 from livt_hf.data import eval_processor
@@ -124,5 +129,7 @@ def test_what_no_graph_can_hold_is_refused(tmp_path, tiny):
     processor.do_center_crop = False
     with pytest.raises(LiVTError, match="images of different sizes"):
         image_size(processor)
+    with pytest.raises(LiVTError, match="processor of a timm model does not say"):
+        serving_graph(livit, TimmWrapperImageProcessor({"input_size": (3, 16, 16)}, architecture="resnet18"))
     with pytest.raises(LiVTError, match="--to beit writes weights"):
         main([str(tmp_path), str(tmp_path / "out"), "--to", "beit", "--prior", "uniform"])

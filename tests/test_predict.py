@@ -1,7 +1,9 @@
 """`livt predict`: files, folders, patterns, broken files, priors, and agreement with the pipeline."""
 
 import csv
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,9 +13,17 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from PIL import Image
-from transformers import BeitConfig, BeitForImageClassification, ViTMAEConfig, pipeline
+from transformers import (
+    BeitConfig,
+    BeitForImageClassification,
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
+    ViTMAEConfig,
+    pipeline,
+)
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.commands import run_command
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
@@ -103,6 +113,35 @@ def test_a_stock_classifier_gets_the_scores_of_the_pipeline(stock, pictures):
         assert {answer["label"]: answer["score"] for answer in theirs} == pytest.approx(
             dict(zip(NAMES, scores.tolist(), strict=True)), abs=1e-5
         ), path
+
+
+def save_timm_model(folder: Path) -> None:
+    cfg = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3), "num_classes": 3}
+    sizes = {"layers": [1, 1, 1, 1], "channels": [8, 8, 8, 8], "stem_width": 8}
+    config = TimmWrapperConfig(architecture="resnet18", num_labels=3, pretrained_cfg=cfg, model_args=sizes)
+    TimmWrapperForImageClassification(config).save_pretrained(folder)
+
+
+def test_a_timm_model_gets_the_scores_of_the_pipeline(pictures, tmp_path):
+    save_timm_model(tmp_path)
+    path = pictures / "0.jpg"
+    [(_, scores)] = Predictor(str(tmp_path)).predict([path])
+    classify = pipeline("image-classification", model=str(tmp_path))
+    theirs = {answer["label"]: answer["score"] for answer in classify(str(path), top_k=3)}
+    assert scores.tolist() == pytest.approx([theirs[f"LABEL_{label}"] for label in range(3)], abs=1e-5)
+
+
+def test_a_command_says_nothing_of_how_timm_models_keep_their_processor(pictures, tmp_path, monkeypatch):
+    said = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [said])
+    type(logging.getLogger()).warning_once.cache_clear()  # transformers says each warning once
+    save_timm_model(tmp_path)
+
+    def load_and_save():
+        Predictor(str(tmp_path)).processor.save_pretrained(tmp_path)
+
+    run_command(load_and_save)
+    assert said.stream.getvalue() == ""
 
 
 def test_a_livit_and_its_published_form_get_equal_probabilities(livit, pictures, tmp_path):

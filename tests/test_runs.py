@@ -11,7 +11,7 @@ import yaml
 
 import livt_hf.results
 from livt_hf.commands import run_command
-from livt_hf.results import provenance
+from livt_hf.results import duration, provenance
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run
 from livt_hf.settings import PretrainSettings
 from livt_hf.training.machine import available_cores
@@ -114,3 +114,8 @@ def test_cores_are_those_of_the_process_where_the_system_tells_and_of_the_machin
     assert available_cores() == 2
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     assert available_cores() == 6
+
+
+def test_a_short_time_is_told_in_seconds():
+    assert duration(7.4) == "7 seconds"
+    assert duration(200) == "3.3 minutes"

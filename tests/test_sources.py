@@ -563,8 +563,13 @@ def test_a_hub_dataset_that_cannot_be_reached_asks_for_a_local_copy(monkeypatch)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(LiVTError, match="uoft-cs/cifar10 could not be loaded from the Hub .*--source FOLDER"):
         load_long_tailed("cifar10-lt")
-    with pytest.raises(LiVTError, match="own/birds could not be loaded from the Hub .*--dataset FOLDER"):
+    with pytest.raises(LiVTError, match="no folder own/birds, and own/birds could not be loaded .*local copy"):
         load_long_tailed("own/birds")
+
+
+def test_a_table_that_does_not_exist_is_named_whatever_its_source(tmp_path):
+    with pytest.raises(LiVTError, match="labels.csv does not exist"):
+        load_long_tailed(str(tmp_path / "labels.csv"), source=str(tmp_path))
 
 
 def test_places_that_do_not_exist_or_hold_nothing_are_named(tmp_path):

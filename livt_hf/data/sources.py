@@ -300,8 +300,9 @@ def _open_benchmark(settings: DataSettings, benchmark: Benchmark, streaming: boo
         return _open_listed(settings, benchmark, streaming)
     if settings.dataset in BENCHMARKS:
         return _open(settings.source or benchmark.hub, settings, streaming)
-    root = settings.source
-    if root is not None and not is_image_list(Path(settings.dataset)):
+    path = Path(settings.dataset)
+    # A table that comes here is missing, which is what must be said.
+    if settings.source is not None and not is_image_list(path) and path.suffix.lower() not in TABLES:
         raise LiVTError(f"source is for benchmarks, tables and image lists, not for {settings.dataset}: drop it.")
     return _open(settings.dataset, settings, streaming)
 
@@ -419,11 +420,12 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
         builder = load_dataset_builder(repository, config or None)
         streams = builder.as_streaming_dataset()
     except (ConnectionError, FileNotFoundError) as error:
-        option = "--source" if settings.dataset in BENCHMARKS else "--dataset"
-        raise LiVTError(
-            f"{repository} could not be loaded from the Hub ({error}): without internet or access rights, pass a "
-            f"local copy with {option} FOLDER."
-        ) from error
+        away = f"{repository} could not be loaded from the Hub ({error})"
+        if settings.dataset in BENCHMARKS:
+            away += ": without internet or access rights, pass a local copy with --source FOLDER."
+        else:
+            away = f"there is no folder {where}, and {away}: correct the name, or give the folder of a local copy."
+        raise LiVTError(away) from error
     if builder.name != "parquet":
         raise LiVTError(
             f"{repository} is stored as {builder.name}, whose images cannot be counted without reading all: load it "

@@ -83,7 +83,8 @@ class Predictor:
         except DAMAGED as error:
             return f"{type(error).__name__}: {error}"
         if not self.stepwise:
-            return processor(image, return_tensors="pt")["pixel_values"][0]
+            # In a list: the processor of timm models takes a single tensor for one that is rescaled already.
+            return processor([image], return_tensors="pt")["pixel_values"][0]
         # The processor as a whole would first copy the image to another memory layout, in which resizing is slow.
         if processor.do_resize:
             image = processor.resize(image, processor.size, processor.resample)

@@ -12,7 +12,7 @@ from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec,
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.metrics import GROUPS
-from livt_hf.results import PAPER, Results, number, percent
+from livt_hf.results import PAPER, Results, duration, number, percent
 
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
 CITATION = """\
@@ -314,7 +314,7 @@ def _training(results: Results, arguments: Mapping) -> str:
     if results.pretrained not in (None, "none"):
         lines.append(f"- started from: `{results.pretrained}`")
     if results.seconds:
-        lines.append(f"- duration: {results.seconds / 60:.1f} minutes")
+        lines.append(f"- duration: {duration(results.seconds)}")
     lines += [f"- {name} {version}" for name, version in (results.versions or {}).items()]
     if results.git_revision:
         lines.append(f"- livt_hf revision: `{results.git_revision}`")
