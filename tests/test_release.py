@@ -12,8 +12,6 @@ import pytest
 
 from livt_hf.version import __version__
 
-tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it
-
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
