@@ -432,10 +432,9 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
             "without streaming, or download it."
         )
     files = builder.config.data_files
-    return {
-        split: with_shard_lengths(stream, count_images(builder.name, files[split]))
-        for split, stream in streams.items()
-    }
+    with _reading_dataset(repository):
+        counts = {split: count_images(builder.name, files[split]) for split in streams}
+    return {split: with_shard_lengths(stream, counts[split]) for split, stream in streams.items()}
 
 
 def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:

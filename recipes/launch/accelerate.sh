@@ -12,7 +12,7 @@ set -euo pipefail
 
 nodes=${NODES:-1}
 processes=$((nodes * ${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}))
-if [ "$processes" -le 1 ]; then exec livt "$@"; fi
+if [ "$processes" -le 1 ]; then exec livt --num_processes 1 "$@"; fi
 
 # `livt` is `accelerate launch`. Accelerate says --multi_gpu also of several CPU processes. Precision is an option of the
 # recipes (--mixed_precision) and not of the launcher.
