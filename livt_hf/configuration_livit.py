@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.records import fits
+from livt_hf.records import fits, shown
 
 # The encoders; intermediate layers are four times the width, as in every ViT of the paper.
 PRESETS: dict[str, dict[str, int]] = {
@@ -88,7 +88,9 @@ class LiViTConfig(PreTrainedConfig):
     def _check_sizes(self):
         for name, hint in LiViTConfig.__annotations__.items():
             if name != "pooling" and not fits(getattr(self, name), hint):  # whose choices are named below
-                raise LiVTError(f"{name} cannot be {getattr(self, name)!r}; correct it in the call or in config.json.")
+                raise LiVTError(
+                    f"{name} cannot be {shown(getattr(self, name))}; correct it in the call or in config.json."
+                )
         for name in _SIZES:
             if not 1 <= getattr(self, name) <= _LARGEST:
                 raise LiVTError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_LARGEST}.")

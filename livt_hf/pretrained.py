@@ -104,7 +104,9 @@ class ReadsOtherCheckpoints:
             with without_load_report():
                 model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            raise LiVTError(f"the weights in {path} are damaged ({error}); copy or download them again.") from error
+            raise LiVTError(
+                f"the weights in {path} are damaged ({in_words(error)}); copy or download them again."
+            ) from error
         if info["mismatched_keys"]:
             key, stored, wanted = min(info["mismatched_keys"])
             raise LiVTError(

@@ -57,9 +57,7 @@ def check_record(record: Any, hints: Mapping[str, Any], place: str) -> None:
         raise LiVTError(f"{place} must hold names and their values, not a {type(record).__name__}.")
     for name, value in record.items():
         if name in hints and not fits(value, hints[name]):
-            said = repr(value)
-            said = said if len(said) <= 80 else f"{said[:80]}..."
-            raise LiVTError(f"{place} is damaged: {name} cannot be {said}; correct it or put back a copy.")
+            raise LiVTError(f"{place} is damaged: {name} cannot be {shown(value)}; correct it or put back a copy.")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -79,6 +77,12 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return hint is Any or isinstance(value, hint)
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence can hold it."""
+    said = repr(value)
+    return said if len(said) <= 80 else f"{said[:80]}..."
 
 
 def in_words(error: BaseException) -> str:

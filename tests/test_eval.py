@@ -280,7 +280,7 @@ def test_a_prior_may_be_given_as_frequencies_by_class_name(workplace, evaluate, 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("[0.5, 0.5", "is no readable JSON or YAML file with a number for each class"),
+        ("[0.5, 0.5", "is not readable JSON"),
         ([0.5, 0.5], "must hold 4 numbers"),
         (["a", "b", "c", "d"], "must hold 4 numbers"),
         ([0.5, 0.75, -0.25, 0], "none negative"),
@@ -295,7 +295,7 @@ def test_a_malformed_prior_is_refused(workplace, refused, tmp_path, content, com
 
 def test_a_prior_file_that_does_not_exist_is_refused(workplace, refused, tmp_path):
     sentence = refused("--model", workplace.finetuned, "--prior", tmp_path / "nowhere.json")
-    assert "nowhere.json is no readable JSON or YAML file" in sentence
+    assert "nowhere.json is not readable JSON: [Errno 2] No such file" in sentence
 
 
 def test_no_prior_is_estimated_from_smoothed_labels_or_scores(workplace, refused, tmp_path):

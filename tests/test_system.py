@@ -105,7 +105,7 @@ def test_every_text_file_is_said_to_be_utf_8():
     """Windows would read and write its own encoding, which has no letters for most names of classes."""
     files = [path for folder in ("livt_hf", "recipes") for path in sorted((ROOT / folder).rglob("*.py"))]
     calls = [(path, call) for path in files for call in text_calls(path)]
-    assert len(calls) > 50
+    assert calls
     silent = [
         f"{path}:{call.lineno}" for path, call in calls if "encoding" not in [word.arg for word in call.keywords]
     ]

@@ -9,7 +9,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.losses import LOSSES, LossSpec
 from livt_hf.long_tail.priors import as_prior
-from livt_hf.records import fits
+from livt_hf.records import fits, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,9 @@ class LongTailConfig(dict):
             hints |= {name: (self.calibration, hint) for name, hint in get_type_hints(Calibration).items()}
         for name, (given, hint) in hints.items():
             if not fits(given.get(name), hint):
-                raise LiVTError(f"{name} cannot be {given.get(name)!r}; correct it in the call or in config.json.")
+                raise LiVTError(
+                    f"{name} cannot be {shown(given.get(name))}; correct it in the call or in config.json."
+                )
         self.update(values)
         self._check()
 
@@ -245,7 +247,7 @@ def _listed(name: str, values, number: Callable) -> list:
     except LiVTError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        raise LiVTError(f"{name} cannot be {values!r}; give one number per class.") from error
+        raise LiVTError(f"{name} cannot be {shown(values)}; give one number per class.") from error
 
 
 def _whole(count) -> int:
