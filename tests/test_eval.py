@@ -36,7 +36,7 @@ PICTURES = {"frequency.png", "classes.png", "confused.png", "reliability-0.png",
 NAMES = [f"class{label}" for label in range(CLASSES)]
 
 
-def trained_classifier(pictures: Path, updates: int = 5) -> LiViTForImageClassification:
+def trained_classifier(pictures: Path, updates: int = 3) -> LiViTForImageClassification:
     """Enough updates to tell most of the colours."""
     torch.manual_seed(0)
     config = LiViTConfig.preset("micro", image_size=8, class_counts=[30, 18, 10, 6], **names(NAMES))

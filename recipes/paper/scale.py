@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.data import exponential_counts
@@ -137,6 +137,17 @@ def images_seen(settings: PretrainSettings | FinetuneSettings) -> int:
     return settings.epochs * images
 
 
+def _counter() -> FlopCounterMode:
+    """torch's, which learned of the CPU's fused attention after 2.8."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    formulas = {
+        fused: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+        backward: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
 @cache
 def step_cost(stage: str, size: str, pixels: int, classes: int, images: int = 1, share: float = 1) -> dict:
     """Operations of forward and backward and the bytes autograd keeps between them, of a model that has no data."""
@@ -154,7 +165,7 @@ def step_cost(stage: str, size: str, pixels: int, classes: int, images: int = 1,
         kept[storage._cdata] = storage  # held, so that no other storage gets its address
         return tensor
 
-    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False) as counter:
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), _counter() as counter:
         # On the meta device attention would not be the fused one; tensors without data of the CPU have it.
         named = itertools.chain(model.named_parameters(), model.named_buffers())
         weights = {name: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad) for name, t in named}
