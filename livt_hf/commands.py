@@ -15,8 +15,9 @@ from livt_hf.system import shell_line
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
-# Not a bug, and nothing that could be known before: the disk is full, or a folder may not be written to.
-REFUSED_BY_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+# Not a bug, and nothing that could be known before.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+NOT_ALLOWED = {errno.EACCES, errno.EPERM}
 # These tell of every timm model that its image processor has one implementation and is saved in config.json, about
 # which nobody needs to do anything.
 NOTES_ON_PROCESSORS = (
@@ -45,20 +46,21 @@ def run_command(main: Callable[[], None]) -> None:
     except Interrupted:
         sys.exit(EXIT_UNFINISHED)
     except (LiVTError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in REFUSED_BY_THE_MACHINE:
+        if isinstance(error, OSError) and error.errno not in NO_ROOM | NOT_ALLOWED:
             raise
         if int(os.environ.get("RANK", 0)):
             time.sleep(SECONDS_FOR_THE_FIRST)
-        sys.exit(f"error: {error if isinstance(error, LiVTError) else not_written(error)}")
+        sys.exit(f"error: {error if isinstance(error, LiVTError) else refused_by_the_machine(error)}")
 
 
-def not_written(error: OSError) -> str:
-    """A disk that is full or a folder that may not be written to, as a sentence."""
+def refused_by_the_machine(error: OSError) -> str:
+    """A disk that is full, or a place that may not be read or written, as a sentence."""
     place = "" if error.filename is None else f" {error.filename}"
-    return (
-        f"could not write{place}: {error.strerror}; make room or choose another folder. A training that has begun "
-        "goes on with --resume."
-    )
+    if error.errno in NO_ROOM:
+        said = f"could not write{place}: {error.strerror}; make room or choose another folder"
+    else:
+        said = f"may not read or write{place}: {error.strerror}; change its permissions or choose another place"
+    return f"{said}. A training that has begun goes on with --resume."
 
 
 def _quiet_bars() -> None:

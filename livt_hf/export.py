@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor
 
@@ -32,10 +33,9 @@ class ServingGraph(nn.Module):
     def __init__(self, model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None):
         super().__init__()
         self.model, self.prior, self.output = model, prior, "logits" if prior is None else "probabilities"
-        factor = processor.rescale_factor if processor.do_rescale else 1.0
-        mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0] * 3, [1.0] * 3)
-        self.register_buffer("scale", factor / torch.tensor(std))
-        self.register_buffer("offset", -torch.tensor(mean) / torch.tensor(std))
+        black, white = colours_as_pixels(processor, torch.tensor([[0, 0, 0], [255, 255, 255]]))
+        self.register_buffer("scale", (white - black) / 255)
+        self.register_buffer("offset", black)
         if prior is not None:
             check_posterior(model)
             settings = head_of(model).settings
@@ -55,7 +55,7 @@ class ServingGraph(nn.Module):
 def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
     """Height and width of what a processor makes of any image."""
     sizes = {
-        tuple(processor(torch.zeros(3, *shape, dtype=torch.uint8), return_tensors="pt")["pixel_values"].shape[-2:])
+        tuple(processor([Image.new("RGB", shape)], return_tensors="pt")["pixel_values"].shape[-2:])
         for shape in ((300, 400), (400, 300))
     }
     if len(sizes) > 1:
@@ -63,18 +63,18 @@ def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
     return sizes.pop()
 
 
+def colours_as_pixels(processor: BaseImageProcessor, colours: Tensor) -> Tensor:
+    """What a processor makes of images of one colour each, which resizing and cropping leave as they are. (N, 3)"""
+    images = [Image.new("RGB", image_size(processor)[::-1], tuple(colour)) for colour in colours.tolist()]
+    return processor(images, return_tensors="pt")["pixel_values"].mean(dim=(2, 3))
+
+
 def serving_graph(model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None) -> ServingGraph:
-    """The graph, after a look whether its first step is what the processor does to an image of the right size."""
-    if isinstance(processor, TimmWrapperImageProcessor):  # its steps cannot be asked for one by one
-        raise LiVTError(
-            "the image processor of a timm model does not say how it rescales and normalises, so no graph can be made "
-            "of it; choose a backbone of transformers itself, or serve with livt predict or transformers' pipeline."
-        )
+    """The graph, after a look whether its first step is what the processor does to a colour."""
     graph = ServingGraph(model.eval(), processor, prior).eval()
-    images = example_images(processor)
-    steps = {"do_resize": False, "do_center_crop": False, "return_tensors": "pt"}
-    expected = processor(list(images.permute(0, 3, 1, 2)), **steps)["pixel_values"]
-    if not torch.allclose(graph.pixel_values(images), expected, atol=1e-5):
+    colours = torch.randint(0, 256, (16, 3), generator=torch.Generator().manual_seed(0))
+    found = graph.pixel_values(colours[:, None, None])[:, :, 0, 0]
+    if not torch.allclose(found, colours_as_pixels(processor, colours), atol=1e-5):
         raise LiVTError(f"{type(processor).__name__} does more than rescale and normalise; export the logits by hand.")
     return graph
 
@@ -122,7 +122,7 @@ def save_exported(
     graph = serving_graph(model.eval(), processor, prior)
     folder.mkdir(parents=True)
     run = FORMS[form](graph, example_images(processor), folder)
-    processor.save_pretrained(folder)
+    (model.config if isinstance(processor, TimmWrapperImageProcessor) else processor).save_pretrained(folder)
     write_values(folder / "classes.json", class_names(model))
     images = example_images(processor, 5)
     off = max((run(batch) - graph(batch)).abs().max().item() for batch in images.split([4, 1]))

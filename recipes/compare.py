@@ -21,7 +21,7 @@ from livt_hf.data import load_data
 from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
 from livt_hf.recipes.sweep import Plan, SweepSettings, as_words, carried_out
-from livt_hf.recipes.train import fitting_batch, scratch_within
+from livt_hf.recipes.train import scratch_within
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
@@ -101,7 +101,7 @@ def variant_of(way: str, settings: CompareSettings, train: Dataset) -> Variant:
     if way == "scratch":
         stages = scratch_within(hours, train).options(hours)
         return Variant(LABELS[way], stages["finetune"] | loss, stages["pretrain"], from_own_images=True)
-    options = {"tune": way, "image_size": settings.image_size} | fitting_batch(way, len(train)) | loss
+    options = {"tune": way, "image_size": settings.image_size} | loss
     return Variant(LABELS[way], options if way == "head" else options | {"hours": round(hours, 4)})
 
 

@@ -93,9 +93,10 @@ def export(settings: ConvertSettings) -> None:
     off = save_exported(settings.to, folder, model, processor, prior)
     height, width = image_size(processor)
     given = "logits" if prior is None else "class probabilities"
+    said = next(name for name in ("preprocessor_config.json", "config.json") if (folder / name).exists())
     print(
-        f"It takes bytes of RGB (images, {height}, {width}, 3), resized and cropped as preprocessor_config.json says, "
-        f"and gives {given} in the order of classes.json; on random images those of the model, within {off:.0e}."
+        f"It takes bytes of RGB (images, {height}, {width}, 3), resized and cropped as {said} says, and gives {given} "
+        f"in the order of classes.json; on random images those of the model, within {off:.0e}."
     )
 
 

@@ -96,7 +96,11 @@ def finetune(
     settings: FinetuneSettings, data: DatasetDict, accelerator: Accelerator, opened: Callable[[Course], Run]
 ) -> tuple[Run, Results]:
     """One model from its start to its results. `opened` gives the run's folder once all is ready to train."""
-    began = budget.clock()
+    began, num_images = budget.clock(), len(data["train"])
+    if settings.tune is not None and settings.batch_size > num_images:  # its config is for any number of images
+        settings.batch_size = budget.batch_within(num_images)
+        said = f"there are only {num_images} training images: an update takes {settings.batch_size} of them"
+        accelerator.print(said, file=sys.stderr)
     check_options(settings, data)
     torch.manual_seed(settings.seed)
     model = build_classifier(settings, data["train"])

@@ -26,7 +26,7 @@ from livt_hf.commands import EXIT_UNFINISHED, run_command
 from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.recipes.sweep import CONFIGS, as_words
+from livt_hf.recipes.sweep import as_words
 from livt_hf.records import read_record, write_values
 from livt_hf.runs import Run, claiming, next_number, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings, option
@@ -154,13 +154,7 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
         f"where everything is trained, and {settings.hours:g} hours {chosen[tune]}"
     )
     limit = ["--hours", f"{settings.hours:g}"] if tune == "full" else []  # a head is done in seconds
-    return why, {"finetune": [*words, "--tune", tune, *limit, *as_words(fitting_batch(tune, len(train)))]}
-
-
-def fitting_batch(tune: str, num_images: int) -> dict[str, int]:
-    """Nothing where there are enough images for a batch of the way's own config; else the option of a smaller one."""
-    asked = FinetuneSettings.merged({"tune": tune}, CONFIGS).batch_size
-    return {} if asked <= num_images else {"batch_size": budget.batch_within(num_images)}
+    return why, {"finetune": [*words, "--tune", tune, *limit]}
 
 
 @torch.inference_mode()

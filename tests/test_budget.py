@@ -107,13 +107,6 @@ def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, 
             train.main(words)
     full, *_, head = (FinetuneSettings.parse(words[1:]) for words in commands if words[0] == "finetune")
     assert (full.tune, full.hours, head.tune, head.hours) == ("full", 1.0, "head", None)
-    assert head.batch_size == 16  # there are 64 pictures, and its config says 256
-
-
-def test_a_batch_is_smaller_than_its_config_says_only_where_the_images_do_not_fill_it():
-    assert train.fitting_batch("head", 256) == {}
-    assert train.fitting_batch("head", 255) == {"batch_size": 16}
-    assert train.fitting_batch("full", 255) == {}
 
 
 @pytest.mark.slow

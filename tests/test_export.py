@@ -10,12 +10,15 @@ from transformers import (
     ConvNextImageProcessor,
     ResNetConfig,
     ResNetForImageClassification,
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
     TimmWrapperImageProcessor,
 )
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import load_processor
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.export import image_size, serving_graph
 from livt_hf.recipes.convert import main
@@ -36,6 +39,16 @@ def saved_resnet(folder, _):
     return saved(folder, model, ConvNextImageProcessor(size={"shortest_edge": 32}, crop_pct=0.875))
 
 
+def saved_timm(folder, _):
+    """Its image processor is written into config.json, with the model."""
+    facts = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3), "crop_pct": 0.875}
+    config = TimmWrapperConfig(
+        architecture="resnet10t", model_args={"channels": (8, 8, 16, 16)}, pretrained_cfg=facts, id2label=NAMES
+    )
+    model = balance(TimmWrapperForImageClassification(config), class_counts=COUNTS, loss="bal_ce")
+    return saved(folder, model, TimmWrapperImageProcessor(facts, architecture="resnet10t"))
+
+
 def saved(folder, model, processor):
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -52,13 +65,20 @@ def images_as_read(predictor: Predictor, folder, number: int) -> tuple[torch.Ten
     for i in range(number):
         Image.fromarray(noise.integers(0, 256, (50, 70, 3), dtype=np.uint8)).save(folder / f"{i}.png")
         read.append(folder / f"{i}.png")
-    steps = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
-    cropped = [predictor.processor(Image.open(path), **steps)["pixel_values"][0] for path in read]
     scores = torch.stack([scores for _, scores in predictor.predict(read)])
-    return scores, torch.stack(cropped).byte().permute(0, 2, 3, 1).numpy()
+    return scores, np.stack([as_bytes(predictor.processor, Image.open(path)) for path in read])
 
 
-FAMILIES = pytest.mark.parametrize("save", [saved_livit, saved_resnet])
+def as_bytes(processor, image: Image.Image) -> np.ndarray:
+    if isinstance(processor, TimmWrapperImageProcessor):
+        for step in processor.val_transforms.transforms[:-2]:  # the last two rescale and normalise
+            image = step(image)
+        return np.asarray(image)
+    steps = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+    return processor(image, **steps)["pixel_values"][0].byte().permute(1, 2, 0).numpy()
+
+
+FAMILIES = pytest.mark.parametrize("save", [saved_livit, saved_resnet, saved_timm])
 
 
 @FAMILIES
@@ -83,7 +103,8 @@ def test_onnx_gives_the_calibrated_posterior_of_any_number_of_images_under_the_p
         [found] = session.run(["probabilities"], {"images": images[:number]})
         torch.testing.assert_close(torch.from_numpy(found), expected[:number], atol=1e-4, rtol=0)
     assert json.loads((tmp_path / "out" / "classes.json").read_text()) == list(NAMES.values())
-    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+    again = load_processor(str(tmp_path / "out"))
+    assert as_bytes(again, Image.new("RGB", (50, 70))).shape == images.shape[1:]
 
 
 @pytest.mark.slow
@@ -129,7 +150,9 @@ def test_what_no_graph_can_hold_is_refused(tmp_path, tiny):
     processor.do_center_crop = False
     with pytest.raises(LiVTError, match="images of different sizes"):
         image_size(processor)
-    with pytest.raises(LiVTError, match="processor of a timm model does not say"):
-        serving_graph(livit, TimmWrapperImageProcessor({"input_size": (3, 16, 16)}, architecture="resnet18"))
+    processor.do_center_crop, whole = True, processor.preprocess
+    processor.preprocess = lambda *images, **steps: {"pixel_values": whole(*images, **steps)["pixel_values"].square()}
+    with pytest.raises(LiVTError, match="does more than rescale and normalise"):
+        serving_graph(livit, processor)
     with pytest.raises(LiVTError, match="--to beit writes weights"):
         main([str(tmp_path), str(tmp_path / "out"), "--to", "beit", "--prior", "uniform"])

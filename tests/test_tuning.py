@@ -111,6 +111,16 @@ def test_a_backbone_is_fine_tuned_saved_as_its_own_class_and_measured_as_in_trai
     assert run.results.model_type == stock.config.model_type
 
 
+def test_a_batch_is_smaller_than_the_config_of_a_way_says_where_the_images_do_not_fill_it(pictures, tmp_path, capsys):
+    words = ["--epochs", "2", "--warmup_epochs", "1", "--threads", "1", "--tune", "head", "--max_steps", "2"]
+    words = ["--dataset", pictures, "--pretrained", resnet(tmp_path / "resnet"), *words]
+    finetune.main([str(word) for word in [*words, "--output_dir", tmp_path / "run"]])  # 64 images; its config says 256
+    assert Run(tmp_path / "run").settings_of(FinetuneSettings)["batch_size"] == 16
+    assert "there are only 64 training images: an update takes 16 of them" in capsys.readouterr().err
+    finetune.main([str(word) for word in [*words, "--batch_size", "64", "--output_dir", tmp_path / "filled"]])
+    assert Run(tmp_path / "filled").settings_of(FinetuneSettings)["batch_size"] == 64
+
+
 def test_training_the_head_leaves_the_backbone_as_it_was(pictures, checkpoint, tmp_path):
     before = AutoModelForImageClassification.from_pretrained(checkpoint).state_dict()
     run = trained(pictures, checkpoint, tmp_path / "run", "--tune", "head")
