@@ -15,8 +15,8 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.backbones import InputFacts, input_facts
 from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
+from livt_hf.data.division import is_carved
 from livt_hf.data.labels import is_multi_label, number_of_classes
-from livt_hf.data.sources import is_carved
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import given_labels, headline, standard_rules

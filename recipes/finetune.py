@@ -96,11 +96,8 @@ def finetune(
     settings: FinetuneSettings, data: DatasetDict, accelerator: Accelerator, opened: Callable[[Course], Run]
 ) -> tuple[Run, Results]:
     """One model from its start to its results. `opened` gives the run's folder once all is ready to train."""
-    began, num_images = budget.clock(), len(data["train"])
-    if settings.tune is not None and settings.batch_size > num_images:  # its config is for any number of images
-        settings.batch_size = budget.batch_within(num_images)
-        said = f"there are only {num_images} training images: an update takes {settings.batch_size} of them"
-        accelerator.print(said, file=sys.stderr)
+    began = budget.clock()
+    fill_batch(settings, len(data["train"]), accelerator)
     check_options(settings, data)
     torch.manual_seed(settings.seed)
     model = build_classifier(settings, data["train"])
@@ -121,6 +118,16 @@ def finetune(
     results.image_size, results.preparation_seconds = input_facts(processor).size, prepared - began
     finish_run(loop, published, processor, results)
     return run, results
+
+
+def fill_batch(settings: FinetuneSettings, num_images: int, accelerator: Accelerator) -> None:
+    """The configs of `--tune` are for any number of images: those that do not fill their batch make a smaller one."""
+    if settings.tune is None or settings.batch_size <= num_images:
+        return
+    if settings.batch_size == FinetuneSettings.merged({"tune": settings.tune}, CONFIGS).batch_size:  # not asked for
+        settings.batch_size = budget.batch_within(num_images)
+        said = f"there are only {num_images} training images: an update takes {settings.batch_size} of them"
+        accelerator.print(said, file=sys.stderr)
 
 
 def fit(loop: Loop, course: Course, data: DatasetDict) -> None:

@@ -24,7 +24,8 @@ from livt_hf.data import (
     register_dataset,
 )
 from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.data.sources import Images, is_carved
+from livt_hf.data.division import is_carved
+from livt_hf.data.sources import Images
 from livt_hf.data.tables import read_list
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
@@ -637,6 +638,6 @@ def test_a_cache_without_room_is_not_called_damaged_files(tmp_path, monkeypatch)
         raise DatasetGenerationError("An error occurred") from OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "train.parquet").touch()
-    monkeypatch.setattr("livt_hf.data.sources.load_dataset", full)
+    monkeypatch.setattr("livt_hf.data.opening.load_dataset", full)
     with pytest.raises(OSError, match="No space left on device"):
         load_long_tailed(str(tmp_path))

@@ -6,9 +6,10 @@ _NAMES = {
     "batches": ("Batches",),
     "benchmarks": ("normalization", "register_dataset"),
     "decoding": ("find_broken", "find_copies", "read_rgb"),
+    "division": ("has_carved_test",),
     "labels": ("class_counts", "label_statistics"),
     "loading": ("eval_loader", "train_loader"),
-    "sources": ("has_carved_test", "load_data", "load_long_tailed"),
+    "sources": ("load_data", "load_long_tailed"),
     "splits": ("balanced_counts", "exponential_counts", "long_tail_indices", "pareto_counts"),
     "transforms": ("DeviceTransform", "FinetuneAugmentation", "PretrainAugmentation", "eval_processor"),
 }

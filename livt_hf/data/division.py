@@ -1,0 +1,115 @@
+"""What is made of the splits that a dataset comes with: parts set aside to test and to validate, long tails, folds."""
+
+import itertools
+import logging
+
+import numpy as np
+from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
+
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.labels import class_counts, class_feature, group_codes, is_multi_label, labels_of, number_of_classes
+from livt_hf.data.splits import counts_by_rule, grouped_split, long_tail_indices, stratified_split
+from livt_hf.errors import LiVTError
+from livt_hf.settings import DataSettings
+
+logger = logging.getLogger(__name__)
+
+# A set of own images below this size is not divided further without being asked.
+ENOUGH_TO_HOLD_OUT = 500
+CARVED = "set aside from the training data"
+
+
+def pooled(splits: dict[str, Dataset]) -> Dataset:
+    """What folds divide: all labelled images but those of a test split, which stays unseen."""
+    if "test" in splits:
+        logger.warning("the %d images of the test split are in no fold", len(splits["test"]))
+    parts = [splits[split] for split in ("train", "validation") if split in splits]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
+    """The training split in two parts: one to train on, one to test on."""
+    train = splits["train"]
+    rows, test_rows = _divided(train, settings.test_fraction, settings)
+    parts = {"train": train.select(rows), "test": train.select(test_rows)}
+    parts["test"].info.description = CARVED
+    rename = ", or call the validation split so" if "validation" in splits else ""
+    logger.warning(
+        "there is no test split, so %d of %d training images are set aside as one; to choose them yourself, add a "
+        "split called test%s",
+        *(len(test_rows), len(train), rename),
+    )
+    absent = np.flatnonzero((class_counts(parts["test"]) == 0) & (class_counts(train) > 0))
+    if len(absent):
+        names = [class_feature(train).names[c] for c in absent]
+        few = "have too few groups" if settings.group_column else "are too small"
+        logger.warning("%d classes %s to give a test image: %s", len(names), few, ", ".join(names))
+    return parts
+
+
+def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, Dataset]:
+    """The training split with a part of it as validation split, where that is asked for or sensible."""
+    fraction = settings.validation_fraction
+    if fraction is None:
+        fraction = 0.0 if settings.dataset in BENCHMARKS or trained < ENOUGH_TO_HOLD_OUT else 0.1
+    if fraction == 0:
+        return {}
+    rows, held_rows = _divided(train, fraction, settings)
+    logger.info(
+        "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
+        *(len(held_rows), len(train)),
+    )
+    parts = {"train": train.select(rows), "validation": train.select(held_rows)}
+    parts["validation"].info.description = CARVED
+    return parts
+
+
+def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to keep and rows to set aside: no group on both sides, and each class divided alike as far as possible."""
+    labels, seed = labels_of(train), settings.split_seed
+    if settings.group_column is not None:
+        return grouped_split(labels.rarest(number_of_classes(train)), group_codes(train), fraction, seed)
+    if is_multi_label(train):
+        order = np.random.RandomState(seed).permutation(len(train))
+        number = int(len(train) * fraction)
+        return np.sort(order[number:]), np.sort(order[:number])
+    return stratified_split(labels.values, fraction, seed)
+
+
+def warn_of_shared_groups(splits: dict[str, Dataset]) -> None:
+    """Splits that the dataset came with stay as they are, also where they divide a group."""
+    groups = {split: set(labels_of(part, "group").values.tolist()) for split, part in splits.items()}
+    for first, second in itertools.combinations(groups, 2):
+        shared = sorted(groups[first] & groups[second])
+        if shared:
+            logger.warning("%d groups are both in %s and in %s, such as %s", len(shared), first, second, shared[0])
+
+
+def has_carved_test(data: DatasetDict | IterableDatasetDict) -> bool:
+    """Whether the test split is not the dataset's own: set aside from the training images, or a fold of them."""
+    return is_carved(data, "test")
+
+
+def is_carved(data: DatasetDict | IterableDatasetDict, split: str) -> bool:
+    return split in data and data[split].info.description == CARVED
+
+
+def thinned(train: Dataset, settings: DataSettings) -> Dataset:
+    """Pick the training images that the rule asks for."""
+    if is_multi_label(train):
+        raise LiVTError(
+            "a rule needs one label per image, but this dataset has several: drop rule and imbalance_factor."
+        )
+    names = ("rule", "imbalance_factor", "images_per_class", "cap")
+    counts = counts_by_rule(class_counts(train), **{name: getattr(settings, name) for name in names})
+    return train.select(long_tail_indices(labels_of(train).values, counts, settings.split_seed, settings.cap))
+
+
+def refuse_empty_classes(train: Dataset) -> None:
+    empty = np.flatnonzero(class_counts(train) == 0)
+    if len(empty):
+        names = [class_feature(train).names[c] for c in empty[:5]]
+        raise LiVTError(
+            f"{len(empty)} classes have no training image, so their prior is undefined (such as {', '.join(names)}): "
+            "pass --drop_empty (in Python drop_empty=True) to remove them, or other counts."
+        )
