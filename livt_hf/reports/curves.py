@@ -113,7 +113,7 @@ def sweep_plot(rows: Sequence[Mapping], path: str | Path, xlabel: str, title: st
         ax.plot(shifted, theirs, marker, markerfacecolor="none", markeredgecolor=colour, markersize=10)
     if not numeric:
         short = [shorten(label, 24) for label in labels]
-        crowded = len(short) * max(map(len, short)) > 70
+        crowded = len(short) * max(map(len, short)) > 56
         ax.set_xticks(xs, short, rotation=30 if crowded else 0, ha="right" if crowded else "center", parse_math=False)
         ax.set_xlim(-0.5, len(rows) - 0.5)
         ax.vlines(xs[1:] - 0.5, 0, 1, transform=ax.get_xaxis_transform(), color="0.93", linewidth=1, zorder=0)
