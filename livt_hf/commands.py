@@ -106,7 +106,8 @@ def accuracy_line(metrics: dict) -> str:
     Where the test set is imbalanced, accuracy rewards its frequent classes: the mean over classes stands beside it.
     """
     overall = "accuracy" if "accuracy" in metrics else "map"
-    parts = [f"{name} {percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
+    words = {"map": "mean average precision"}
+    parts = [f"{words.get(name, name)} {percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
     if percent(metrics.get("mean_class_accuracy")) not in ("-", percent(metrics[overall])):
         parts.insert(1, f"mean class accuracy {percent(metrics['mean_class_accuracy'])}")
     calibration = f"; ECE {percent(metrics['ece'])}" if "ece" in metrics else ""

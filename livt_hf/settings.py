@@ -329,7 +329,11 @@ class FinetuneSettings(TrainingSettings):
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
     loss: str = option("bal_bce", "loss of the head", choices=loss_names)
     tau: float = option(1.0, "strength of the logit bias")
-    test_prior: str = option("uniform", "uniform, none, or a JSON file of class probabilities", place=True)
+    test_prior: str = option(
+        "uniform",
+        "uniform, none, or a JSON file of class probabilities; uniform is none where images have several labels",
+        place=True,
+    )
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
     label_smoothing: float = option(0.0, "probability mass moved to all classes, in the loss")

@@ -445,7 +445,7 @@ def test_two_processes_count_each_image_once_and_measure_what_one_measures(workp
     mine, theirs = (read_predictions(place / ANSWERS, NAMES)[UNIFORM] for place in (run.folder, result.report))
     order = mine.index.argsort()
     assert (mine.index[order] == theirs.index).all() and (mine.predicted[order] == theirs.predicted).all()
-    assert run.printed.count("44 images of") == run.printed.count("Report: ") == 1
+    assert run.printed.count(f"{workplace.finetuned} on 44 images of") == run.printed.count("Report: ") == 1
 
 
 def test_two_processes_estimate_the_prior_that_one_estimates(workplace, evaluate, tmp_path):

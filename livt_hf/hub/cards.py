@@ -310,6 +310,8 @@ def _training(results: Results, arguments: Mapping) -> str:
         "mask_ratio",
     )
     names += ("loss", "tau", "test_prior", "mixup", "cutmix", "seed")
+    if "map" in results.metrics and arguments.get("test_prior") == "uniform":
+        arguments = {**arguments, "test_prior": "none"}
     lines = [f"- `{name}`: {arguments[name]}" for name in names if arguments.get(name) is not None]
     if results.pretrained not in (None, "none"):
         lines.append(f"- started from: `{results.pretrained}`")
