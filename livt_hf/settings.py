@@ -213,6 +213,11 @@ class DataSettings(CommandSettings):
             if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
                 raise LiVTError(f"fold is {self.fold!r}; it must be one of several parts, such as 2/5.")
 
+    def said_of_data(self) -> dict[str, Any]:
+        """The options of the data that are not at their defaults."""
+        values = {name: getattr(self, name) for name in DataSettings.names()}
+        return {name: value for name, value in values.items() if value != self.__dataclass_fields__[name].default}
+
     @property
     def fold_numbers(self) -> tuple[int, int]:
         """Of fold 2/5: 2 and 5."""
@@ -495,9 +500,11 @@ def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
     """The help of an option with its choices and its default."""
     text = declared.metadata["help"]
     choices = _choices(cls, declared)
+    if get_origin(_kind(cls, declared)) is Union:
+        choices = ("true", "false", *choices)
     if choices:
         text += f"; one of {', '.join(choices)}"
-    if declared.default not in (None, REQUIRED):
+    if declared.default not in (None, REQUIRED, ""):
         text += f" (default: {declared.default})"
     return text.replace("%", "%%")
 
