@@ -270,7 +270,7 @@ def test_a_class_of_one_group_stays_in_training_and_is_said_to_have_no_test_imag
     columns = {"path": ten, "label": [*"aaaabbbb", "rare", "rare"], "site": [1, 2, 3, 4, 1, 2, 3, 4, 5, 5]}
     data = load_long_tailed(write_table(tmp_path / "own.csv", columns), group_column="site")
     assert class_counts(data["train"]).tolist() == [3, 3, 2] and class_counts(data["test"]).tolist() == [1, 1, 0]
-    assert "1 classes have too few groups to give a test image: rare" in caplog.text
+    assert "classes that have too few groups to give a test image: rare" in caplog.text
 
 
 def test_too_few_groups_for_a_test_set_are_refused(tmp_path, ten):
