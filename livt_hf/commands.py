@@ -32,9 +32,9 @@ def run_command(main: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream.encoding.lower() != "utf-8":  # a pipe on Windows, which has no letters for most names of classes
             stream.reconfigure(encoding="utf-8")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for chatty in ("httpx", "httpcore", "accelerate", "datasets", "filelock", "matplotlib", "PIL"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for ours in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
+        logging.getLogger(ours).setLevel(logging.INFO)
     for meaningless in NOTES_ON_PROCESSORS:
         logging.getLogger(meaningless).setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # a log file gets plain lines
