@@ -92,7 +92,7 @@ def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
         head["seen_counts"] = seen_counts(counts, settings.sampler, settings.epochs).tolist()
     if settings.class_weights is not None:
         head["class_weights"] = read_class_weights(settings.class_weights, names)
-    if settings.test_prior == "none":
+    if settings.test_prior == "none" or several and settings.test_prior == "uniform":  # labels share no probability
         head["test_prior"] = None
     elif settings.test_prior != "uniform":
         head["test_prior"] = read_prior(settings.test_prior, names, multi_label=several)

@@ -33,9 +33,9 @@ def run_command(main: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream.encoding.lower() != "utf-8":  # a pipe on Windows, which has no letters for most names of classes
             stream.reconfigure(encoding="utf-8")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for chatty in ("httpx", "httpcore", "accelerate", "datasets", "filelock", "matplotlib", "PIL"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for ours in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
+        logging.getLogger(ours).setLevel(logging.INFO)
     for meaningless in NOTES_ON_PROCESSORS:
         logging.getLogger(meaningless).setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # a log file gets plain lines
@@ -108,7 +108,8 @@ def accuracy_line(metrics: dict) -> str:
     Where the test set is imbalanced, accuracy rewards its frequent classes: the mean over classes stands beside it.
     """
     overall = "accuracy" if "accuracy" in metrics else "map"
-    parts = [f"{name} {percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
+    words = {"map": "mean average precision"}
+    parts = [f"{words.get(name, name)} {percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
     if percent(metrics.get("mean_class_accuracy")) not in ("-", percent(metrics[overall])):
         parts.insert(1, f"mean class accuracy {percent(metrics['mean_class_accuracy'])}")
     calibration = f"; ECE {percent(metrics['ece'])}" if "ece" in metrics else ""

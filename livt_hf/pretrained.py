@@ -5,6 +5,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
@@ -130,8 +131,9 @@ def reading_checkpoint(path) -> Iterator[None]:
     except LiVTError:
         raise
     except Exception as error:  # a damaged config comes to light in any line of the model that it describes
-        words = in_words(error)
-        raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {words}") from error
+        missing = not Path(path).exists() and (str(path).count("/") > 1 or str(path).startswith((".", "/", "~")))
+        why = "there is no such folder." if missing else in_words(error)  # those of a repository would mislead
+        raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {why}") from error
 
 
 def read_config(path: str) -> dict:

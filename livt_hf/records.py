@@ -93,10 +93,10 @@ def shown(value: Any) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An error of a library in one line of reasonable length, with its kind where the words alone say little."""
+    """An error in one line of reasonable length, with its kind where the words alone say little."""
     words = " ".join(str(error).split())
     words = words if len(words) <= 400 else f"{words[:400]}..."
-    return words if isinstance(error, OSError) and words else f"{type(error).__name__}: {words}"
+    return words if isinstance(error, OSError | LiVTError) and words else f"{type(error).__name__}: {words}"
 
 
 def write_values(path: Path, values: Any) -> None:

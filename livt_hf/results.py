@@ -104,7 +104,9 @@ def percent(fraction: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 7.4 is "7 seconds", 200 is "3.3 minutes"."""
+    """A time for people: 1.4 is "1 second", 7.4 is "7 seconds", 200 is "3.3 minutes"."""
+    if seconds < 1.5:
+        return "1 second"
     return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
 
 

@@ -213,6 +213,11 @@ class DataSettings(CommandSettings):
             if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
                 raise LiVTError(f"fold is {self.fold!r}; it must be one of several parts, such as 2/5.")
 
+    def said_of_data(self) -> dict[str, Any]:
+        """The options of the data that are not at their defaults."""
+        values = {name: getattr(self, name) for name in DataSettings.names()}
+        return {name: value for name, value in values.items() if value != self.__dataclass_fields__[name].default}
+
     @property
     def fold_numbers(self) -> tuple[int, int]:
         """Of fold 2/5: 2 and 5."""
@@ -329,7 +334,11 @@ class FinetuneSettings(TrainingSettings):
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
     loss: str = option("bal_bce", "loss of the head", choices=loss_names)
     tau: float = option(1.0, "strength of the logit bias")
-    test_prior: str = option("uniform", "uniform, none, or a JSON file of class probabilities", place=True)
+    test_prior: str = option(
+        "uniform",
+        "uniform, none, or a JSON file of class probabilities; uniform is none where images have several labels",
+        place=True,
+    )
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
     label_smoothing: float = option(0.0, "probability mass moved to all classes, in the loss")
@@ -491,9 +500,11 @@ def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
     """The help of an option with its choices and its default."""
     text = declared.metadata["help"]
     choices = _choices(cls, declared)
+    if get_origin(_kind(cls, declared)) is Union:
+        choices = ("true", "false", *choices)
     if choices:
         text += f"; one of {', '.join(choices)}"
-    if declared.default not in (None, REQUIRED):
+    if declared.default not in (None, REQUIRED, ""):
         text += f" (default: {declared.default})"
     return text.replace("%", "%%")
 

@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"scale {calibration.scale:.2f}, odds {calibration.odds:.2f}, offsets from {low:+.2f} to {high:+.2f}.\n"
         f"Next, measure it again:\n  {shell_line(['livt', 'eval', '--model', settings.model])}"
     )
+    if settings.split == "test":
+        print("Measured on these same images, its probabilities will look better than they are; use others.")
 
 
 def check_split(settings: CalibrateSettings, splits: list[str]) -> None:

@@ -83,14 +83,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def as_sweep(settings: CompareSettings) -> SweepSettings:
     """The runs of a comparison are those of a sweep; both stages see the same images."""
-    defaults, common = DataSettings(), ("dataset", "source", "imbalance_factor", "plugin")
-    own = [name for name in DataSettings.names() if name not in (*common, "validation_fraction")]
-    data = {name: getattr(settings, name) for name in own if getattr(settings, name) != getattr(defaults, name)}
-    words = shell_line(as_words(data))
+    common = ("dataset", "source", "imbalance_factor", "plugin")
+    said = {name: value for name, value in settings.said_of_data().items() if name not in common}
+    of_images = {name: value for name, value in said.items() if name != "validation_fraction"}
     return SweepSettings(
         **{name: getattr(settings, name) for name in (*common, "pretrained", "seeds", "dry_run")},
-        pretrain=words,
-        finetune=shell_line(as_words(data | {"validation_fraction": settings.validation_fraction})),
+        pretrain=shell_line(as_words(of_images)),
+        finetune=shell_line(as_words(said)),
         output_dir=str(settings.folder),
     )
 

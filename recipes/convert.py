@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, processor = load_checkpoint(settings.source), load_processor(settings.source)
         if not isinstance(model, LiViTForImageClassification):
             raise LiVTError(
-                f"{settings.source} holds {type(model).__name__}; only a fine-tuned LiViT has the form {settings.to}."
+                f"{settings.source} holds {type(model).__name__}; only a fine-tuned LiViT has the form {settings.to}. "
+                "Pass --to onnx or torch-export, or load it with transformers as it is."
             )
         if settings.to == "timm":
             save_timm(model, settings.output, processor)
@@ -102,7 +103,10 @@ def export(settings: ConvertSettings) -> None:
 
 def convert_official(settings: ConvertSettings) -> None:
     if not settings.source.endswith(".pth"):
-        raise LiVTError(f"{settings.source} is not a .pth file of the authors; for a LiViT pass --to beit or timm.")
+        raise LiVTError(
+            f"{settings.source} is not a .pth file of the authors, which --to livit is for; pass --to onnx or "
+            "torch-export, or of a fine-tuned LiViT --to beit or timm."
+        )
     counts = read_list(settings.class_counts) if settings.class_counts else None
     names = dict(enumerate(read_list(settings.labels))) if settings.labels else None
     order = settings.keep_class_order

@@ -19,9 +19,11 @@ from livt_hf.data.labels import class_counts, class_feature, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.data.sources import load_data
 from livt_hf.metrics import group_sizes
+from livt_hf.recipes.sweep import as_words
 from livt_hf.reports import class_distribution, contact_sheet
 from livt_hf.runs import runs_folder
 from livt_hf.settings import DataSettings, option
+from livt_hf.system import shell_line
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 5, 8
 _DATASET = DataSettings.__dataclass_fields__["dataset"]
@@ -51,9 +53,11 @@ def main(argv: list[str] | None = None) -> None:
     print(table(data))
     for split, findings in broken.items():
         if findings:
-            print(f"{len(findings)} broken images in {split}:{listed(findings.values())}")
+            print(f"Broken images in {split}, {len(findings)} of {len(data[split]):,}:{listed(findings.values())}")
     if any(broken.values()):
         print("Repair or remove them, or leave them out with --on_broken skip.")
+    elif settings.check_images:
+        print("All images can be read.")
     sound = {
         split: part.select(np.setdiff1d(np.arange(len(part)), list(broken[split]))) for split, part in data.items()
     }
@@ -63,6 +67,11 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.dataset).name}"
     for path in draw(sound["train"], output, settings.split_seed):
         print(f"wrote {path}")
+    said = settings.said_of_data() | {"dataset": None, "hours": 0.5}
+    print(
+        "Next, train for half an hour; with few images add --pretrained and a classifier, a folder or a Hub id:\n  "
+        + shell_line(["livt", "train", settings.dataset, *as_words(said)])
+    )
 
 
 def table(data: DatasetDict) -> str:
@@ -72,15 +81,17 @@ def table(data: DatasetDict) -> str:
     facts = {
         "images": lambda split: len(data[split]),
         "classes": lambda split: len(counts[split]),
-        "max": lambda split: counts[split].max(),
-        "min": lambda split: counts[split].min(),
-        "gamma": lambda split: f"{counts[split].max() / counts[split].min():.4g}" if counts[split].min() else "-",
+        "images of the largest class": lambda split: counts[split].max(),
+        "images of the smallest class": lambda split: counts[split].min(),
+        "largest / smallest": lambda split: (
+            f"{counts[split].max() / counts[split].min():.4g}" if counts[split].min() else "-"
+        ),
     }
     if "group" in data["train"].features:
         facts["groups"] = lambda split: len(set(labels_of(data[split], "group").values))
     lines += [[name, *(str(fact(split)) for split in data)] for name, fact in facts.items()]
     groups = group_sizes(counts["train"])
-    lines.append(["/".join(groups), "/".join(map(str, groups.values())), *[""] * (len(data) - 1)])
+    lines.append([f"{'/'.join(groups)}-shot classes", "/".join(map(str, groups.values())), *[""] * (len(data) - 1)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(

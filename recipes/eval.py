@@ -15,7 +15,6 @@
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured = evaluate_multi_label(outputs.batches(), accelerator, counts, given, **thresholds)
         summary["macro and group mAP"] = measured.compute()
         summary["classes"] = measured.per_class(class_names(model))
-        accelerator.print(json.dumps(summary["macro and group mAP"], indent=2))
+        accelerator.print(several_labels_in_words(summary))
         write_numbers(folder, summary, accelerator)
         if settings.predictions is not None:
             write_table(settings, model, outputs, standard_rules(model), dataset)
@@ -230,11 +229,15 @@ def chosen_rules(exam: Exam, settings: EvalSettings, summary: dict) -> dict[str,
     return rules
 
 
+def measured_in_words(summary: dict, images: int) -> str:
+    return f"{summary['model']} on {images:,} images of {summary['dataset']} ({summary['split']})"
+
+
 def print_findings(found: Findings, exam: Exam) -> None:
     summary, rules = found.summary, found.summary["rules"]
     first = next(iter(rules))
     images, bad = (rules[first][name] for name in ("num_images", "num_nan"))
-    print(f"{images:,} images of {summary['dataset']} ({summary['split']})")
+    print(measured_in_words(summary, images))
     for name, metrics in rules.items():
         print(f"  {name:32s} {accuracy_line(metrics)}")
     intervals = {name: found for name, found in summary["intervals"][first].items() if found is not None}
@@ -247,6 +250,15 @@ def print_findings(found: Findings, exam: Exam) -> None:
         print(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
     if "shifted" in summary:
         print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
+
+
+def several_labels_in_words(summary: dict) -> str:
+    """The mean over classes of what each is measured by, as a question of its own."""
+    metrics = summary["macro and group mAP"]
+    shown = {"AUROC": "auroc", "macro F1": "macro_f1"}
+    others = (f"{word} {percent(metrics[name])}" for word, name in shown.items() if name in metrics)
+    began = measured_in_words(summary, metrics["num_images"])
+    return f"{began}\n  {accuracy_line(metrics)}\n  mean over classes: {', '.join(others)}"
 
 
 def write_table(

@@ -41,7 +41,7 @@ class PredictSettings(CommandSettings):
     prior: str | None = option(
         None,
         "how frequent each class is where the model serves: training, uniform, or a JSON or YAML file; "
-        "default: the model's own test prior",
+        "default: the largest logit until the model is calibrated, and then its own test prior",
         place=True,
     )
     top_k: int = option(5, "classes to print per image", at_least=1)
@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 tqdm.write(text)
             if table is not None:
                 table.write({"file": [str(path)], "error": [error]}, {predictor.rule_name: scores[None]})
+    if settings.output is not None:
+        print(f"Predictions: {settings.output}", file=sys.stderr)
     if broken:
         print(f"{broken} of {len(paths)} files could not be read", file=sys.stderr)
         sys.exit(1)

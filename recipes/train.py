@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -50,17 +50,15 @@ class TrainSettings(DataSettings):
         None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
     )
     seed: int = option(0, "seed of everything random except the split")
+    validation_fraction: float | None = option(None, "as for `livt finetune`")
     output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
     resume: str | None = option(None, "go on with an interrupted run: its folder", place=True)
     launch: str = option("", 'options of accelerate launch, such as "--num_processes 1"')
     threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
 
     def data_words(self) -> list[str]:
-        """What both stages are told about the data, where it is not the default."""
-        defaults = {field.name: field.default for field in fields(DataSettings)}
-        said = {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
-        said |= {"dataset": self.dataset, "seed": self.seed}
-        return [word for name, value in said.items() for word in (f"--{name}", str(value))]
+        """What both stages are told about the data."""
+        return as_words(self.said_of_data() | {"dataset": self.dataset, "seed": self.seed})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"Or, to go on with all that is left:\n  livt train --resume {shell_line([folder])}")
             raise Interrupted
     run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
+    print(f"Next, try it in the browser:\n  {shell_line(['livt', 'demo', folder / 'finetune'])}")
 
 
 def run_livt(words: list[str]) -> bool:

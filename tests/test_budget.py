@@ -82,7 +82,7 @@ def commands(monkeypatch, tmp_path) -> list[list[str]]:
 def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys):
     pictures = make_pictures(tmp_path / "pictures")
     with pytest.raises(Interrupted):
-        train.main([str(pictures), "--hours", "0.5", "--test_fraction", "0.3"])
+        train.main([str(pictures), "--hours", "0.5", "--test_fraction", "0.3", "--validation_fraction", "0"])
     folder = tmp_path / "runs" / "train-pictures" / "1"
     assert "From scratch: micro at 32 pixels with patches of 8" in (printed := capsys.readouterr().out)
     assert f"livt train --resume {folder}" in printed
@@ -92,6 +92,8 @@ def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys
     first, second = (settings.parse(words[1:]) for settings, words in zip(STAGES, commands[1:3], strict=True))
     assert (first.dataset, first.test_fraction, first.hours) == (str(pictures), 0.3, 0.3)
     assert (second.pretrained, second.test_fraction, second.hours) == (str(folder / "pretrain"), 0.3, 0.2)
+    assert second.validation_fraction == 0.0  # as asked for; by itself, fine-tuning may hold images out
+    assert capsys.readouterr().out.endswith(f"  livt demo {folder / 'finetune'}\n")
     train.main(["--resume", str(folder)])
     assert [words[0] for words in commands[4:]] == ["eval"]
 

@@ -1,3 +1,6 @@
+import re
+import shlex
+
 import pytest
 from PIL import Image
 
@@ -5,6 +8,7 @@ from livt_hf.data.glyphs import glyphs
 from livt_hf.data.labels import class_counts
 from livt_hf.errors import LiVTError
 from livt_hf.recipes.data import main, sample, table
+from livt_hf.recipes.train import TrainSettings
 from livt_hf.settings import DataSettings
 
 
@@ -12,10 +16,13 @@ def test_the_command_prints_the_table_and_writes_two_pictures(tmp_path, capsys):
     options = ["--imbalance_factor", "50", "--images_per_class", "150", "--output", str(tmp_path / "look")]
     main(["glyphs", *options])
     printed = capsys.readouterr().out
-    lines = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
-    assert lines["classes"] == ["40", "40"] and lines["max"] == ["150", "50"] and lines["min"] == ["3", "50"]
-    assert lines["gamma"] == ["50", "1"]
-    assert sum(int(n) for n in lines["many/medium/few"][0].split("/")) == 40
+    rows = (re.split(r" {2,}", line) for line in printed.splitlines())
+    lines = {name: values for name, *values in rows}
+    assert lines["classes"] == ["40", "40"] and lines["largest / smallest"] == ["50", "1"]
+    assert lines["images of the largest class"] == ["150", "50"]
+    assert lines["images of the smallest class"] == ["3", "50"]
+    assert sum(int(n) for n in lines["many/medium/few-shot classes"][0].split("/")) == 40
+    assert "All images can be read." in printed
     for name in ("classes.png", "samples.png"):
         assert f"wrote {tmp_path / 'look' / name}" in printed
         assert min(Image.open(tmp_path / "look" / name).size) > 100
@@ -25,7 +32,7 @@ def test_the_table_has_the_groups_of_the_training_counts():
     data = glyphs(100, max_count=200, test_per_class=1)
     counts = class_counts(data["train"])
     groups = f"{(counts > 100).sum()}/{((counts >= 20) & (counts <= 100)).sum()}/{(counts < 20).sum()}"
-    assert table(data).splitlines()[-1].split() == ["many/medium/few", groups]
+    assert table(data).splitlines()[-1].split() == ["many/medium/few-shot", "classes", groups]
 
 
 def test_samples_show_each_class_once_from_head_to_tail():
@@ -58,7 +65,8 @@ def test_broken_images_are_named_up_to_ten_and_counted(tmp_path, capsys):
         (tmp_path / f"birds/train/a/{i:02d}.png").write_bytes(b"broken")
     main([str(tmp_path / "birds"), "--output", str(tmp_path / "look")])
     printed = capsys.readouterr().out
-    assert "12 broken images in train:" in printed and printed.count("cannot be read") == 10
+    assert "Broken images in train, 12 of 32:" in printed and printed.count("cannot be read") == 10
+    assert "All images can be read" not in printed
     assert "and 2 more" in printed and "--on_broken skip" in printed
     assert (tmp_path / "look/samples.png").exists()
 
@@ -67,3 +75,12 @@ def test_pictures_go_to_the_folder_of_runs_in_the_environment(tmp_path, monkeypa
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "elsewhere"))
     main(["glyphs", "--images_per_class", "100", "--split_seed", "1"])
     assert (tmp_path / "elsewhere/data-glyphs/samples.png").exists()
+
+
+def test_the_command_ends_with_the_training_of_the_same_images(tmp_path, capsys):
+    said = ["--images_per_class", "60", "--imbalance_factor", "3", "--cap", "--test_fraction", "0.3"]
+    main(["glyphs", *said, "--output", str(tmp_path / "my look")])
+    livt, train, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    told = TrainSettings.parse(words)
+    assert (livt, train, told.dataset, told.hours) == ("livt", "train", "glyphs", 0.5)
+    assert (told.images_per_class, told.imbalance_factor, told.cap, told.test_fraction) == (60, 3.0, True, 0.3)

@@ -90,6 +90,13 @@ def test_a_broken_image_is_an_error_with_its_index(kind, damage):
         read_image({"bytes": data, "path": None}, 7)
 
 
+def test_a_broken_file_on_the_disk_is_named_by_its_path_alone(tmp_path):
+    (tmp_path / "cut.jpg").write_bytes(encoded(smooth_picture(64, 64), "JPEG")[:200])
+    with pytest.raises(BrokenImageError) as error:
+        read_image({"bytes": None, "path": str(tmp_path / "cut.jpg")}, 7)
+    assert error.value.finding.startswith(f"{tmp_path / 'cut.jpg'} cannot be read: ")
+
+
 def test_a_text_file_named_as_a_picture_is_said_to_be_none():
     with pytest.raises(BrokenImageError, match="cannot be read: its format is not known; it may be no image at all"):
         read_image({"bytes": b"no image", "path": "notes.jpg"}, 0)

@@ -399,8 +399,10 @@ def test_unknown_splits_and_folders_without_a_model_are_refused(workplace, refus
     (tmp_path / "empty").mkdir()
     sentence = refused("--model", tmp_path / "empty", "--dataset", workplace.pictures)
     assert "empty holds no model: it has no config.json" in sentence
+    sentence = refused("--model", workplace.finetuned.parent, "--dataset", workplace.pictures)
+    assert sentence.endswith(f"with a model_type; did you mean {workplace.finetuned}?")
     sentence = refused("--model", tmp_path / "nowhere", "--dataset", workplace.pictures)
-    assert "nowhere could not be loaded as a checkpoint folder or from the Hub" in sentence
+    assert "nowhere could not be loaded as a checkpoint folder or from the Hub: there is no such folder." in sentence
     model = LiViTForImageClassification.from_pretrained(workplace.finetuned)
     model.save_pretrained(tmp_path / "bare")
     sentence = refused("--model", tmp_path / "bare", "--dataset", workplace.pictures)
@@ -445,7 +447,7 @@ def test_two_processes_count_each_image_once_and_measure_what_one_measures(workp
     mine, theirs = (read_predictions(place / ANSWERS, NAMES)[UNIFORM] for place in (run.folder, result.report))
     order = mine.index.argsort()
     assert (mine.index[order] == theirs.index).all() and (mine.predicted[order] == theirs.predicted).all()
-    assert run.printed.count("44 images of") == run.printed.count("Report: ") == 1
+    assert run.printed.count(f"{workplace.finetuned} on 44 images of") == run.printed.count("Report: ") == 1
 
 
 def test_two_processes_estimate_the_prior_that_one_estimates(workplace, evaluate, tmp_path):
@@ -480,7 +482,8 @@ def test_shifted_test_sets_compare_the_rules_under_the_true_prior(workplace, eva
     assert (result.report / "shifts.png").exists()
     assert "| 5 forward | 22 |" in (result.report / "report.md").read_text()
     assert "| 5 backward | 22 |" in result.printed
-    assert "needs 50 test images of every class, but some class has 11" in refused(*options, "--test_imbalance")
+    sentence = refused(*options, "--test_imbalance")
+    assert "needs 50 test images of every class, but some class has 11; pass --test_imbalance=11,-11 or" in sentence
 
 
 # The numbers people report
@@ -572,6 +575,7 @@ def test_a_calibrated_model_is_judged_and_served_by_its_posterior(workplace, eva
     predict([str(folder), image])
     assert f"{PAPER}: scores are the softmax of the logits" in capfd.readouterr().err
     calibrate([str(folder), "--dataset", str(workplace.pictures), "--split", "test", "--threads", "1"])
+    assert "Measured on these same images, its probabilities will look better than they are" in capfd.readouterr().out
     saved_config = json.loads((folder / "config.json").read_text())["long_tail"]
     assert saved_config["calibration"]["num_images"] == 44 and len(saved_config["calibration"]["offsets"]) == CLASSES
     predict([str(folder), image])

@@ -70,8 +70,8 @@ def test_without_groups_every_class_is_spread_evenly_and_only_single_images_are_
     fold = folds_of_images(table([0] * 50 + [1] * 10 + [2] * 3 + [3]), 5)
     assert np.bincount(fold[:50]).tolist() == [10] * 5 and np.bincount(fold[50:60]).tolist() == [2] * 5
     assert len(set(fold[60:63].tolist())) == 3 and fold[63] == -1
-    assert "1 classes are trained on in every fold and never tested" in caplog.text and "class3 (1)" in caplog.text
-    assert "1 classes have too few images to be tested in every fold: class2 (in 3)" in caplog.text
+    assert "classes that are trained on in every fold and never tested" in caplog.text and "class3 (1)" in caplog.text
+    assert "classes with too few images to be tested in every fold: class2 (in 3)" in caplog.text
     assert "63 of 64 images are tested" in caplog.text
 
 

@@ -48,7 +48,7 @@ def test_three_commands_of_the_readme_lead_from_the_table_to_a_report_of_five_fo
     words = [shlex.split(options) for _, options in COMMANDS]
     look.main(words[0])
     printed = capsys.readouterr().out
-    assert "broken images in train" in printed and "groups" in printed
+    assert "Broken images in train" in printed and "groups" in printed
     assert "6  the file is missing" in caplog.text and "4  the label is empty" in caplog.text
     pretrain.main([*words[1], *smaller, "--model_size", "micro", "--image_size", "16"])
     finetune.main([*words[2], *smaller])

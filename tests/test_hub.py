@@ -468,6 +468,12 @@ def test_a_licence_that_the_hub_does_not_know_is_refused_in_its_words(run, hub):
     assert set(hub.files("org/livt")) == {".gitattributes"}
 
 
+def test_who_is_not_logged_in_is_told_how(run, hub):
+    for token in (False, "hf_wrong"):
+        with pytest.raises(LiVTError, match="was not published .*log in with `hf auth login`.: nothing of the run"):
+            publish(run, Publication("org/livt"), HfApi(endpoint=hub.endpoint, token=token))
+
+
 @pytest.mark.parametrize("secret", ["hf_abcdefghijklmnopqrstuvwx", TOKEN])
 def test_a_token_in_a_file_stops_the_publication(run, hub, tmp_path, secret):
     model = LiViTForImageClassification.from_pretrained(run)

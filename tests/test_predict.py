@@ -92,7 +92,7 @@ def test_good_files_are_answered_bad_ones_named_and_the_exit_code_says_so(livit,
     assert len(answers) == 13 and all(len(line["predictions"]) == 3 for line in answers if "error" not in line)
     for name in broken:
         assert sum(line.startswith("cannot read") and f"{name}:" in line for line in errors) == 1
-    assert errors[-1] == "3 of 13 files could not be read"
+    assert errors[-1] == "3 of 13 files could not be read" and not any("LiVTError" in line for line in errors)
 
 
 def test_files_and_patterns_are_answered_in_order_with_one_line_each(livit, pictures, capsys):
@@ -251,6 +251,7 @@ def test_the_scores_of_all_classes_are_written_to_a_table(livit, pictures, tmp_p
     output = tmp_path / "scores.parquet"
     with pytest.raises(SystemExit, match="1"):
         main([str(livit), str(pictures), "--output", str(output), "--prior", "uniform"])
+    assert f"Predictions: {output}" in capsys.readouterr().err
     rows = {Path(row["file"]).name: row for row in parquet.read_table(output).to_pylist()}
     assert len(rows) == 13
     good, broken = rows["0.jpg"], rows["empty.jpg"]

@@ -124,5 +124,6 @@ def test_cores_are_those_of_the_process_where_the_system_tells_and_of_the_machin
 
 
 def test_a_short_time_is_told_in_seconds():
+    assert duration(0.3) == duration(1.4) == "1 second"
     assert duration(7.4) == "7 seconds"
     assert duration(200) == "3.3 minutes"

@@ -382,7 +382,7 @@ def test_every_list_of_options_comes_from_their_declarations():
 def test_help_names_the_choices_and_defaults():
     text = " ".join(make_parser(FinetuneSettings).format_help().split())
     assert "one of bal_bce, bal_ce, bal_nt_bce" in text and "one of exponential, pareto, balanced" in text
-    assert "(default: 0.75)" in text
+    assert "(default: 0.75)" in text and "(default: )" not in text and "one of true, false, auto" in text
 
 
 def every_settings_class(cls=CommandSettings):

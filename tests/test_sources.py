@@ -222,7 +222,13 @@ def test_an_image_folder_keeps_its_imbalance_and_gives_a_fifth_to_the_test_set(t
     data = load_long_tailed(str(tmp_path / "birds"))
     assert class_counts(data["train"]).tolist() == [16, 4, 1] and class_counts(data["test"]).tolist() == [4, 1, 0]
     assert data["train"].features["label"].names == ["finch", "owl", "rare"]
-    assert "too small to give a test image: rare" in caplog.text
+    assert "classes that are too small to give a test image: rare" in caplog.text
+
+
+def test_of_many_classes_that_are_too_small_ten_are_named(tmp_path, caplog):
+    write_images(tmp_path / "birds", {"finch": 20} | {f"rare{number:02d}": 1 for number in range(13)})
+    load_long_tailed(str(tmp_path / "birds"))
+    assert "to give a test image: rare00, " in caplog.text and "rare09 and 3 more" in caplog.text
 
 
 def test_an_image_folder_with_splits_keeps_them(tmp_path):

@@ -137,6 +137,15 @@ def test_several_labels_per_image_come_from_a_separator_a_list_or_a_column_per_c
                 assert {"abc"[c] for c in labels} == set(sets[int(name[0])])
 
 
+def test_an_empty_cell_is_left_out_and_a_row_of_zeros_is_an_image_with_none_of_the_labels(tmp_path, ten, caplog):
+    sets = ["a", "", "b", "a|b", ""] * 2
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": sets})
+    assert sum(load_long_tailed(file, label_separator="|").num_rows.values()) == 6
+    assert "4  the label is empty; for images that have none of the labels, have one column of 0 and 1" in caplog.text
+    columns = {name: [int(name in cell) for cell in sets] for name in "ab"}
+    assert sum(load_long_tailed(write_table(tmp_path / "own.csv", {"path": ten} | columns)).num_rows.values()) == 10
+
+
 def test_a_column_per_class_with_one_1_in_each_row_is_one_label_per_image(tmp_path, ten):
     columns = {"path": ten, "MEL": [1.0, 0.0] * 5, "BCC": [0.0, 1.0] * 5}
     data = load_long_tailed(write_table(tmp_path / "own.csv", columns))
@@ -261,7 +270,7 @@ def test_a_class_of_one_group_stays_in_training_and_is_said_to_have_no_test_imag
     columns = {"path": ten, "label": [*"aaaabbbb", "rare", "rare"], "site": [1, 2, 3, 4, 1, 2, 3, 4, 5, 5]}
     data = load_long_tailed(write_table(tmp_path / "own.csv", columns), group_column="site")
     assert class_counts(data["train"]).tolist() == [3, 3, 2] and class_counts(data["test"]).tolist() == [1, 1, 0]
-    assert "1 classes have too few groups to give a test image: rare" in caplog.text
+    assert "classes that have too few groups to give a test image: rare" in caplog.text
 
 
 def test_too_few_groups_for_a_test_set_are_refused(tmp_path, ten):

@@ -75,8 +75,9 @@ def read_image(image: Mapping, index: int) -> torch.Tensor:
     try:
         return decode_rgb(_read_file(path) if data is None else data)
     except DAMAGED as error:
-        finding = f"image {index} ({path or 'embedded bytes'}) cannot be read: {error}"
-        raise BrokenImageError(finding, WAY_OUT) from error
+        # The number is that of a row in a split, which a file on the disk does not need.
+        named = path if data is None and path else f"image {index} ({path or 'embedded bytes'})"
+        raise BrokenImageError(f"{named} cannot be read: {error}", WAY_OUT) from error
 
 
 def _read_file(path: str | None) -> bytes:

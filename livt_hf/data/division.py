@@ -43,7 +43,7 @@ def carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str,
     if len(absent):
         names = [class_feature(train).names[c] for c in absent]
         few = "have too few groups" if settings.group_column else "are too small"
-        logger.warning("%d classes %s to give a test image: %s", len(names), few, ", ".join(names))
+        logger.warning("classes that %s to give a test image: %s", few, first_names(names))
     return parts
 
 

@@ -5,12 +5,11 @@ import logging
 import numpy as np
 from datasets import Dataset
 
-from livt_hf.data.labels import Labels, class_feature, group_codes, labels_of, number_of_classes
+from livt_hf.data.labels import Labels, class_feature, first_names, group_codes, labels_of, number_of_classes
 from livt_hf.data.splits import lone_groups, stratified_folds
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
-NAMED = 10  # classes that a warning names
 
 
 def test_folds(dataset: Dataset, folds: int, seed: int = 0) -> np.ndarray:
@@ -57,18 +56,11 @@ def _say_rare(fold: np.ndarray, labels: Labels, names: list[str], unit: str) -> 
     partly = [f"{names[c]} (in {tested[c]})" for c in np.flatnonzero((tested > 0) & (tested < folds))]
     if never:
         logger.warning(
-            "%d classes are trained on in every fold and never tested, for each depends on one %s (images in "
+            "classes that are trained on in every fold and never tested, for each depends on one %s (images in "
             "brackets): %s",
-            *(len(never), unit, _listed(never)),
+            *(unit, first_names(never)),
         )
     if partly:
-        logger.warning(
-            "%d classes have too few %ss to be tested in every fold: %s", len(partly), unit, _listed(partly)
-        )
+        logger.warning("classes with too few %ss to be tested in every fold: %s", unit, first_names(partly))
     if never and (fold < 0).any():
         logger.warning("%d of %d images are tested, each once", (fold >= 0).sum(), len(fold))
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

@@ -31,6 +31,7 @@ IMAGE_NAMES = ("image", "img", "picture", "file_name", "path", "filename", "file
 IMAGE_NAMES += ("image_path", "image_id")
 LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis", "cls")
 MERGED = "rare classes"  # the class that --rare_classes merge makes
+NAMED = 10  # classes that a warning names
 LeftOut = dict[str, Counter]  # why images are left out -> which ones (their files or classes) and how many
 
 
@@ -238,6 +239,12 @@ def _count_left_out(labels: Labels, names: list[str], why: dict[int, str], left_
         left_out.setdefault(why[label], Counter())[names[label]] += int(count)
 
 
+def first_names(names: Sequence[str]) -> str:
+    """The first names of classes, and how many more there are: a dataset may have thousands."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
 def say_left_out(left_out: LeftOut) -> None:
     """A table of what is left out and why, as a warning."""
     lines = []
@@ -260,14 +267,13 @@ def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings
     merged = rare if settings.rare_classes == "merge" else []
     if merged:
         few = f"{len(merged)} classes with fewer than {settings.min_images} training images"
-        logger.warning('made one class, "%s", of %s: %s', MERGED, few, ", ".join(names[c] for c in merged))
+        logger.warning('made one class, "%s", of %s: %s', MERGED, few, first_names([names[c] for c in merged]))
     else:
         why |= dict.fromkeys(rare, f"the class has fewer than {settings.min_images} training images")
     if settings.drop_empty:
         empty = [c for c in np.flatnonzero(counts == 0).tolist() if c not in why and c not in merged]
         if empty:
-            listed = ", ".join(names[c] for c in empty)
-            logger.warning("left out %d classes without a training image: %s", len(empty), listed)
+            logger.warning("left out classes without a training image: %s", first_names([names[c] for c in empty]))
         why |= dict.fromkeys(empty, "the class has no training image")
     kept = [c for c in range(len(names)) if c not in why and c not in merged]
     new_id = np.full(len(names), -1)

@@ -185,7 +185,8 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
             left_out.setdefault(why, Counter()).update(paths.take(rows[absent]).fill_null("(no path)").to_pylist())
         return rows[~absent]
 
-    rows = leave_out(unlabelled, "the label is empty")
+    none = "; for images that have none of the labels, have one column of 0 and 1 per class"
+    rows = leave_out(unlabelled, f"the label is empty{none if settings.label_separator else ''}")
     rows = leave_out(paths.is_null().to_numpy(False)[rows], "the path is empty")
     rows = leave_out(_repeated(paths, labels, names, rows), "the image is named twice with the same label")
     files = np.array(locate(paths.take(rows).to_pylist(), root), dtype=object)

@@ -36,7 +36,9 @@ def load_checkpoint(path: str) -> PreTrainedModel:
         if kind is None and Run(Path(path)).fold(1).folder.is_dir():
             raise LiVTError(f"{path} is a cross-validation; its models are in fold-1, fold-2 and so on.")
         if kind is None:
-            raise LiVTError(f"{path} holds no model: it has no config.json with a model_type.")
+            within = sorted(config.parent for config in Path(path).glob("*/config.json"))
+            hint = f"; did you mean {within[0]}?" if within else "."
+            raise LiVTError(f"{path} holds no model: it has no config.json with a model_type{hint}")
         if kind == "vit_mae":
             return LiViTForPreTraining.from_pretrained(path).eval()
         if kind == "livit" or "livit" in config:

@@ -24,6 +24,7 @@ from livt_hf.evaluation.models import (
 from livt_hf.evaluation.rules import BY_LOGIT, label_thresholds, posterior_rule, standard_rules
 from livt_hf.evaluation.running import scores_under
 from livt_hf.long_tail.priors import Prior
+from livt_hf.records import in_words
 
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
 
@@ -81,7 +82,7 @@ class Predictor:
         try:
             image = decode_rgb(path.read_bytes())
         except DAMAGED as error:
-            return f"{type(error).__name__}: {error}"
+            return in_words(error)
         if not self.stepwise:
             # In a list: the processor of timm models takes a single tensor for one that is rescaled already.
             return processor([image], return_tensors="pt")["pixel_values"][0]

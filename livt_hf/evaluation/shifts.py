@@ -51,9 +51,10 @@ def _imbalances(asked: str, fewest: int) -> list[float]:
     if not all(1 <= abs(imbalance) < math.inf for imbalance in found):
         raise LiVTError(f"test_imbalance is {asked!r}; largest over smallest class is at least 1 (backward: -1).")
     if fewest < abs(largest):
+        way_out = f"pass --test_imbalance={fewest},-{fewest} or less" if fewest > 1 else "leave it out"
         raise LiVTError(
             f"test_imbalance {largest:g} needs {math.ceil(abs(largest))} test images of every class, but some class "
-            f"has {fewest}; pass a smaller one."
+            f"has {fewest}; {way_out}."
         )
     return sorted((found - {-1.0}) | {1.0}, key=_backward)
 

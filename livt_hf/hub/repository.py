@@ -58,4 +58,6 @@ def reason(error: BaseException) -> str:
     """What went wrong in one line: the Hub's own words, or the innermost cause, which a client's errors wrap."""
     while error.__cause__ is not None and not isinstance(error, HfHubHTTPError | ValueError):
         error = error.__cause__
+    if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
+        return "you are not logged in, or with a token that the Hub does not know; log in with `hf auth login`"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
