@@ -7,7 +7,15 @@ import numpy as np
 from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
 from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.data.labels import class_counts, class_feature, group_codes, is_multi_label, labels_of, number_of_classes
+from livt_hf.data.labels import (
+    class_counts,
+    class_feature,
+    first_names,
+    group_codes,
+    is_multi_label,
+    labels_of,
+    number_of_classes,
+)
 from livt_hf.data.splits import counts_by_rule, grouped_split, long_tail_indices, stratified_split
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
