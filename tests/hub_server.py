@@ -14,8 +14,10 @@ import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
 
 from hub_endpoints import USER, Handler, Repo
+from huggingface_hub import constants
 
 TOKEN = "hf_loopbackloopbackloopback"
 
@@ -92,11 +94,13 @@ class HubServer(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def hub_server() -> Iterator[HubServer]:
+    """A Hub that this process reaches too, whatever its environment says: on line, and without xet."""
     server = HubServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
-        yield server
+        with mock.patch.multiple(constants, HF_HUB_OFFLINE=False, HF_HUB_DISABLE_XET=True):
+            yield server
     finally:
         server.shutdown()
         server.server_close()

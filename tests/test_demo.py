@@ -17,7 +17,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features
 from hub_server import TOKEN, hub_server
-from huggingface_hub import HfApi, SpaceCard, constants
+from huggingface_hub import HfApi, SpaceCard
 from packaging.version import Version
 from PIL import Image
 from test_cards import RESULTS
@@ -493,9 +493,8 @@ def test_a_space_is_an_app_its_requirements_and_a_card_with_the_metadata_that_th
         prepare_space(finished_run, folder, Publication("org/livt", license="mit"))
 
 
-def test_the_published_space_runs_as_it_is_and_serves_the_published_model(finished_run, tmp_path, monkeypatch):
+def test_the_published_space_runs_as_it_is_and_serves_the_published_model(finished_run, tmp_path):
     pytest.importorskip("gradio")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     with hub_server() as hub, socket.socket() as free:
         api, publication = HfApi(hub.endpoint, TOKEN), Publication("org/livt", license="mit")
         publish(finished_run, publication, api)

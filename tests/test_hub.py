@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from hub_server import TOKEN, hub_server
-from huggingface_hub import HfApi, ModelCard, constants
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 from PIL import Image
 from test_cards import PRETRAINING, RESULTS
@@ -130,8 +130,7 @@ print(json.dumps(answers))
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+def hub():
     with hub_server() as server:
         yield server
 
@@ -275,8 +274,7 @@ def answers(run, pretraining_run, picture, tmp_path_factory) -> dict:
     for parameter in model.classifier.parameters():
         torch.nn.init.zeros_(parameter)
     second = make_run(tmp_path_factory.mktemp("runs") / "finetune-x" / "2", RESULTS, model)
-    with pytest.MonkeyPatch.context() as patch, hub_server() as hub:
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with hub_server() as hub:
         first = put(run, hub, tag="v1")
         put(second, hub)
         put(run, hub, "org/livt-timm", form="timm")

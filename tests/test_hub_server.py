@@ -4,7 +4,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from hub_server import TOKEN, hub_server
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 
@@ -15,8 +15,7 @@ def hub():
 
 
 @pytest.fixture
-def api(hub, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+def api(hub):
     return HfApi(endpoint=hub.endpoint, token=TOKEN)
 
 
