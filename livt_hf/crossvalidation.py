@@ -28,7 +28,6 @@ from livt_hf.evaluation.rules import label_thresholds, standard_rules
 from livt_hf.evaluation.running import Outputs, Rule, run_model
 from livt_hf.evaluation.tables import ANSWERS, write_predictions
 from livt_hf.metrics import MultiLabelMetrics
-from livt_hf.records import write_values
 from livt_hf.reports.evaluation import write_report
 from livt_hf.results import OWN, PAPER, UNIFORM, provenance
 from livt_hf.runs import Run
@@ -160,12 +159,7 @@ def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: D
     summary["dataset"] = settings.dataset
     shutil.rmtree(report, ignore_errors=True)  # of a run that was killed before it had results
     named = EvalSettings(model=str(run.folder), dataset=settings.dataset, split=summary["split"])
-    if found.measured:
-        write_report(report, named, found, tested)
-    else:  # there is no page for several labels per image
-        report.mkdir()
-        numbers = summary | {"classes": found.per_class}
-        write_values(report / "evaluation.json", numbers)
+    page = write_report(report, named, found, tested)
     folds = [run.fold(number).results for number in range(1, settings.folds + 1)]
     counts = np.array([row["count"] for row in found.per_class])
     rules = summary["rules"]
@@ -182,4 +176,4 @@ def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: D
         seconds=sum(fold.seconds for fold in folds),
     )
     run.write_results(dataclasses.replace(folds[0], **whole))
-    return max(report.glob("report.html"), default=report / "evaluation.json")
+    return page

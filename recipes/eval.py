@@ -109,12 +109,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_multi_label(model):
         outputs, given = run_model(model, loader(settings.split), accelerator), partial(given_labels, model)
         measured = evaluate_multi_label(outputs.batches(), accelerator, counts, given, **thresholds)
-        summary["macro and group mAP"] = measured.compute()
-        summary["classes"] = measured.per_class(class_names(model))
-        accelerator.print(several_labels_in_words(summary))
-        write_numbers(folder, summary, accelerator)
-        if settings.predictions is not None:
-            write_table(settings, model, outputs, standard_rules(model), dataset)
+        rules = standard_rules(model)
+        summary["rules"] = dict.fromkeys(rules, measured.compute())  # there is one
+        if accelerator.is_main_process:
+            print(several_labels_in_words(summary))
+            found = Findings(summary, {}, None, measured.per_class(class_names(model)))
+            print(f"Report: {write_report(folder, settings, found, dataset)}")
+            write_table(settings, model, outputs, rules, dataset)
         return
 
     shifted = planned_shifts(settings, dataset, counts)
@@ -127,10 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         summary["shifted"] = [measure_shift(exam, one) for one in shifted]
     if accelerator.is_main_process:
         print_findings(found, exam)
-        write_report(folder, settings, found, dataset)
-        print(f"Report: {folder / 'report.html'}")
-        if settings.predictions is not None:
-            write_table(settings, model, outputs, rules, dataset)
+        print(f"Report: {write_report(folder, settings, found, dataset)}")
+        write_table(settings, model, outputs, rules, dataset)
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
 
@@ -254,7 +253,7 @@ def print_findings(found: Findings, exam: Exam) -> None:
 
 def several_labels_in_words(summary: dict) -> str:
     """The mean over classes of what each is measured by, as a question of its own."""
-    metrics = summary["macro and group mAP"]
+    (metrics,) = summary["rules"].values()
     shown = {"AUROC": "auroc", "macro F1": "macro_f1"}
     others = (f"{word} {percent(metrics[name])}" for word, name in shown.items() if name in metrics)
     began = measured_in_words(summary, metrics["num_images"])
@@ -264,9 +263,11 @@ def several_labels_in_words(summary: dict) -> str:
 def write_table(
     settings: EvalSettings, model: PreTrainedModel, outputs: Outputs, rules: dict[str, Rule], dataset: Dataset
 ) -> None:
-    thresholds = label_thresholds(model)
-    write_predictions(settings.predictions, outputs.batches(), rules, dataset, settings.split, thresholds)
-    print(f"Predictions: {settings.predictions}")
+    """Of `--predictions`."""
+    if settings.predictions is not None:
+        thresholds = label_thresholds(model)
+        write_predictions(settings.predictions, outputs.batches(), rules, dataset, settings.split, thresholds)
+        print(f"Predictions: {settings.predictions}")
 
 
 def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:

@@ -68,7 +68,9 @@ def test_thresholds_are_chosen_on_validation_kept_with_the_model_and_used_everyw
         assert given == [name for name, score, t in zip(NAMES, scores, thresholds, strict=True) if score >= t]
     assert set("|".join(rows["label"]).split("|")) <= {*NAMES, ""}
     summary = json.loads((folder / "report" / "evaluation.json").read_text())
-    assert summary["macro and group mAP"] == pytest.approx(Run(folder).results.metrics, abs=1e-6)
+    assert summary["rules"][rule.strip("()")] == pytest.approx(Run(folder).results.metrics, abs=1e-6)
+    page = (folder / "report" / "report.html").read_text()
+    assert "Average precision against class frequency" in page and all(f">{name}</td>" in page for name in NAMES)
     printed = capsys.readouterr().out
     assert "19 images of" in printed and "  mean average precision " in printed and ", macro F1 " in printed
     picture = str(tmp_path / "picture.png")
@@ -86,6 +88,7 @@ def test_several_labels_are_cross_validated_too(options, tmp_path, monkeypatch, 
     run = Run(tmp_path / "run")
     assert run.results.metrics["num_images"] == 96 and 0 < run.results.folds["mean"]["map"] <= 1
     assert "| pooled | 96 |" in capsys.readouterr().out
+    assert "mean ± deviation" in (run.folder / "report" / "report.md").read_text()
 
 
 def test_a_threshold_is_the_one_of_the_highest_f1():

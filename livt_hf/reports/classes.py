@@ -57,18 +57,20 @@ def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | 
     return save(figure, path)
 
 
-def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, title: str | None = None) -> Path:
-    """Accuracy of each class from head to tail, with groups shaded and their means marked.
+def accuracy_by_frequency(
+    per_class: Sequence[Mapping], path: str | Path, title: str | None = None, measure: str = "accuracy"
+) -> Path:
+    """Accuracy, or another measure, of each class from head to tail, with groups shaded and their means marked.
 
     Many classes also get a running mean.
     """
-    rows = sorted((row for row in per_class if row["accuracy"] is not None), key=lambda row: -row["count"])
+    rows = sorted((row for row in per_class if row[measure] is not None), key=lambda row: -row["count"])
     if not rows:
         raise LiVTError("no class has a test image; update the metrics before drawing them.")
-    ranks, accuracy = np.arange(len(rows)), 100 * np.array([row["accuracy"] for row in rows])
+    ranks, accuracy = np.arange(len(rows)), 100 * np.array([row[measure] for row in rows])
     groups = [row["group"] for row in rows]
     figure = new_figure(9, 4.5)
-    ax = plain(figure.add_subplot(), ylabel="accuracy (%)")
+    ax = plain(figure.add_subplot(), ylabel=f"{measure.replace('_', ' ')} (%)")
     if title:  # above the names of the groups
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
     shade_groups(ax, groups)

@@ -30,9 +30,10 @@ from livt_hf.results import percent
 from livt_hf.runs import FOLD, LOG
 from livt_hf.settings import EvalSettings
 
+Pictures, Tables = dict[str, Path], dict[str, list[dict]]
 SAMPLES = 6
 FOLD_METRICS = ("accuracy", "map", "mean_class_accuracy", "macro_f1", *GROUPS, "auroc", "ece")
-_SHARES = ("accuracy", "precision", "f1", "auroc", "average_precision", "confidence")
+_SHARES = ("accuracy", "precision", "recall", "f1", "auroc", "average_precision", "confidence")
 # The files of a report that show numbers and no image of the dataset: they may be published without asking.
 NUMBERS = ("evaluation.json", "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
 NUMBERS += ("shifts.png",)
@@ -50,14 +51,37 @@ def choose_folder(settings: EvalSettings) -> Path:
     return next(path for path in itertools.chain([folder], numbered) if not path.exists())
 
 
-def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset: Dataset) -> None:
+def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset: Dataset) -> Path:
+    """Write everything into a new folder. Returns the page."""
     folder.mkdir(parents=True)
-    names, per_class, summary = class_feature(dataset).names, found.per_class, found.summary
+    several = not found.measured
+    pictures, tables = (_of_several_labels if several else _of_one_label)(folder, found, dataset)
+    folds = sorted(Path(settings.model).glob(f"{FOLD}*/{LOG}"))
+    logs = {log.parent.name: log for log in (Path(settings.model) / LOG, *folds) if log.exists()}
+    if logs:
+        pictures["Training"] = training_curves(logs, folder / "training.png")
+    title, text, page = f"{settings.model} on {settings.dataset} ({settings.split})", [], ""
+    if several:
+        write_values(folder / "evaluation.json", found.summary | {"classes": found.per_class})
+    else:
+        write_values(folder / "evaluation.json", found.summary)
+        write_classes(found.per_class, folder / CLASSES)
+        facts, names = facts_of(image_facts(dataset, settings.split), found.index), class_feature(dataset).names
+        write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
+        known = Measured(found.measured, found.pairs, names, next(iter(found.summary["intervals"].values())))
+        text, page = [first_screen_text(known)], first_screen(known)
+    text = [f"# {title}", *text, *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
+    (folder / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    return html_report(folder, title, tables, pictures, page)
+
+
+def _of_one_label(folder: Path, found: Findings, dataset: Dataset) -> tuple[Pictures, Tables]:
+    per_class, summary = found.per_class, found.summary
     pictures = {
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
         "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
     }
-    confused = found.pairs.top(20, names)
+    confused = found.pairs.top(20, class_feature(dataset).names)
     if confused:
         pictures["Most confused classes"] = confused_classes(confused, folder / "confused.png")
     for number, (rule, metric) in enumerate(found.measured.items()):
@@ -66,27 +90,25 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
             pictures[title] = reliability_diagram(metric.bins, folder / f"reliability-{number}.png", title)
     if "shifted" in summary:
         pictures["Shifted test sets"] = accuracy_by_shift(summary["shifted"], folder / "shifts.png")
-    folds = sorted(Path(settings.model).glob(f"{FOLD}*/{LOG}"))
-    logs = {log.parent.name: log for log in (Path(settings.model) / LOG, *folds) if log.exists()}
-    if logs:
-        pictures["Training"] = training_curves(logs, folder / "training.png")
-    tables = _tables(summary, per_class)
-    write_classes(per_class, folder / CLASSES)
-    facts = facts_of(image_facts(dataset, settings.split), found.index)
-    write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
-    write_values(folder / "evaluation.json", summary)
-    title = f"{settings.model} on {settings.dataset} ({settings.split})"
-    known = Measured(found.measured, found.pairs, names, next(iter(summary["intervals"].values())))
-    text = [
-        f"# {title}",
-        first_screen_text(known),
-        *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items()),
-    ]
-    (folder / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    html_report(folder, title, tables, pictures, first_screen(known))
+    return pictures, _tables(summary, per_class)
 
 
-def _tables(summary: dict, per_class: list[dict]) -> dict[str, list[dict]]:
+def _of_several_labels(folder: Path, found: Findings, _dataset: Dataset) -> tuple[Pictures, Tables]:
+    """Each class is a question of its own, and its images are those that have it."""
+    metrics, rows, pictures = next(iter(found.summary["rules"].values())), found.per_class, {}
+    if metrics["map"] is not None:
+        picture = accuracy_by_frequency(rows, folder / "frequency.png", measure="average_precision")
+        pictures["Average precision against class frequency"] = picture
+    means = {"mean average precision": "map"} | {group: group for group in GROUPS} | {"AUROC": "auroc"}
+    means |= {name: f"macro_{name}" for name in ("precision", "recall", "f1") if f"macro_{name}" in metrics}
+    over_classes = {words: percent(metrics[name]) for words, name in means.items()}
+    tables = {"Mean over classes (percent; of frequent and rare classes the average precision)": [over_classes]}
+    if "folds" in found.summary:
+        tables["Folds (percent)"] = fold_rows(found.summary)
+    return pictures, tables | {"Classes (percent)": _class_rows(rows)}
+
+
+def _tables(summary: dict, per_class: list[dict]) -> Tables:
     first = next(iter(summary["rules"]))
     tables = {
         "Metrics (percent, with 95 % intervals)": [_rule_row(rule, summary) for rule in summary["rules"]],
@@ -96,10 +118,11 @@ def _tables(summary: dict, per_class: list[dict]) -> dict[str, list[dict]]:
         tables = {f"Folds (percent; {first})": fold_rows(summary)} | tables
     if "shifted" in summary:
         tables["Shifted test sets (accuracy in percent)"] = shift_rows(summary["shifted"])
-    tables["Classes (percent; the accuracy of a class is its recall)"] = [
-        {name: percent(value) if name in _SHARES else value for name, value in row.items()} for row in per_class
-    ]
-    return tables
+    return tables | {"Classes (percent; the accuracy of a class is its recall)": _class_rows(per_class)}
+
+
+def _class_rows(per_class: list[dict]) -> list[dict]:
+    return [{name: percent(value) if name in _SHARES else value for name, value in row.items()} for row in per_class]
 
 
 def _rule_row(rule: str, summary: dict) -> dict:
