@@ -10,7 +10,7 @@ from PIL import Image
 from test_transforms import MEAN, STD, encoded, smooth_picture
 
 from livt_hf.data import decoding
-from livt_hf.data.decoding import BrokenImageError, decode_rgb, read_image, read_rgb
+from livt_hf.data.decoding import BrokenImageError, decode_rgb, read_image, read_rgb, warn_of_faint_images
 from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation, eval_processor
 
 
@@ -90,6 +90,16 @@ def test_a_broken_image_is_an_error_with_its_index(kind, damage):
         read_image({"bytes": data, "path": None}, 7)
 
 
+def test_12_bit_images_in_16_bit_files_are_warned_of_once(caplog):
+    warn_of_faint_images.cache_clear()
+    bright, faint = (Image.fromarray(np.full((8, 8), value, dtype=np.uint16)) for value in (40_000, 4095))
+    assert read_rgb(bright).max() == 156 and not caplog.records
+    assert read_rgb(faint).max() == read_rgb(faint).max() == 15
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "an image of 16 bits uses only the lower 12"
+    ]
+
+
 def test_a_broken_file_on_the_disk_is_named_by_its_path_alone(tmp_path):
     (tmp_path / "cut.jpg").write_bytes(encoded(smooth_picture(64, 64), "JPEG")[:200])
     with pytest.raises(BrokenImageError) as error:
@@ -156,7 +166,7 @@ def test_a_torchcodec_that_does_not_load_leaves_all_to_pillow_and_says_so(monkey
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(BrokenImageError, match="image 3 .*nowhere.jpg"):
+    with pytest.raises(BrokenImageError, match="^nowhere.jpg cannot be read"):
         read_image({"bytes": None, "path": "nowhere.jpg"}, 3)
 
 

@@ -114,7 +114,10 @@ def _from_pillow(image: Image.Image) -> torch.Tensor:
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
+        grey = np.clip(np.asarray(image), 0, 65535)
+        if grey.max() < 4096:
+            warn_of_faint_images()
+        image = Image.fromarray((grey >> 8).astype(np.uint8))
     elif image.mode == "F":
         raise LiVTError("it holds floating-point values, whose range is unknown; convert it to 8 bits")
     if image.has_transparency_data:
@@ -122,6 +125,15 @@ def _from_pillow(image: Image.Image) -> torch.Tensor:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
     return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+@functools.cache
+def warn_of_faint_images() -> None:
+    """Once: detectors of 10 or 12 bits fill the lower ones of 16."""
+    logger.warning(
+        "an image of 16 bits uses only the lower 12, and is nearly black where the upper 8 are kept, as here: stretch "
+        "such images to all 16 bits, or convert them to 8, before training."
+    )
 
 
 @functools.cache
