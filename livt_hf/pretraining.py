@@ -36,7 +36,7 @@ def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_brok
     else:
         chosen = split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
     if on_broken == "error" and (broken := find_broken(chosen)):
-        raise BrokenImageError(f"held-out {next(iter(broken.values()))}", WAY_OUT)
+        raise BrokenImageError(f"of the held-out images, {next(iter(broken.values()))}", WAY_OUT)
     return chosen if on_broken == "error" else without_broken(chosen)
 
 
