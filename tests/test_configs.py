@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 TUNED = sorted(f"tune/{path.stem}" for path in CONFIGS.glob("tune/*.yaml"))  # for any dataset
-OF_THE_PAPER = [name for name in NAMES if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt)", name)]
+OF_THE_PAPER = [name for name in NAMES if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt(-long)?)", name)]
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
 TRAIN_IMAGES = {
     "imagenet-lt": 115_846, "imagenet-bal": 160_000, "imagenet-1k": 1_281_167, "inat18": 437_513, "places-lt": 62_500,
