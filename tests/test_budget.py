@@ -12,9 +12,9 @@ from livt_hf import budget
 from livt_hf.data import eval_processor
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes import train
-from livt_hf.recipes.sweep import as_words
+from livt_hf.recipes.sweep import CONFIGS, as_words
 from livt_hf.runs import parse_training
-from livt_hf.settings import FinetuneSettings, PretrainSettings
+from livt_hf.settings import FinetuneSettings, PretrainSettings, read_settings
 
 STAGES = PretrainSettings, FinetuneSettings
 
@@ -35,6 +35,7 @@ def test_a_pass_through_the_micro_vit_costs_what_its_matrices_say():
     ("num_images", "side", "core_hours", "model"),
     [
         (10_847, 32, 1, ("micro", 32, 8)),  # CIFAR-100-LT
+        (10_847, 32, 2, ("micro", 32, 4)),  # 106 passes over half of the patches
         (2_336, 256, 1, ("micro", 64, 8)),  # PlantDoc in half an hour of two cores: 123 passes
         (2_336, 256, 20, ("tiny", 224, 16)),  # 167 passes
         (2_336, 200, 20, ("micro", 64, 8)),  # no image is enlarged
@@ -53,6 +54,16 @@ def test_cifar_gets_the_batches_and_rates_of_its_own_config():
     first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options, strict=True))
     assert (first.hours, second.hours) == (0.6, 0.4)
     assert (second.batch_size, second.patch_size, second.augmentation) == (64, 8, "pad_crop")
+
+
+def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
+    options = budget.Scratch(10_847, 32, 2 * 3600 * budget.CORE_FLOPS).options(hours=2.0)
+    fitted = {"hours", "epochs", "warmup_epochs", "eval_epochs", "compile"}
+    for cls, said in zip(STAGES, options.values(), strict=True):
+        config = cls.parse(["--config", str(CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml")])
+        given = read_settings(cls, CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml").keys() - fitted
+        asked = cls.parse([*as_words(said), "--dataset", "cifar100-lt", "--imbalance_factor", "100"])
+        assert {name: getattr(asked, name) for name in given} == {name: getattr(config, name) for name in given}
 
 
 def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
