@@ -252,7 +252,7 @@ def test_launched_runs_killed_and_interrupted_end_like_one_that_was_not(workplac
     options = ["--dataset", str(workplace / "pictures"), *TINY, *OPTIONS[stage].split()]
 
     def launch(*more: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "accelerate.commands.launch", str(RECIPES / stage), *options, *more]
+        command = [sys.executable, "-m", "accelerate.commands.launch", str(RECIPES / f"{stage}.py"), *options, *more]
         environment = os.environ | {"HF_DATASETS_CACHE": str(workplace / "cache")}
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
