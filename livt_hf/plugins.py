@@ -10,17 +10,21 @@ from pathlib import Path
 from livt_hf.errors import LiVTError
 
 
+def find_module(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Where a module would be imported from; None if there is none, or if that is no name of a module."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # of a.b where there is no a, and of an empty name
+        return None
+
+
 def load_plugin(name: str | None) -> None:
     """Import a plugin once; what it registers (`register_loss`, `register_dataset`) is known from then on."""
     if name is None:
         return
     path = Path(name).expanduser()
     if path.suffix != ".py":
-        try:
-            found = importlib.util.find_spec(name)
-        except (ImportError, ValueError):  # of a.b where there is no a, and of what is no name of a module
-            found = None
-        if found is None:
+        if find_module(name) is None:
             raise LiVTError(f"the plugin {name} is not an installed module; pass a module or a .py file.")
         importlib.import_module(name)
         return

@@ -18,7 +18,11 @@ def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
     kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
         text = path.read_text(encoding="utf-8")
-        return json.loads(text) if kind == "JSON" else yaml.load(text, Loader=loader)
+        if kind == "JSON":
+            return json.loads(text)
+        values = yaml.load(text, Loader=loader)
+        json.dumps(values, default=str, skipkeys=True)  # a ValueError where a list or a dictionary contains itself
+        return values
     # A ValueError is also text in another encoding, a date that does not exist and a number of 5,000 digits.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise LiVTError(f"{path} is not readable {kind}: {in_words(error)}; correct it or put back a copy.") from error

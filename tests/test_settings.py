@@ -14,6 +14,8 @@ from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
 from livt_hf.backbones import build_classifier, lent_by_checkpoint
 from livt_hf.commands import check_publishing, resume_message
 from livt_hf.errors import LiVTError
+from livt_hf.plugins import find_module, load_plugin
+from livt_hf.records import read_values
 from livt_hf.results import Results
 from livt_hf.runs import (
     Run,
@@ -398,3 +400,19 @@ def test_every_option_is_read_by_someone():
     by_name = r"(settings|self|arguments)\.{0}\b|(getattr\(\w+, |get\()\"{0}\""
     unread = [name for name in sorted(names) if not re.search(by_name.format(name), text)]
     assert unread == []
+
+
+def test_a_file_of_values_that_contains_itself_is_refused_and_one_that_repeats_a_part_is_not(tmp_path):
+    file = tmp_path / "values.yaml"
+    file.write_text("a: &a [*a]\n")
+    with pytest.raises(LiVTError, match="values.yaml is not readable YAML: .*Circular reference"):
+        read_values(file)
+    file.write_text("a: &a [1]\nb: *a\n")
+    assert read_values(file) == {"a": [1], "b": [1]}
+
+
+def test_what_is_no_name_of_a_module_is_no_plugin():
+    for name in ("../../etc/passwd", "no_such_package.plugin", ".relative"):
+        with pytest.raises(LiVTError, match="is not an installed module"):
+            load_plugin(name)
+        assert find_module(name.split(".")[0]) is None

@@ -1,6 +1,5 @@
 """Checkpoints to be measured or served: how they are loaded, what they know, and what a run lends to a command."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import read_class_counts
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
+from livt_hf.plugins import find_module
 from livt_hf.pretrained import read_config, reading_checkpoint
 from livt_hf.records import in_words
 from livt_hf.runs import Run, newest_finished, runs_folder
@@ -205,6 +205,6 @@ def _lies_in(plugin: str, folder: Path) -> bool:
     if plugin.endswith(".py"):
         places = [plugin]
     else:  # of a module `a.b` the package `a` is looked for, for importing it would already run its code
-        spec = importlib.util.find_spec(plugin.split(".")[0])
+        spec = find_module(plugin.split(".")[0])
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     return any(Path(place).expanduser().resolve().is_relative_to(folder.resolve()) for place in places if place)
