@@ -13,8 +13,14 @@ clock: Callable[[], float] = time.perf_counter
 # decoding. A GPU: a guess, which only chooses the size of the model; the epochs are fitted to the time that passes.
 CORE_FLOPS, GPU_FLOPS = 4e10, 2e13
 # From scratch: model, pixels and patch, the largest first. One is taken if every image can be seen so often.
-FROM_SCRATCH = (("base", 224, 16), ("small", 224, 16), ("tiny", 224, 16), ("micro", 64, 8), ("micro", 32, 4))
-FROM_SCRATCH += (("micro", 32, 8),)
+FROM_SCRATCH = (
+    ("base", 224, 16),
+    ("small", 224, 16),
+    ("tiny", 224, 16),
+    ("micro", 64, 8),
+    ("micro", 32, 4),
+    ("micro", 32, 8),
+)
 PASSES = 100
 # Of small patches both stages compute a part. On CIFAR-100-LT, two hours of a core led to 39.5 % so, and one hour with
 # patches of 8 to 31.3 %.
@@ -119,6 +125,7 @@ class Scratch:
             f"the {self.num_images:,} images about {self.passes(self.model):,.0f} times; {PASSES} are wanted.\n"
             f"  {share:.0%} of the time goes to masked pretraining, {self.batch_size} images per update; the rest to "
             f"balanced fine-tuning, {self.second_batch_size} images per update, "
+            + ("by half of their patches, with cutmix and " if self.model == SMALL_PATCHES else "")
             + (f"with mixup {self.mixup}." if self.mixup else f"without mixup, which wants {MIXUP_EPOCHS} epochs.")
         )
 

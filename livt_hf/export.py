@@ -65,7 +65,8 @@ def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
 
 def colours_as_pixels(processor: BaseImageProcessor, colours: Tensor) -> Tensor:
     """What a processor makes of images of one colour each, which resizing and cropping leave as they are. (N, 3)"""
-    images = [Image.new("RGB", image_size(processor)[::-1], tuple(colour)) for colour in colours.tolist()]
+    height, width = image_size(processor)
+    images = [Image.new("RGB", (width, height), tuple(colour)) for colour in colours.tolist()]
     return processor(images, return_tensors="pt")["pixel_values"].mean(dim=(2, 3))
 
 
