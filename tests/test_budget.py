@@ -13,7 +13,8 @@ from livt_hf.data import eval_processor
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes import train
 from livt_hf.recipes.sweep import CONFIGS, as_words
-from livt_hf.runs import parse_training
+from livt_hf.results import Results
+from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings, read_settings
 
 STAGES = PretrainSettings, FinetuneSettings
@@ -54,6 +55,13 @@ def test_cifar_gets_the_batches_and_rates_of_its_own_config():
     first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options, strict=True))
     assert (first.hours, second.hours) == (0.6, 0.4)
     assert (second.batch_size, second.patch_size, second.augmentation) == (64, 8, "pad_crop")
+    assert (second.keep_ratio, second.mixup) == (0.5, 0.2)  # 0.4 hours show half of the patches 86 times
+
+
+def test_a_large_model_is_fine_tuned_on_all_patches():
+    choice = budget.Scratch(2_336, 256, 20 * 3600 * budget.CORE_FLOPS)
+    assert choice.model[0] == "tiny" and "keep_ratio" not in choice.options(hours=20.0)["finetune"]
+    assert "half of their patches" not in choice.why(20.0)
 
 
 def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
@@ -179,6 +187,46 @@ def test_a_plain_loop_of_the_race_ends_with_its_budget(monkeypatch):
     assert race.train(model, optimizer, losses, until=101) == 100
     assert rates.index(max(rates)) == 5 and rates[0] == pytest.approx(1 / 5.05)
     assert rates[-1] < 0.001
+
+
+def test_we_race_with_what_train_would_choose_and_pay_for_all_but_evaluation(monkeypatch):
+    """A clock that a stage moves by the hours it was told, and an evaluation by a minute that is not counted."""
+    from livt_hf.recipes import finetune, pretrain
+    from livt_hf.recipes.benchmarks import race
+
+    clock, told = [6.0], {}
+
+    def stage(cls, module, evaluation: str):
+        def main(words: list[str]) -> None:
+            settings = told[cls.stage] = cls.parse(words)
+            clock[0] += 3600 * settings.hours
+            getattr(module, evaluation)()
+            metrics = dict.fromkeys(("accuracy", "many", "medium", "few"), 0.25)
+            results = Results(stage=cls.stage, dataset="cifar100-lt", metrics=metrics, epochs=7, parameters=9)
+            Path(settings.output_dir).mkdir()
+            Run(Path(settings.output_dir)).write_results(results)
+
+        return main
+
+    def evaluation() -> None:
+        clock[0] += 60
+
+    monkeypatch.setattr(race, "core_seconds", lambda: clock[0])
+    monkeypatch.setattr(budget, "clock", budget.clock)
+    for cls, module, name in (
+        (PretrainSettings, pretrain, "reconstruction_loss"),
+        (FinetuneSettings, finetune, "measure"),
+    ):
+        monkeypatch.setattr(module, name, evaluation)
+        monkeypatch.setattr(module, "main", stage(cls, module, name))
+    row = race.Row(minutes=15, seed=3, source="nowhere")
+    row.data = {"train": range(10_847)}
+    found = race.run_ours(row, keep_ratio=0.25)
+    assert found["core_minutes"] == pytest.approx(15) and found["accuracy"] == 25
+    first, second = told["pretrain"], told["finetune"]
+    assert first.hours == pytest.approx((0.6 * 900 - 6) / 3600)  # what was used before it began is paid for
+    assert (first.seed, first.decode_ratio, second.patch_size, second.keep_ratio) == (3, 0.5, 8, 0.25)
+    assert (second.pretrained, second.loss) == (first.output_dir, "bal_ce")
 
 
 def test_the_table_of_the_race_has_a_column_per_budget_and_the_range_of_seeds():

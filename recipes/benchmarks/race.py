@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from livt_hf.data.loading import StoredImages, train_loader
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.recipes.benchmarks.steps import create_timm_vit
+from livt_hf.recipes.sweep import as_words
 from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
@@ -50,7 +52,6 @@ from livt_hf.training.optim import warmup_cosine
 BUDGETS = (5, 15, 45, 120)  # core-minutes
 PATCH = 8
 WARM_UP = 0.05  # share of every schedule
-MIXED = 45  # core-minutes from which on our second stage has the 30 epochs that its config mixes images for
 
 
 def core_seconds() -> float:
@@ -218,8 +219,8 @@ def run_stock(row: Row) -> dict:
     return train_classifier(row, model, adamw(model))
 
 
-def run_ours(row: Row, mgp: str = "--decode_ratio 0.5", bft: str = "") -> dict:
-    """`livt pretrain` and `livt finetune` as they are, each told its hours; their evaluations are taken off."""
+def run_ours(row: Row, **changed) -> dict:
+    """What `livt train` does with such a time, with some options changed; its evaluations are taken off."""
     from livt_hf.recipes import finetune, pretrain
 
     budget.clock, not_counted = core_seconds, []
@@ -236,27 +237,31 @@ def run_ours(row: Row, mgp: str = "--decode_ratio 0.5", bft: str = "") -> dict:
     for recipe, names in ((pretrain, ("reconstruction_loss", "reconstruction_rows")), (finetune, ("measure",))):
         for name in names:
             setattr(recipe, name, uncounted(getattr(recipe, name)))
-    data = ["--dataset", "cifar100-lt", "--imbalance_factor", "100", "--source", row.source]
-    common = [*data, "--seed", str(row.seed), "--threads", "1", "--save_minutes", "1000"]
+    chosen = budget.Scratch(len(row.data["train"]), 32, row.seconds * budget.CORE_FLOPS).options(row.minutes / 60)
+    common = {"dataset": "cifar100-lt", "imbalance_factor": 100, "source": row.source}
+    common |= {"seed": row.seed, "threads": 1, "save_minutes": 1000}
+
+    def run(recipe: ModuleType, seconds: float, **own) -> None:
+        options = chosen[recipe.__name__.rsplit(".", 1)[-1]]
+        own |= {name: value for name, value in changed.items() if name in options}
+        recipe.main(as_words(common | options | own | {"hours": seconds / 3600}))
+
     with tempfile.TemporaryDirectory() as folder:
         first, second = f"{folder}/mgp", f"{folder}/bft"
-        hours = (budget.PRETRAINING_SHARE * row.seconds - core_seconds()) / 3600
-        pretrain.main([*common, "--hours", str(hours), *mgp.split(), "--output_dir", first])
-        hours = (row.seconds - core_seconds() + sum(not_counted)) / 3600
-        words = ["--pretrained", first, "--loss", "bal_ce", "--eval_epochs", "100000", "--output_dir", second]
-        words += ["--mixup", "0.2"] if row.minutes >= MIXED else []
-        finetune.main([*common, "--hours", str(hours), *words, *bft.split()])
+        run(pretrain, budget.PRETRAINING_SHARE * row.seconds - core_seconds(), output_dir=first)
+        left = row.seconds - core_seconds() + sum(not_counted)
+        run(finetune, left, output_dir=second, pretrained=first, loss="bal_ce", eval_epochs=100_000)
         used, results = core_seconds() - sum(not_counted), Run(Path(second)).results
     parameters = {"parameters": results.parameters, "epochs": results.epochs}
     return told(used, results.epochs, nn.Module(), results.metrics) | parameters
 
 
 PEERS: dict[str, tuple[str, Callable[[Row], dict]]] = {
-    "ours": ("livt pretrain, livt finetune", run_ours),
-    "ours-keep": ("the same with half of the patches", partial(run_ours, bft="--keep_ratio 0.5")),
+    "ours": ("livt train", run_ours),
+    "ours-all": ("the same with all patches in fine-tuning", partial(run_ours, keep_ratio=1.0)),
     "ours-patch4": (
         "the same with a quarter of patches of 4",
-        partial(run_ours, mgp="--decode_ratio 0.25 --patch_size 4", bft="--keep_ratio 0.25 --patch_size 4"),
+        partial(run_ours, patch_size=4, decode_ratio=0.25, keep_ratio=0.25),
     ),
     "timm": ("timm's ViT, timm's augmentation", run_timm),
     "timm-pad-crop": ("timm's ViT, pad-crop and flip", run_timm_pad_crop),
