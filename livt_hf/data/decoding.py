@@ -201,21 +201,22 @@ def encoded_images(dataset: Dataset) -> Dataset:
     return dataset.select_columns(["image"]).cast_column("image", ImageColumn(decode=False)).with_format(None)
 
 
+def stored_images(dataset: Dataset) -> Iterator[dict]:
+    """The images as they are stored, one by one: bytes or a path."""
+    for rows in encoded_images(dataset).iter(batch_size=256):
+        yield from rows["image"]
+
+
 def find_broken(dataset: Dataset) -> dict[int, str]:
     """Decode every image; row number -> what is wrong with it. Shows progress, for it takes as long as an epoch."""
-    rows = encoded_images(dataset)
+    images = tqdm(stored_images(dataset), "Looking for broken images", len(dataset), unit="images", disable=None)
     broken = {}
-    with (
-        tqdm(total=len(rows), desc="Looking for broken images", unit="images", disable=None) as progress,
-        warnings.catch_warnings(action="ignore"),  # Pillow's, of which the findings say more
-    ):
-        for start in range(0, len(rows), 256):
-            for index, encoded in enumerate(rows[start : start + 256]["image"], start):
-                try:
-                    read_image(encoded, index)
-                except BrokenImageError as error:
-                    broken[index] = error.finding
-                progress.update()
+    with images, warnings.catch_warnings(action="ignore"):  # Pillow's, of which the findings say more
+        for index, encoded in enumerate(images):
+            try:
+                read_image(encoded, index)
+            except BrokenImageError as error:
+                broken[index] = error.finding
     return broken
 
 
@@ -232,7 +233,7 @@ def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
 
     Only images of equal length are read.
     """
-    sizes = {split: [_stored_size(image) for image in _stored(dataset)] for split, dataset in splits.items()}
+    sizes = {split: [_stored_size(image) for image in stored_images(dataset)] for split, dataset in splits.items()}
     several = {size for size, count in Counter(itertools.chain(*sizes.values())).items() if count > 1}
     seen: dict[bytes, tuple[str, str]] = {}
     pairs = []
@@ -255,16 +256,9 @@ def copies_in_words(splits: Mapping[str, Dataset]) -> str | None:
     return f"{found}\nRemove one of each pair, or give both the same group: a test must not show what was trained on."
 
 
-def _stored(dataset: Dataset) -> Iterator[dict]:
-    """The images as they are stored: bytes or a path."""
-    rows = encoded_images(dataset)
-    for start in range(0, len(rows), 256):
-        yield from rows[start : start + 256]["image"]
-
-
 def stored_paths(dataset: Dataset) -> Iterator[str]:
     """The files of images that are stored as such on this machine."""
-    for image in _stored(dataset):
+    for image in stored_images(dataset):
         if image["bytes"] is None and image["path"] and "://" not in image["path"]:
             yield image["path"]
 
@@ -278,7 +272,7 @@ def _stored_size(image: Mapping) -> int | None:
 
 def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
     """The path of each image, where it has one, and a digest of its bytes as they are stored."""
-    for image in _stored(dataset):
+    for image in stored_images(dataset):
         data = _read_file(image["path"]) if image["bytes"] is None else image["bytes"]
         yield image["path"], hashlib.sha256(data).digest()
 

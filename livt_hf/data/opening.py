@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_d
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.folders import holds_images, open_image_folder
-from livt_hf.data.labels import labels_of, rows_of
+from livt_hf.data.labels import image_paths, labels_of
 from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
 from livt_hf.data.tables import (
     SPLIT_OF_WORD,
@@ -94,10 +94,8 @@ def _picked(images: dict[str, Dataset], lists: dict[str, ImageList]) -> dict[str
     picked = {}
     for split, wanted in lists.items():
         published = images["train" if wanted.paths[0].startswith("train") else "validation"]
-        stored = pc.struct_field(published.data.column("image"), "path")  # not combined: that would copy the bytes
-        if (kept := rows_of(published)) is not None:
-            stored = stored.take(pa.array(kept))
-        rows = pc.index_in(_stems(pa.array(wanted.paths)), value_set=_stems(stored).combine_chunks())
+        stored = _stems(image_paths(published)).combine_chunks()
+        rows = pc.index_in(_stems(pa.array(wanted.paths)), value_set=stored)
         if rows.null_count:
             first = wanted.paths[int(np.argmax(rows.is_null()))]
             raise LiVTError(

@@ -25,7 +25,16 @@ import pyarrow.parquet as pq
 from datasets import Dataset, DatasetInfo, Features, Image, NamedSplit, Value
 from datasets.data_files import SPLIT_KEYWORDS
 
-from livt_hf.data.labels import IMAGE_NAMES, LABEL_NAMES, Labels, LeftOut, telling_name
+from livt_hf.data.labels import (
+    IMAGE_NAMES,
+    LABEL_NAMES,
+    Labels,
+    LeftOut,
+    flat_lists,
+    holds_lists,
+    offsets_of,
+    telling_name,
+)
 from livt_hf.errors import LiVTError
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
@@ -131,10 +140,8 @@ def dataset_of_paths(
 ) -> Dataset:
     """A dataset of images that stay in their files."""
     storage = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], names=["bytes", "path"])
-    columns, features = (
-        {"image": storage, "label": labels.to_arrow()},
-        Features(image=Image(), label=labels.feature(names)),
-    )
+    columns = {"image": storage, "label": labels.to_arrow()}
+    features = Features(image=Image(), label=labels.feature(names))
     if groups is not None:
         columns["group"], features["group"] = groups, Value("string")
     table = pa.table(columns).cast(features.arrow_schema)
@@ -309,23 +316,21 @@ def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> 
     if len(columns) > 1:
         return _labels_of_flags(table, columns)
     column, offsets = table[columns[0]], None
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        lists = column.combine_chunks()
-        empty, lengths = lists.is_null(), lists.value_lengths().fill_null(0).to_numpy(False)
-        texts, offsets = as_text(pa.chunked_array([lists.flatten()])), np.concatenate([[0], np.cumsum(lengths)])
+    if holds_lists(column):
+        empty, (values, offsets) = column.is_null(), flat_lists(column)
+        texts = as_text(values)
     else:
         texts = as_text(column)
         empty = texts.is_null()
         if separator is not None:
-            lists = pc.split_pattern(texts.fill_null(""), separator)
-            texts, offsets = pc.utf8_trim_whitespace(lists.flatten()), lists.offsets.to_numpy()
-            texts = pc.if_else(pc.equal(texts, ""), None, texts)
+            values, offsets = flat_lists(pc.split_pattern(texts, separator))
+            texts = as_text(pa.chunked_array([pc.utf8_trim_whitespace(values)]))
     named = texts.is_valid().to_numpy(False)
     names = _class_order(texts.unique().drop_null().to_pylist())
     ids = pc.index_in(texts, value_set=pa.array(names, pa.string())).fill_null(0).to_numpy(False).astype(np.int64)
     if offsets is None:
         return Labels(ids), names, empty.to_numpy(False)
-    offsets = np.concatenate([[0], np.cumsum(named)])[offsets]
+    offsets = offsets_of(named)[offsets]
     empty = empty.to_numpy(False) | (separator is not None) & (np.diff(offsets) == 0)
     return Labels(ids[named], offsets), names, empty
 
@@ -338,7 +343,7 @@ def _labels_of_flags(table: pa.Table, columns: list[str]) -> tuple[Labels, list[
             raise LiVTError(f'the column "{column}" has cells that are neither 0 nor 1: fill or correct them.')
     images, labels = np.nonzero(np.stack(flags, axis=1))
     lengths = np.bincount(images, minlength=len(table))
-    offsets = None if (lengths == 1).all() else np.concatenate([[0], np.cumsum(lengths)])
+    offsets = None if (lengths == 1).all() else offsets_of(lengths)
     return Labels(labels, offsets), columns, np.zeros(len(table), dtype=bool)
 
 
