@@ -35,12 +35,18 @@ def pooled(splits: dict[str, Dataset]) -> Dataset:
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
+def carved(train: Dataset, rows: np.ndarray, split: str, split_rows: np.ndarray) -> dict[str, Dataset]:
+    """The training split in two parts, of which the second is marked as not the dataset's own."""
+    parts = {"train": train.select(rows), split: train.select(split_rows)}
+    parts[split].info.description = CARVED
+    return parts
+
+
 def carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
     """The training split in two parts: one to train on, one to test on."""
     train = splits["train"]
     rows, test_rows = _divided(train, settings.test_fraction, settings)
-    parts = {"train": train.select(rows), "test": train.select(test_rows)}
-    parts["test"].info.description = CARVED
+    parts = carved(train, rows, "test", test_rows)
     rename = ", or call the validation split so" if "validation" in splits else ""
     logger.warning(
         "there is no test split, so %d of %d training images are set aside as one; to choose them yourself, add a "
@@ -67,9 +73,7 @@ def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, 
         "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
         *(len(held_rows), len(train)),
     )
-    parts = {"train": train.select(rows), "validation": train.select(held_rows)}
-    parts["validation"].info.description = CARVED
-    return parts
+    return carved(train, rows, "validation", held_rows)
 
 
 def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.folders import holds_images, open_image_folder
@@ -135,14 +135,9 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         raise LiVTError(f"{where} does not exist: pass an image folder, a table, a list or a Hub id.")
     else:
         splits = _open_hub(where, settings, streaming)
-    return named_splits(_streams(splits) if streaming else splits, where)
-
-
-def _streams(splits: Mapping) -> dict[str, IterableDataset]:
-    """What is stored as paths becomes a stream too."""
-    return {
-        split: as_stream(part, STREAM_SHARDS) if isinstance(part, Dataset) else part for split, part in splits.items()
-    }
+    if streaming:  # what is stored as paths becomes one too
+        splits = {name: as_stream(s, STREAM_SHARDS) if isinstance(s, Dataset) else s for name, s in splits.items()}
+    return named_splits(splits, where)
 
 
 def named_splits(splits: Mapping, where: str) -> dict:

@@ -75,16 +75,17 @@ def counts_by_rule(
     count = count if images_per_class is None else images_per_class
     counts = np.empty(len(available), dtype=np.int64)
     counts[np.argsort(-available, kind="stable")] = make(count)  # equal classes keep the order of their labels
-    short = np.flatnonzero(counts > available)
-    if len(short) and not cap:
+    if not cap and (counts > available).any():
         fitting = largest_fitting(make, available, math.ceil(gamma), count)
-        c = short[0]
-        raise LiVTError(
-            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
-            + (f"pass --images_per_class {fitting} or less" if fitting else "pass a larger --imbalance_factor")
-            + ", or --cap to take all images of such classes."
-        )
+        instead = f"pass --images_per_class {fitting} or less" if fitting else "pass a larger --imbalance_factor"
+        raise _too_few(available, counts, f"{instead}, or --cap to take all images of such classes.")
     return counts
+
+
+def _too_few(available: np.ndarray, asked: np.ndarray, way_out: str) -> LiVTError:
+    short = np.flatnonzero(asked > available)
+    first = f"class {short[0]} has {available[short[0]]}, asked {asked[short[0]]}"
+    return LiVTError(f"{len(short)} classes have fewer images than asked ({first}): {way_out}")
 
 
 def largest_fitting(rule: Callable[[int], np.ndarray], available: np.ndarray, smallest: int, largest: int) -> int:
@@ -126,13 +127,8 @@ def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, 
     """
     labels, wanted = np.asarray(labels), np.asarray(counts, dtype=np.int64)
     available = label_counts(labels, len(wanted))
-    short = np.flatnonzero(wanted > available)
-    if len(short) and not cap:
-        c = short[0]
-        raise LiVTError(
-            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {wanted[c]}): "
-            "lower the counts or pass cap=True to take all such a class has."
-        )
+    if not cap and (wanted > available).any():
+        raise _too_few(available, wanted, "lower the counts or pass cap=True to take all such a class has.")
     rows = np.argsort(labels.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16-bit labels sort by radix
     ends = np.cumsum(available)
     generator = np.random.RandomState(seed)
