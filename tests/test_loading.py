@@ -80,27 +80,6 @@ def test_a_batch_has_uint8_images_labels_and_row_numbers(photos):
     assert batch["labels"].tolist() == [photos["label"][i] for i in batch["index"].tolist()]
 
 
-def test_an_update_has_the_same_images_for_any_accumulation_and_number_of_processes(photos):
-    def updates(accumulation, world_size):
-        parts = [
-            list(
-                train_loader(
-                    photos, PretrainAugmentation(16), Batches(8, accumulation, rank=rank, world_size=world_size)
-                ).epoch(5)
-            )
-            for rank in range(world_size)
-        ]
-        per_update = []
-        for update in range(22 // 8):
-            batches = [part[update * accumulation + a] for a in range(accumulation) for part in parts]
-            order = torch.cat([b["index"] for b in batches]).argsort()
-            per_update.append({key: torch.cat([b[key] for b in batches])[order] for key in batches[0]})
-        return per_update
-
-    expected = updates(1, 1)
-    assert same(updates(2, 1), expected) and same(updates(1, 2), expected) and same(updates(2, 2), expected)
-
-
 def test_an_epoch_takes_each_image_once_up_to_the_ragged_end(photos):
     loader = train_loader(photos, PretrainAugmentation(16), Batches(4))
     seen = torch.cat([batch["index"] for batch in loader.epoch(0)]).tolist()
@@ -108,7 +87,7 @@ def test_an_epoch_takes_each_image_once_up_to_the_ragged_end(photos):
     assert len(seen) == len(set(seen)) == 20
 
 
-def test_resuming_does_not_read_what_it_skips(photos):
+def test_resuming_does_not_read_what_it_skips():
     broken = make(8)
     loader = train_loader(broken, PretrainAugmentation(16), Batches(2))
     first = [batch["index"] for batch in loader.epoch(0)][0].tolist()

@@ -1,6 +1,5 @@
 """Labels as arrays, and any dataset with the columns `image` and `label`. Linear in the rows, never one by one."""
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -57,9 +56,6 @@ class Labels:
     def hidden(self) -> bool:
         """Whether all are -1, which is how the Hub publishes test sets without labels."""
         return len(self.values) > 0 and bool((self.values == -1).all())
-
-    def with_values(self, values: np.ndarray) -> "Labels":
-        return dataclasses.replace(self, values=values)
 
     def take(self, rows: np.ndarray) -> "Labels":
         """The labels of some of the images."""
@@ -310,10 +306,8 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
             f"{_described(splits['train'].features)}."
         )
     names = np.unique(values.astype(str))
-    encoded = {
-        split: labels.with_values(np.searchsorted(names, labels.values.astype(str))) for split, labels in raw.items()
-    }
-    return encoded, names.tolist()
+    ids = {split: np.searchsorted(names, labels.values.astype(str)) for split, labels in raw.items()}
+    return {split: Labels(ids[split], labels.offsets) for split, labels in raw.items()}, names.tolist()
 
 
 def _by_name(labels: Labels, own: ClassLabel | None, names: list[str], split: str) -> Labels:
@@ -329,7 +323,7 @@ def _by_name(labels: Labels, own: ClassLabel | None, names: list[str], split: st
             f'the split "{split}" has images of {len(strangers)} classes that the training split does not name (such '
             f"as {', '.join(strangers[:5])}): name the classes alike in both, or remove those images."
         )
-    return labels.with_values(new_id[labels.values])
+    return Labels(new_id[labels.values], labels.offsets)
 
 
 def _class_label(feature) -> ClassLabel | None:
