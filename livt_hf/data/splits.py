@@ -190,7 +190,9 @@ def grouped_split(
         # Few groups have one best division: then the seed chooses among its folds.
         is_test[free] = (fold + seed) % folds < max(share.numerator, 1)
     for label in np.setdiff1d(labels, labels[~is_test]):  # both groups of a class may have come to the same fold
-        is_test[groups == groups[is_test & (labels == label)][0]] = False
+        tested = groups[is_test & (labels == label)]
+        if len(tested):  # else they have come back with those of other classes
+            is_test[groups == tested[0]] = False
     if not is_test.any():
         raise LiVTError(
             f"the {groups.max() + 1} groups leave none for a test set, because every class must keep one in training: "
