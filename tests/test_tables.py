@@ -146,6 +146,17 @@ def test_an_empty_cell_is_left_out_and_a_row_of_zeros_is_an_image_with_none_of_t
     assert sum(load_long_tailed(write_table(tmp_path / "own.csv", {"path": ten} | columns)).num_rows.values()) == 10
 
 
+@pytest.mark.parametrize("seed", range(6))  # of which 0 and 5 would test the only image of its class
+def test_where_images_have_several_labels_every_class_is_trained_on(tmp_path, seed):
+    names = [f"{i}.png" for i in range(21)]
+    for name in names:
+        (tmp_path / name).touch()
+    file = write_table(tmp_path / "own.csv", {"path": names, "label": ["a", "b", "a|b", "a"] * 5 + ["a|rare"]})
+    data = load_long_tailed(file, seed=seed, label_separator="|", validation_fraction=0.2)
+    assert class_counts(data["train"]).all() and sum(map(len, data.values())) == 21
+    assert len(data["test"]) in (3, 4) and len(data["validation"]) >= 2
+
+
 def test_a_column_per_class_with_one_1_in_each_row_is_one_label_per_image(tmp_path, ten):
     columns = {"path": ten, "MEL": [1.0, 0.0] * 5, "BCC": [0.0, 1.0] * 5}
     data = load_long_tailed(write_table(tmp_path / "own.csv", columns))

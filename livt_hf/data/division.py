@@ -7,6 +7,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
 from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.folds import keep_trained
 from livt_hf.data.labels import (
     class_counts,
     class_feature,
@@ -78,14 +79,19 @@ def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, 
 
 def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
     """Rows to keep and rows to set aside: no group on both sides, and each class divided alike as far as possible."""
-    labels, seed = labels_of(train), settings.split_seed
+    labels, seed, number = labels_of(train), settings.split_seed, number_of_classes(train)
     if settings.group_column is not None:
-        return grouped_split(labels.rarest(number_of_classes(train)), group_codes(train), fraction, seed)
-    if is_multi_label(train):
-        order = np.random.RandomState(seed).permutation(len(train))
-        number = int(len(train) * fraction)
-        return np.sort(order[number:]), np.sort(order[:number])
-    return stratified_split(labels.values, fraction, seed)
+        groups = group_codes(train)
+        _, aside = grouped_split(labels.rarest(number), groups, fraction, seed)
+    elif is_multi_label(train):
+        groups = np.arange(len(train))
+        aside = np.random.RandomState(seed).permutation(len(train))[: int(len(train) * fraction)]
+    else:
+        return stratified_split(labels.values, fraction, seed)
+    fold = np.full(len(train), -1)
+    fold[aside] = 0
+    keep_trained(fold, labels, groups, number)
+    return np.flatnonzero(fold < 0), np.flatnonzero(fold == 0)
 
 
 def warn_of_shared_groups(splits: dict[str, Dataset]) -> None:
