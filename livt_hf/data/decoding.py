@@ -15,7 +15,7 @@ import struct
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import fsspec
 import numpy as np
@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # What Pillow raises on damaged files, depending on the format: OSError also covers files that are missing, truncated
 # or of unknown format, SyntaxError is its word for a broken PNG, RuntimeError for a broken AVIF.
@@ -69,11 +70,16 @@ def read_rgb(source: str | os.PathLike | bytes | BinaryIO | Image.Image) -> torc
         raise BrokenImageError(f"{named} cannot be read: {error}") from error
 
 
-def read_image(image: Mapping, index: int) -> torch.Tensor:
+def read_image(image: Mapping | None, index: int) -> torch.Tensor:
     """A row of an undecoded `datasets.Image` column (bytes or path) to a uint8 RGB tensor (3, H, W)."""
-    data, path = image["bytes"], image["path"]
+    return _of_stored(image, index, decode_rgb)
+
+
+def _of_stored(image: Mapping | None, index: int, decode: Callable[[bytes], T]) -> T:
+    """What is made of the bytes of a stored image; None is an empty cell of a table."""
+    data, path = (image["bytes"], image["path"]) if image is not None else (None, None)
     try:
-        return decode_rgb(_read_file(path) if data is None else data)
+        return decode(_read_file(path) if data is None else data)
     except DAMAGED as error:
         # The number is that of a row in a split, which a file on the disk does not need.
         named = path if data is None and path else f"image {index} ({path or 'embedded bytes'})"
@@ -204,7 +210,7 @@ def encoded_images(dataset: Dataset) -> Dataset:
 def stored_images(dataset: Dataset) -> Iterator[dict]:
     """The images as they are stored, one by one: bytes or a path."""
     for rows in encoded_images(dataset).iter(batch_size=256):
-        yield from rows["image"]
+        yield from (image or {"bytes": None, "path": None} for image in rows["image"])
 
 
 def find_broken(dataset: Dataset) -> dict[int, str]:
@@ -234,7 +240,7 @@ def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
     Only images of equal length are read.
     """
     sizes = {split: [_stored_size(image) for image in stored_images(dataset)] for split, dataset in splits.items()}
-    several = {size for size, count in Counter(itertools.chain(*sizes.values())).items() if count > 1}
+    several = {size for size, count in Counter(itertools.chain(*sizes.values())).items() if count > 1 and size != 0}
     seen: dict[bytes, tuple[str, str]] = {}
     pairs = []
     for split, dataset in splits.items():
@@ -264,17 +270,19 @@ def stored_paths(dataset: Dataset) -> Iterator[str]:
 
 
 def _stored_size(image: Mapping) -> int | None:
-    """Bytes of an image; None where asking would mean to fetch it."""
-    if image["bytes"] is not None:
-        return len(image["bytes"])
-    return None if "://" in image["path"] else os.path.getsize(image["path"])
+    """Bytes of an image, 0 where there are none; None where asking would mean to fetch it."""
+    data, path = image["bytes"], image["path"]
+    if data is not None or path is None:
+        return len(data or b"")
+    if "://" in path:
+        return None
+    return os.path.getsize(path) if os.path.isfile(path) else 0
 
 
 def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
     """The path of each image, where it has one, and a digest of its bytes as they are stored."""
-    for image in stored_images(dataset):
-        data = _read_file(image["path"]) if image["bytes"] is None else image["bytes"]
-        yield image["path"], hashlib.sha256(data).digest()
+    for index, image in enumerate(stored_images(dataset)):
+        yield image["path"], _of_stored(image, index, lambda data: hashlib.sha256(data).digest())
 
 
 def without_broken(dataset: Dataset) -> Dataset:
