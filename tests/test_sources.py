@@ -520,6 +520,14 @@ def test_text_and_number_labels_get_class_names(tmp_path):
     assert data["train"].features["label"].names == ["0", "1"] and data["train"][0]["image"].size == (4, 4)
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])  # polars writes the latter
+def test_a_parquet_file_may_hold_images_as_plain_bytes(tmp_path, kind):
+    table = pa.table({"image": pa.array([png(i) for i in range(10)], kind), "label": ["owl", "finch"] * 5})
+    pa.parquet.write_table(table, tmp_path / "own.parquet")
+    data = load_long_tailed(str(tmp_path / "own.parquet"))
+    assert class_counts(data["train"]).tolist() == [4, 4] and data["train"][0]["image"].size == (4, 4)
+
+
 @pytest.mark.parametrize("kind", [ClassLabel(names=["a", "b", "c"]), Value("string")])
 def test_several_labels_per_image_are_kept_as_lists(tmp_path, kind):
     names = ["a", "b", "c"]

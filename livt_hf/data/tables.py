@@ -171,11 +171,14 @@ def locate(paths: Iterable[str], root: Path) -> list[str | None]:
 
 def is_table(path: Path) -> bool:
     """Whether a file is a table of paths and labels; parquet may hold the images themselves."""
-    if path.suffix.lower() != ".parquet" or not path.is_file():
-        return path.suffix.lower() in TABLES and path.is_file()
+    if path.suffix.lower() not in TABLES or not path.is_file():
+        return False
+    if path.suffix.lower() != ".parquet":
+        return True
     with reading_table(path):
         kinds = pq.read_schema(path).types
-    return not any(pa.types.is_struct(kind) or pa.types.is_binary(kind) for kind in kinds)
+    images = pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary
+    return not any(is_image(kind) for kind in kinds for is_image in images)
 
 
 def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
