@@ -63,16 +63,13 @@ def counts_by_rule(
         if len(rule) != len(available):
             raise LiVTError(f"rule gives {len(rule)} counts for {len(available)} classes: pass one for each class.")
         return np.asarray(rule, dtype=np.int64)
-    if rule == "balanced":
-        count, gamma = int(available.min()), 1.0
-        make = partial(balanced_counts, len(available))
-    else:
-        if imbalance_factor is None:
-            raise LiVTError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
-        count, gamma = int(available.max()), imbalance_factor
-        by_name = {"exponential": exponential_counts, "pareto": pareto_counts}
-        make = partial(by_name[rule], len(available), imbalance_factor=imbalance_factor)
-    count = count if images_per_class is None else images_per_class
+    gamma = 1.0 if rule == "balanced" else imbalance_factor
+    if gamma is None:
+        raise LiVTError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
+    # The exponential rule with a factor of 1 is the balanced one.
+    make = partial(pareto_counts if rule == "pareto" else exponential_counts, len(available), imbalance_factor=gamma)
+    largest = available.min() if rule == "balanced" else available.max()
+    count = int(largest) if images_per_class is None else images_per_class
     counts = np.empty(len(available), dtype=np.int64)
     counts[np.argsort(-available, kind="stable")] = make(count)  # equal classes keep the order of their labels
     if not cap and (counts > available).any():
