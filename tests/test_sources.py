@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
 from datasets.exceptions import DatasetGenerationError
+from needs import needs_linux
 from PIL import Image as PILImage
 
 from livt_hf.data import (
@@ -286,6 +287,16 @@ def test_hidden_files_are_left_out_and_files_that_are_no_images_are_counted(tmp_
     data = load_long_tailed(str(tmp_path / "birds"))
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
     assert "2 .heic, 1 .txt" in caplog.text and "left out 1 images that lie in no class folder" in caplog.text
+
+
+@needs_linux  # elsewhere every name is Unicode
+@pytest.mark.parametrize("name", ["caf\udce9/0.png", "owl/caf\udce9.png"])
+def test_a_name_in_another_encoding_is_refused(tmp_path, name):
+    write_images(tmp_path / "birds", {"finch": 5, "owl": 4})
+    (tmp_path / "birds" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "birds" / name).write_bytes(png())
+    with pytest.raises(LiVTError, match=r"caf\\udce9(.png)?' is not named in UTF-8: rename it"):
+        load_long_tailed(str(tmp_path / "birds"))
 
 
 def test_links_that_leave_the_image_folder_are_refused(tmp_path):
