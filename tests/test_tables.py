@@ -115,6 +115,17 @@ def test_numbers_are_class_names_in_the_order_of_their_values(tmp_path, ten):
     assert names_of(load_long_tailed(file)) == ["1", "2"]
 
 
+def test_infinite_numbers_are_class_names_too(tmp_path, ten):
+    file = write_table(tmp_path / "own.parquet", {"path": ten, "label": [float("inf"), 1e300] * 5})
+    assert names_of(load_long_tailed(file)) == ["1e+300", "inf"]
+
+
+def test_a_table_of_which_no_row_can_be_used_names_its_columns(tmp_path, ten):
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": [None] * 10, "species": ["a", "b"] * 5})
+    with pytest.raises(LiVTError, match='no row of .*own.csv has both .* "path" and a label in "label": name'):
+        load_long_tailed(file)
+
+
 def test_several_labels_per_image_come_from_a_separator_a_list_or_a_column_per_class(tmp_path, ten):
     sets = [["a"], ["a", "b"], ["c", "a"], ["b"], ["c"]] * 2
     tables = [
@@ -155,6 +166,8 @@ def test_where_images_have_several_labels_every_class_is_trained_on(tmp_path, se
     data = load_long_tailed(file, seed=seed, label_separator="|", validation_fraction=0.2)
     assert class_counts(data["train"]).all() and sum(map(len, data.values())) == 21
     assert len(data["test"]) in (3, 4) and len(data["validation"]) >= 2
+    with pytest.raises(LiVTError, match="test_fraction is 1.5, but it must lie between 0 and 1"):
+        load_long_tailed(file, label_separator="|", test_fraction=1.5)
 
 
 def test_a_column_per_class_with_one_1_in_each_row_is_one_label_per_image(tmp_path, ten):

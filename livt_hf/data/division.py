@@ -17,7 +17,7 @@ from livt_hf.data.labels import (
     labels_of,
     number_of_classes,
 )
-from livt_hf.data.splits import counts_by_rule, grouped_split, long_tail_indices, stratified_split
+from livt_hf.data.splits import check_fraction, counts_by_rule, grouped_split, long_tail_indices, stratified_split
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
 
@@ -84,6 +84,7 @@ def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[n
         groups = group_codes(train)
         _, aside = grouped_split(labels.rarest(number), groups, fraction, seed)
     elif is_multi_label(train):
+        check_fraction(fraction)
         groups = np.arange(len(train))
         aside = np.random.RandomState(seed).permutation(len(train))[: int(len(train) * fraction)]
     else:

@@ -30,6 +30,7 @@ from livt_hf.data.labels import (
     LABEL_NAMES,
     Labels,
     LeftOut,
+    first_names,
     flat_lists,
     holds_lists,
     offsets_of,
@@ -199,12 +200,17 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
     rows = leave_out(unlabelled, f"the label is empty{none if settings.label_separator else ''}")
     rows = leave_out(paths.is_null().to_numpy(False)[rows], "the path is empty")
     rows = leave_out(_repeated(paths, labels, names, rows), "the image is named twice with the same label")
+    if not len(rows):
+        raise LiVTError(
+            f'no row of {file} has both an image in the column "{columns.image}" and a label in '
+            f'"{first_names(columns.labels)}": name others with --image_column and --label_column.'
+        )
     files = np.array(locate(paths.take(rows).to_pylist(), root), dtype=object)
     missing = np.equal(files, None)
     if missing.all():
-        first = f", the first is {paths[rows[0]]}" if len(rows) else ""
         raise LiVTError(
-            f"none of the {len(rows)} images of {file} is below {root}{first}: pass their folder with --source."
+            f"none of the {len(rows)} images of {file} is below {root}, the first is {paths[rows[0]]}: pass their "
+            "folder with --source."
         )
     rows, files = leave_out(missing, "the file is missing"), files[~missing]
     groups = None if columns.group is None else as_text(table[columns.group])
@@ -262,7 +268,8 @@ def as_text(column: pa.ChunkedArray) -> pa.StringArray:
         raise LiVTError(f"a column holds {column.type} where text or numbers are needed.")
     if pa.types.is_floating(column.type):  # as pandas writes whole numbers beside empty cells
         column = pc.if_else(pc.is_nan(column), None, column)
-        if pc.all(pc.equal(column, pc.floor(column))).as_py():
+        whole = pc.and_(pc.equal(column, pc.floor(column)), pc.less(pc.abs(column), 2**53))  # infinity has no digits
+        if pc.all(whole).as_py():
             column = column.cast(pa.int64())
     text = column.cast(pa.string()).combine_chunks()
     return pc.if_else(pc.equal(pc.utf8_trim_whitespace(text), ""), None, text)
