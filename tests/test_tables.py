@@ -113,6 +113,8 @@ def test_numbers_are_class_names_in_the_order_of_their_values(tmp_path, ten):
     assert names_of(load_long_tailed(file)) == ["1", "007"]
     file = write_table(tmp_path / "own.parquet", {"path": ten, "label": [1.0, 2.0, None] * 3 + [1.0]})
     assert names_of(load_long_tailed(file)) == ["1", "2"]
+    pq.write_table(pa.table({"path": ten, "label": pa.array([1.0, 2.5] * 5, pa.float32())}), file)
+    assert names_of(load_long_tailed(file)) == ["1", "2.5"]
 
 
 def test_infinite_numbers_are_class_names_too(tmp_path, ten):

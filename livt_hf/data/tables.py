@@ -268,7 +268,7 @@ def as_text(column: pa.ChunkedArray) -> pa.StringArray:
         raise LiVTError(f"a column holds {column.type} where text or numbers are needed.")
     if pa.types.is_floating(column.type):  # as pandas writes whole numbers beside empty cells
         column = pc.if_else(pc.is_nan(column), None, column)
-        whole = pc.and_(pc.equal(column, pc.floor(column)), pc.less(pc.abs(column), 2**53))  # infinity has no digits
+        whole = pc.and_(pc.equal(column, pc.floor(column)), pc.less(pc.abs(column), 2.0**53))  # not infinity
         if pc.all(whole).as_py():
             column = column.cast(pa.int64())
     text = column.cast(pa.string()).combine_chunks()
