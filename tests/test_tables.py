@@ -168,8 +168,9 @@ def test_where_images_have_several_labels_every_class_is_trained_on(tmp_path, se
     data = load_long_tailed(file, seed=seed, label_separator="|", validation_fraction=0.2)
     assert class_counts(data["train"]).all() and sum(map(len, data.values())) == 21
     assert len(data["test"]) in (3, 4) and len(data["validation"]) >= 2
-    with pytest.raises(LiVTError, match="test_fraction is 1.5, but it must lie between 0 and 1"):
-        load_long_tailed(file, label_separator="|", test_fraction=1.5)
+    for option in ("test_fraction", "validation_fraction"):
+        with pytest.raises(LiVTError, match=f"{option} is 1.5, but it must lie between 0 and 1"):
+            load_long_tailed(file, label_separator="|", **{option: 1.5})
 
 
 def test_a_column_per_class_with_one_1_in_each_row_is_one_label_per_image(tmp_path, ten):

@@ -89,10 +89,7 @@ def _of_stored(image: Mapping | None, index: int, decode: Callable[[bytes], T]) 
 def _read_file(path: str | None) -> bytes:
     if path is None:
         raise LiVTError("it has neither bytes nor a path")
-    if "://" in path:
-        with fsspec.open(path, "rb") as file:
-            return file.read()
-    with open(path, "rb") as file:
+    with (fsspec.open if "://" in path else open)(path, "rb") as file:
         return file.read()
 
 

@@ -17,7 +17,7 @@ from livt_hf.data.labels import (
     labels_of,
     number_of_classes,
 )
-from livt_hf.data.splits import check_fraction, counts_by_rule, grouped_split, long_tail_indices, stratified_split
+from livt_hf.data.splits import counts_by_rule, grouped_split, long_tail_indices, stratified_split
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
 
@@ -46,7 +46,7 @@ def carved(train: Dataset, rows: np.ndarray, split: str, split_rows: np.ndarray)
 def carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
     """The training split in two parts: one to train on, one to test on."""
     train = splits["train"]
-    rows, test_rows = _divided(train, settings.test_fraction, settings)
+    rows, test_rows = _divided(train, "test", settings.test_fraction, settings)
     parts = carved(train, rows, "test", test_rows)
     rename = ", or call the validation split so" if "validation" in splits else ""
     logger.warning(
@@ -69,7 +69,7 @@ def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, 
         fraction = 0.0 if settings.dataset in BENCHMARKS or trained < ENOUGH_TO_HOLD_OUT else 0.1
     if fraction == 0:
         return {}
-    rows, held_rows = _divided(train, fraction, settings)
+    rows, held_rows = _divided(train, "validation", fraction, settings)
     logger.info(
         "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
         *(len(held_rows), len(train)),
@@ -77,14 +77,15 @@ def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, 
     return carved(train, rows, "validation", held_rows)
 
 
-def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to keep and rows to set aside: no group on both sides, and each class divided alike as far as possible."""
+def _divided(train: Dataset, split: str, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to keep and rows of a new split: no group in both, and each class divided alike as far as possible."""
+    if not 0 < fraction < 1:
+        raise LiVTError(f"{split}_fraction is {fraction}, but it must lie between 0 and 1, such as 0.2.")
     labels, seed, number = labels_of(train), settings.split_seed, number_of_classes(train)
     if settings.group_column is not None:
         groups = group_codes(train)
         _, aside = grouped_split(labels.rarest(number), groups, fraction, seed)
     elif is_multi_label(train):
-        check_fraction(fraction)
         groups = np.arange(len(train))
         aside = np.random.RandomState(seed).permutation(len(train))[: int(len(train) * fraction)]
     else:

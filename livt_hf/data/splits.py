@@ -152,7 +152,6 @@ def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
 
 def stratified_split(labels: np.ndarray, test_fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Rows for training and rows for test: the fraction of each class, but one image of a class stays in training."""
-    check_fraction(test_fraction)
     labels = np.asarray(labels)
     order = np.lexsort((np.random.RandomState(seed).rand(len(labels)), labels))
     available = np.bincount(labels)
@@ -164,11 +163,6 @@ def stratified_split(labels: np.ndarray, test_fraction: float, seed: int = 0) ->
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-def check_fraction(test_fraction: float) -> None:
-    if not 0 < test_fraction < 1:
-        raise LiVTError(f"test_fraction is {test_fraction}, but it must lie between 0 and 1, such as 0.2.")
-
-
 def grouped_split(
     labels: np.ndarray, groups: np.ndarray, test_fraction: float, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -176,7 +170,6 @@ def grouped_split(
 
     The fraction is met as nearly as tenths or simpler fractions allow. Every class keeps a group in training.
     """
-    check_fraction(test_fraction)
     labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
     free = np.flatnonzero(~np.isin(groups, lone_groups(labels, groups)))
     share = Fraction(test_fraction).limit_denominator(10)
