@@ -5,7 +5,6 @@ model, so the numbers of all images together need no second look at the images.
 """
 
 import dataclasses
-import itertools
 import logging
 import shutil
 import statistics
@@ -72,71 +71,70 @@ def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerat
 
     Groups of classes are those of the mean number of training images.
     """
-    tables = [_read_answers(run.fold(number).folder / ANSWERS) for number in range(1, len(parts) + 1)]
+    answers = pa.concat_tables(_answers_of(run, number) for number in range(1, len(parts) + 1))
     if accelerator.is_main_process:
-        numbered = [
-            table.append_column("fold", pa.array([number] * len(table))) for number, table in enumerate(tables, 1)
-        ]
-        pq.write_table(pa.concat_tables(numbered), run.folder / ANSWERS)
+        pq.write_table(answers, run.folder / ANSWERS)
     tested = concatenate_datasets([part["test"] for part in parts])
     counts = np.mean([class_counts(part["train"]) for part in parts], axis=0).round().astype(np.int64)
-    rules, scores = _pooled_scores(tables, len(counts))
+    rules, scores = _pooled_scores(answers, len(counts))
     summary = {"model": str(run.folder), "split": f"{len(parts)} folds"} | provenance()
-    fold = torch.repeat_interleave(torch.tensor([len(part["test"]) for part in parts]))
     if is_multi_label(tested):
-        return _examine_several(tables, scores, tested, counts, summary), tested
+        return _examine_several(answers, scores, tested, counts, summary), tested
     mine = torch.arange(len(tested)).tensor_split(accelerator.num_processes)[accelerator.process_index]
     outputs = Outputs(scores[mine], torch.from_numpy(labels_of(tested).values)[mine], mine, accelerator.device)
     clusters = group_codes(tested) if "group" in tested.column_names else None
     exam = Exam(None, outputs, counts, accelerator, clusters=clusters)
     found = examine(exam, rules, class_feature(tested).names, summary)
-    summary["folds"] = _spread([_of_fold(exam, rules, fold[mine] == number) for number in range(len(parts))])
+    summary["folds"] = _spread([_of_fold(exam, rules, rows[mine]) for rows in _rows_of_folds(answers)])
     return found, tested
 
 
-def _read_answers(path: Path) -> pa.Table:
+def _answers_of(run: Run, number: int) -> pa.Table:
+    """What one fold predicted, with its number."""
+    path = run.fold(number).folder / ANSWERS
     with reading_table(path):
-        return pq.read_table(path)
+        table = pq.read_table(path)
+    return table.append_column("fold", pa.array([number] * len(table)))
+
+
+def _rows_of_folds(answers: pa.Table) -> list[torch.Tensor]:
+    """For each fold, which rows are its own. (N,)"""
+    fold = torch.tensor(answers["fold"].to_numpy())
+    return [fold == number for number in range(1, int(fold.max()) + 1)]
 
 
 def _examine_several(
-    tables: Sequence[pa.Table], scores: torch.Tensor, tested: Dataset, counts: np.ndarray, summary: dict
+    answers: pa.Table, scores: torch.Tensor, tested: Dataset, counts: np.ndarray, summary: dict
 ) -> Findings:
     """The same where images may have several labels, of which each fold's model gives some by its own thresholds."""
     names = class_feature(tested).names
-    (column,) = [name for name in tables[0].column_names if name.startswith(_LABELS)]
-    texts = [labels for table in tables for labels in table[column].to_pylist()]
+    (column,) = [name for name in answers.column_names if name.startswith(_LABELS)]
+    texts = answers[column].to_pylist()
     given, place = torch.zeros(len(texts), len(names), dtype=torch.bool), {name: i for i, name in enumerate(names)}
     for row, labels in enumerate(texts):
         given[row, [place[name] for name in labels or ()]] = True  # none for an image without scores
     targets = torch.from_numpy(labels_of(tested).targets(range(len(tested)), len(names)))
 
-    def measured(rows: slice) -> MultiLabelMetrics:
+    def measured(rows: slice | torch.Tensor) -> MultiLabelMetrics:
         metrics = MultiLabelMetrics(counts)
         metrics.update(scores[rows], targets[rows], given[rows])
         return metrics
 
-    pooled, ends = measured(slice(None)), np.cumsum([0, *map(len, tables)])
-    each = [measured(slice(start, end)).compute() for start, end in itertools.pairwise(ends)]
-    summary |= {"rules": {column.removeprefix(_LABELS)[:-1]: pooled.compute()}, "folds": _spread(each)}
+    pooled, folds = measured(slice(None)), _spread([measured(rows).compute() for rows in _rows_of_folds(answers)])
+    summary |= {"rules": {column.removeprefix(_LABELS)[:-1]: pooled.compute()}, "folds": folds}
     return Findings(summary, {}, None, pooled.per_class(names))
 
 
-def _pooled_scores(tables: Sequence[pa.Table], classes: int) -> tuple[dict[str, Rule], torch.Tensor]:
+def _pooled_scores(answers: pa.Table, classes: int) -> tuple[dict[str, Rule], torch.Tensor]:
     """The scores under all rules side by side, (N, rules x C), and for each rule what picks its own."""
-    columns = [name for name in tables[0].column_names if name.startswith(_SCORES)]
-    scores = [
-        torch.from_numpy(
-            np.concatenate([table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False) for table in tables])
-        )
-        for name in columns
-    ]
+    columns = [name for name in answers.column_names if name.startswith(_SCORES)]
+    scores = [answers[name].combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in columns]
 
     def pick(place: int) -> Rule:
         return lambda rows: rows[:, place * classes : (place + 1) * classes]
 
     rules = {name.removeprefix(_SCORES)[:-1]: pick(place) for place, name in enumerate(columns)}
-    return rules, torch.cat([part.reshape(-1, classes) for part in scores], dim=1)
+    return rules, torch.from_numpy(np.concatenate([part.reshape(-1, classes) for part in scores], axis=1))
 
 
 def _of_fold(exam: Exam, rules: dict[str, Rule], chosen: torch.Tensor) -> dict:

@@ -68,8 +68,8 @@ def _check_selection(settings: FinetuneSettings, data: DatasetDict) -> None:
             f"--select best needs a validation split, which {settings.dataset} does not have; the test split is "
             "never used to select. Use --select last."
         )
-
-    several, name = is_multi_label(data["train"]), selection_metric(settings, is_multi_label(data["train"]))
+    several = is_multi_label(data["train"])
+    name = selection_metric(settings, several)
     known = {*GROUPS, "macro_f1"} | ({"map", "auroc"} if several else {"accuracy", *CLASS_ACCURACIES})
     if name not in known:
         labels = "several labels" if several else "one label"

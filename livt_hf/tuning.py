@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import BaseImageProcessor, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -27,6 +26,7 @@ from livt_hf.data.decoding import image_digests
 from livt_hf.data.labels import labels_of, number_of_classes
 from livt_hf.data.loading import UpdateSampler, augmented_in_order
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.running import progress
 from livt_hf.long_tail.anatomy import classifier_of, pooled_features
 from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.runs import runs_folder
@@ -178,24 +178,20 @@ class FrozenBackbone:
         self, dataset: Dataset, digests: list[bytes], kept: "KeptFeatures", settings: FinetuneSettings, augmentation
     ) -> None:
         batches = shared_batches(64, self.accelerator, settings.num_workers)
-        views = [self._view(dataset, batches, None)]
-        if augmentation is not None:
-            views += [self._view(dataset, batches, augmentation, number) for number in range(1, settings.views)]
+        numbers = range(1 if augmentation is None else settings.views)
         mine = [digests[row] for rows in batches.in_order(len(dataset)) for row in rows]
-        kept.write(np.stack(views), mine)
-        self.accelerator.wait_for_everyone()
+        kept.write(np.stack([self._view(dataset, batches, augmentation, number) for number in numbers]), mine)
 
     @torch.no_grad()
-    def _view(self, dataset: Dataset, batches: Batches, augmentation, number: int = 0) -> np.ndarray:
-        if augmentation is None:
+    def _view(self, dataset: Dataset, batches: Batches, augmentation, number: int) -> np.ndarray:
+        if number == 0:
             loader, transform = eval_loader(dataset, self.processor, batches), None
         else:
             facts = input_facts(self.processor)
             loader = augmented_in_order(dataset, augmentation, batches, number)
             transform = DeviceTransform(facts.mean, facts.std)
         features = []
-        shown = None if self.accelerator.is_main_process else True
-        for batch in tqdm(loader, desc=f"features, view {number}", unit="batch", leave=False, disable=shown):
+        for batch in progress(loader, f"features, view {number}", self.accelerator):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             if transform is not None:
                 batch = transform(batch, epoch=number, update=0)

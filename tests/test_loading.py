@@ -18,7 +18,7 @@ from livt_hf.data import (
     label_statistics,
     train_loader,
 )
-from livt_hf.data.decoding import WAY_OUT, BrokenImageError, without_broken
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError, find_copies, image_digests, without_broken
 from livt_hf.data.loading import StoredImages
 from livt_hf.data.shards import as_stream
 from livt_hf.errors import LiVTError
@@ -80,27 +80,6 @@ def test_a_batch_has_uint8_images_labels_and_row_numbers(photos):
     assert batch["labels"].tolist() == [photos["label"][i] for i in batch["index"].tolist()]
 
 
-def test_an_update_has_the_same_images_for_any_accumulation_and_number_of_processes(photos):
-    def updates(accumulation, world_size):
-        parts = [
-            list(
-                train_loader(
-                    photos, PretrainAugmentation(16), Batches(8, accumulation, rank=rank, world_size=world_size)
-                ).epoch(5)
-            )
-            for rank in range(world_size)
-        ]
-        per_update = []
-        for update in range(22 // 8):
-            batches = [part[update * accumulation + a] for a in range(accumulation) for part in parts]
-            order = torch.cat([b["index"] for b in batches]).argsort()
-            per_update.append({key: torch.cat([b[key] for b in batches])[order] for key in batches[0]})
-        return per_update
-
-    expected = updates(1, 1)
-    assert same(updates(2, 1), expected) and same(updates(1, 2), expected) and same(updates(2, 2), expected)
-
-
 def test_an_epoch_takes_each_image_once_up_to_the_ragged_end(photos):
     loader = train_loader(photos, PretrainAugmentation(16), Batches(4))
     seen = torch.cat([batch["index"] for batch in loader.epoch(0)]).tolist()
@@ -108,7 +87,7 @@ def test_an_epoch_takes_each_image_once_up_to_the_ragged_end(photos):
     assert len(seen) == len(set(seen)) == 20
 
 
-def test_resuming_does_not_read_what_it_skips(photos):
+def test_resuming_does_not_read_what_it_skips():
     broken = make(8)
     loader = train_loader(broken, PretrainAugmentation(16), Batches(2))
     first = [batch["index"] for batch in loader.epoch(0)][0].tolist()
@@ -191,6 +170,21 @@ def test_broken_images_are_found_and_left_out(damaged, caplog):
     assert list(find_broken(damaged)) == [4]
     assert class_counts(without_broken(damaged)).tolist() == [2, 1, 2]
     assert "left out 1 broken of 6 images" in caplog.text and "cut.jpg" in caplog.text
+
+
+def test_a_cell_without_an_image_and_a_file_that_is_gone_are_broken_images(tmp_path):
+    rows = make(6).to_dict()
+    rows["image"][2:4] = [None, {"bytes": None, "path": str(tmp_path / "gone.jpg")}]
+    dataset = Dataset.from_dict(rows, features=make(1).features)
+    said = find_broken(dataset)
+    assert said[2] == "image 2 (embedded bytes) cannot be read: it has neither bytes nor a path"
+    assert list(said) == [2, 3] and len(without_broken(dataset)) == 4
+    assert find_copies({"train": dataset, "test": dataset.select([2, 3])}) == []
+    with pytest.raises(LiVTError, match="2 images cannot be read"):
+        list(train_loader(dataset, PretrainAugmentation(16), Batches(6)).epoch(0))
+    for row, named in ((2, "it has neither bytes nor a path"), (3, "gone.jpg cannot be read")):
+        with pytest.raises(BrokenImageError, match=named):
+            list(image_digests(dataset.select([row])))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

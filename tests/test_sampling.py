@@ -116,8 +116,9 @@ def together(batches: list[dict]) -> dict:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_has_the_same_images_on_any_number_of_processes_and_workers_and_after_a_resume(pictures, name):
     expected = epoch_of(pictures, name=name)
+    both = {"accumulation": 2, "world_size": 2}
     for update in range(3):
-        for shared in ({"accumulation": 2}, {"world_size": 2}, {"world_size": 4, "num_workers": 1}):
+        for shared in ({"accumulation": 2}, {"world_size": 2}, both, {"world_size": 4, "num_workers": 1}):
             world, steps = shared.get("world_size", 1), shared.get("accumulation", 1)
             parts = [epoch_of(pictures, update, name, rank=rank, **shared)[:steps] for rank in range(world)]
             found = together([batch for part in parts for batch in part])

@@ -146,6 +146,14 @@ def test_folds_of_groups_share_no_group_and_divide_each_class(num_groups):
     assert np.array_equal(tests[0], tests[1]) and not np.array_equal(tests[0], tests[2])
 
 
+def test_classes_that_share_their_two_groups_all_keep_one_of_them_in_training():
+    labels, groups = np.array([0] * 20 + [1, 2, 3] * 2), np.array([*range(20), *[20] * 3, *[21] * 3])
+    for fraction in (0.2, 0.3, 0.4, 0.6, 0.9):
+        for seed in range(5):
+            train, test = grouped_split(labels, groups, fraction, seed)
+            assert set(labels[train]) == {0, 1, 2, 3} and not set(groups[train]) & set(groups[test])
+
+
 def test_two_groups_of_a_class_are_never_both_tested_on():
     for seed in range(20):
         labels = np.array([0] * 12 + [1, 1, 2, 2, 3, 3])

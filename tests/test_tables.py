@@ -113,6 +113,19 @@ def test_numbers_are_class_names_in_the_order_of_their_values(tmp_path, ten):
     assert names_of(load_long_tailed(file)) == ["1", "007"]
     file = write_table(tmp_path / "own.parquet", {"path": ten, "label": [1.0, 2.0, None] * 3 + [1.0]})
     assert names_of(load_long_tailed(file)) == ["1", "2"]
+    pq.write_table(pa.table({"path": ten, "label": pa.array([1.0, 2.5] * 5, pa.float32())}), file)
+    assert names_of(load_long_tailed(file)) == ["1", "2.5"]
+
+
+def test_infinite_numbers_are_class_names_too(tmp_path, ten):
+    file = write_table(tmp_path / "own.parquet", {"path": ten, "label": [float("inf"), 1e300] * 5})
+    assert names_of(load_long_tailed(file)) == ["1e+300", "inf"]
+
+
+def test_a_table_of_which_no_row_can_be_used_names_its_columns(tmp_path, ten):
+    file = write_table(tmp_path / "own.csv", {"path": ten, "label": [None] * 10, "species": ["a", "b"] * 5})
+    with pytest.raises(LiVTError, match='no row of .*own.csv has both .* "path" and a label in "label": name'):
+        load_long_tailed(file)
 
 
 def test_several_labels_per_image_come_from_a_separator_a_list_or_a_column_per_class(tmp_path, ten):
@@ -144,6 +157,20 @@ def test_an_empty_cell_is_left_out_and_a_row_of_zeros_is_an_image_with_none_of_t
     assert "4  the label is empty; for images that have none of the labels, have one column of 0 and 1" in caplog.text
     columns = {name: [int(name in cell) for cell in sets] for name in "ab"}
     assert sum(load_long_tailed(write_table(tmp_path / "own.csv", {"path": ten} | columns)).num_rows.values()) == 10
+
+
+@pytest.mark.parametrize("seed", range(6))  # of which 0 and 5 would test the only image of its class
+def test_where_images_have_several_labels_every_class_is_trained_on(tmp_path, seed):
+    names = [f"{i}.png" for i in range(21)]
+    for name in names:
+        (tmp_path / name).touch()
+    file = write_table(tmp_path / "own.csv", {"path": names, "label": ["a", "b", "a|b", "a"] * 5 + ["a|rare"]})
+    data = load_long_tailed(file, seed=seed, label_separator="|", validation_fraction=0.2)
+    assert class_counts(data["train"]).all() and sum(map(len, data.values())) == 21
+    assert len(data["test"]) in (3, 4) and len(data["validation"]) >= 2
+    for option in ("test_fraction", "validation_fraction"):
+        with pytest.raises(LiVTError, match=f"{option} is 1.5, but it must lie between 0 and 1"):
+            load_long_tailed(file, label_separator="|", **{option: 1.5})
 
 
 def test_a_column_per_class_with_one_1_in_each_row_is_one_label_per_image(tmp_path, ten):

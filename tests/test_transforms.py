@@ -145,13 +145,6 @@ def test_rand_augment_survives_many_images():
     assert augmentation.batch(images, 0, 0, range(4000)).shape == (4000, 3, 16, 16)
 
 
-@pytest.mark.slow
-def test_rand_augment_survives_twenty_thousand_images():
-    augmentation = FinetuneAugmentation(32)
-    for epoch in range(20):
-        augmentation.batch(small_images(1).repeat(1000, 1, 1, 1), 0, epoch, range(1000))
-
-
 # Evaluation
 
 

@@ -33,6 +33,7 @@ from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint,
 from livt_hf.data import Batches, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
+from livt_hf.finetuning import finetune_augmentation
 from livt_hf.long_tail.anatomy import classifier_of, pooled_features
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
@@ -165,21 +166,8 @@ def test_a_checkpoint_of_another_family_lends_its_name_and_the_recipe_for_backbo
 def frozen(pictures, tmp_path):
     """A ResNet with its processor, training images and settings, at the start of a fine-tuning of its head."""
     path = resnet(tmp_path / "resnet")
-    words = [
-        "--pretrained",
-        path,
-        "--dataset",
-        pictures,
-        "--image_size",
-        16,
-        "--mixup",
-        0,
-        "--cutmix",
-        0,
-        "--erase",
-        0,
-    ]
-    settings = FinetuneSettings.parse([str(word) for word in words])
+    plain = "--image_size 16 --mixup 0 --cutmix 0 --erase 0".split()
+    settings = FinetuneSettings.parse(["--pretrained", str(path), "--dataset", str(pictures), *plain])
     data = load_long_tailed(str(pictures))
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)
@@ -239,8 +227,6 @@ def test_a_part_of_kept_features_that_was_interrupted_counts_for_nothing(tmp_pat
 def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(frozen):
     settings, train, model, backbone = frozen
     settings.views = 3
-    from livt_hf.finetuning import finetune_augmentation
-
     features = backbone.features(train, settings, finetune_augmentation(settings, input_facts(backbone.processor)))
     assert len(features) == 3 and not np.allclose(features[1], features[2])
     loader = FeatureLoader(features, train, Batches(64))

@@ -8,11 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from livt_hf.data.sampling import Sampler
-from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.system import outlive_signals
-
-Augmentation = PretrainAugmentation | FinetuneAugmentation
 
 
 @dataclass(frozen=True)

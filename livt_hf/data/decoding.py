@@ -15,7 +15,7 @@ import struct
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import fsspec
 import numpy as np
@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # What Pillow raises on damaged files, depending on the format: OSError also covers files that are missing, truncated
 # or of unknown format, SyntaxError is its word for a broken PNG, RuntimeError for a broken AVIF.
@@ -69,11 +70,16 @@ def read_rgb(source: str | os.PathLike | bytes | BinaryIO | Image.Image) -> torc
         raise BrokenImageError(f"{named} cannot be read: {error}") from error
 
 
-def read_image(image: Mapping, index: int) -> torch.Tensor:
+def read_image(image: Mapping | None, index: int) -> torch.Tensor:
     """A row of an undecoded `datasets.Image` column (bytes or path) to a uint8 RGB tensor (3, H, W)."""
-    data, path = image["bytes"], image["path"]
+    return _of_stored(image, index, decode_rgb)
+
+
+def _of_stored(image: Mapping | None, index: int, decode: Callable[[bytes], T]) -> T:
+    """What is made of the bytes of a stored image; None is an empty cell of a table."""
+    data, path = (image["bytes"], image["path"]) if image is not None else (None, None)
     try:
-        return decode_rgb(_read_file(path) if data is None else data)
+        return decode(_read_file(path) if data is None else data)
     except DAMAGED as error:
         # The number is that of a row in a split, which a file on the disk does not need.
         named = path if data is None and path else f"image {index} ({path or 'embedded bytes'})"
@@ -83,10 +89,7 @@ def read_image(image: Mapping, index: int) -> torch.Tensor:
 def _read_file(path: str | None) -> bytes:
     if path is None:
         raise LiVTError("it has neither bytes nor a path")
-    if "://" in path:
-        with fsspec.open(path, "rb") as file:
-            return file.read()
-    with open(path, "rb") as file:
+    with (fsspec.open if "://" in path else open)(path, "rb") as file:
         return file.read()
 
 
@@ -201,21 +204,22 @@ def encoded_images(dataset: Dataset) -> Dataset:
     return dataset.select_columns(["image"]).cast_column("image", ImageColumn(decode=False)).with_format(None)
 
 
+def stored_images(dataset: Dataset) -> Iterator[dict]:
+    """The images as they are stored, one by one: bytes or a path."""
+    for rows in encoded_images(dataset).iter(batch_size=256):
+        yield from (image or {"bytes": None, "path": None} for image in rows["image"])
+
+
 def find_broken(dataset: Dataset) -> dict[int, str]:
     """Decode every image; row number -> what is wrong with it. Shows progress, for it takes as long as an epoch."""
-    rows = encoded_images(dataset)
+    images = tqdm(stored_images(dataset), "Looking for broken images", len(dataset), unit="images", disable=None)
     broken = {}
-    with (
-        tqdm(total=len(rows), desc="Looking for broken images", unit="images", disable=None) as progress,
-        warnings.catch_warnings(action="ignore"),  # Pillow's, of which the findings say more
-    ):
-        for start in range(0, len(rows), 256):
-            for index, encoded in enumerate(rows[start : start + 256]["image"], start):
-                try:
-                    read_image(encoded, index)
-                except BrokenImageError as error:
-                    broken[index] = error.finding
-                progress.update()
+    with images, warnings.catch_warnings(action="ignore"):  # Pillow's, of which the findings say more
+        for index, encoded in enumerate(images):
+            try:
+                read_image(encoded, index)
+            except BrokenImageError as error:
+                broken[index] = error.finding
     return broken
 
 
@@ -232,8 +236,8 @@ def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
 
     Only images of equal length are read.
     """
-    sizes = {split: [_stored_size(image) for image in _stored(dataset)] for split, dataset in splits.items()}
-    several = {size for size, count in Counter(itertools.chain(*sizes.values())).items() if count > 1}
+    sizes = {split: [_stored_size(image) for image in stored_images(dataset)] for split, dataset in splits.items()}
+    several = {size for size, count in Counter(itertools.chain(*sizes.values())).items() if count > 1 and size != 0}
     seen: dict[bytes, tuple[str, str]] = {}
     pairs = []
     for split, dataset in splits.items():
@@ -255,32 +259,27 @@ def copies_in_words(splits: Mapping[str, Dataset]) -> str | None:
     return f"{found}\nRemove one of each pair, or give both the same group: a test must not show what was trained on."
 
 
-def _stored(dataset: Dataset) -> Iterator[dict]:
-    """The images as they are stored: bytes or a path."""
-    rows = encoded_images(dataset)
-    for start in range(0, len(rows), 256):
-        yield from rows[start : start + 256]["image"]
-
-
 def stored_paths(dataset: Dataset) -> Iterator[str]:
     """The files of images that are stored as such on this machine."""
-    for image in _stored(dataset):
+    for image in stored_images(dataset):
         if image["bytes"] is None and image["path"] and "://" not in image["path"]:
             yield image["path"]
 
 
 def _stored_size(image: Mapping) -> int | None:
-    """Bytes of an image; None where asking would mean to fetch it."""
-    if image["bytes"] is not None:
-        return len(image["bytes"])
-    return None if "://" in image["path"] else os.path.getsize(image["path"])
+    """Bytes of an image, 0 where there are none; None where asking would mean to fetch it."""
+    data, path = image["bytes"], image["path"]
+    if data is not None or path is None:
+        return len(data or b"")
+    if "://" in path:
+        return None
+    return os.path.getsize(path) if os.path.isfile(path) else 0
 
 
 def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
     """The path of each image, where it has one, and a digest of its bytes as they are stored."""
-    for image in _stored(dataset):
-        data = _read_file(image["path"]) if image["bytes"] is None else image["bytes"]
-        yield image["path"], hashlib.sha256(data).digest()
+    for index, image in enumerate(stored_images(dataset)):
+        yield image["path"], _of_stored(image, index, lambda data: hashlib.sha256(data).digest())
 
 
 def without_broken(dataset: Dataset) -> Dataset:

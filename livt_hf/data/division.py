@@ -7,6 +7,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
 from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.folds import keep_trained
 from livt_hf.data.labels import (
     class_counts,
     class_feature,
@@ -35,12 +36,18 @@ def pooled(splits: dict[str, Dataset]) -> Dataset:
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
+def carved(train: Dataset, rows: np.ndarray, split: str, split_rows: np.ndarray) -> dict[str, Dataset]:
+    """The training split in two parts, of which the second is marked as not the dataset's own."""
+    parts = {"train": train.select(rows), split: train.select(split_rows)}
+    parts[split].info.description = CARVED
+    return parts
+
+
 def carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
     """The training split in two parts: one to train on, one to test on."""
     train = splits["train"]
-    rows, test_rows = _divided(train, settings.test_fraction, settings)
-    parts = {"train": train.select(rows), "test": train.select(test_rows)}
-    parts["test"].info.description = CARVED
+    rows, test_rows = _divided(train, "test", settings.test_fraction, settings)
+    parts = carved(train, rows, "test", test_rows)
     rename = ", or call the validation split so" if "validation" in splits else ""
     logger.warning(
         "there is no test split, so %d of %d training images are set aside as one; to choose them yourself, add a "
@@ -62,26 +69,31 @@ def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, 
         fraction = 0.0 if settings.dataset in BENCHMARKS or trained < ENOUGH_TO_HOLD_OUT else 0.1
     if fraction == 0:
         return {}
-    rows, held_rows = _divided(train, fraction, settings)
+    rows, held_rows = _divided(train, "validation", fraction, settings)
     logger.info(
         "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
         *(len(held_rows), len(train)),
     )
-    parts = {"train": train.select(rows), "validation": train.select(held_rows)}
-    parts["validation"].info.description = CARVED
-    return parts
+    return carved(train, rows, "validation", held_rows)
 
 
-def _divided(train: Dataset, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to keep and rows to set aside: no group on both sides, and each class divided alike as far as possible."""
-    labels, seed = labels_of(train), settings.split_seed
+def _divided(train: Dataset, split: str, fraction: float, settings: DataSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to keep and rows of a new split: no group in both, and each class divided alike as far as possible."""
+    if not 0 < fraction < 1:
+        raise LiVTError(f"{split}_fraction is {fraction}, but it must lie between 0 and 1, such as 0.2.")
+    labels, seed, number = labels_of(train), settings.split_seed, number_of_classes(train)
     if settings.group_column is not None:
-        return grouped_split(labels.rarest(number_of_classes(train)), group_codes(train), fraction, seed)
-    if is_multi_label(train):
-        order = np.random.RandomState(seed).permutation(len(train))
-        number = int(len(train) * fraction)
-        return np.sort(order[number:]), np.sort(order[:number])
-    return stratified_split(labels.values, fraction, seed)
+        groups = group_codes(train)
+        _, aside = grouped_split(labels.rarest(number), groups, fraction, seed)
+    elif is_multi_label(train):
+        groups = np.arange(len(train))
+        aside = np.random.RandomState(seed).permutation(len(train))[: int(len(train) * fraction)]
+    else:
+        return stratified_split(labels.values, fraction, seed)
+    fold = np.full(len(train), -1)
+    fold[aside] = 0
+    keep_trained(fold, labels, groups, number)
+    return np.flatnonzero(fold < 0), np.flatnonzero(fold == 0)
 
 
 def warn_of_shared_groups(splits: dict[str, Dataset]) -> None:

@@ -99,6 +99,7 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
                 if entry.name.startswith((".", "__")):  # .DS_Store, __MACOSX
                     continue
                 path = f"{place}{entry.name}"
+                _refuse_other_encoding(entry)
                 if entry.is_symlink():
                     _refuse_stray_link(entry, real_root)
                 suffix = os.path.splitext(entry.name)[1].lower()
@@ -113,6 +114,14 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
         counted = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
         logger.warning("left out files in %s that are not images Pillow opens: %s", root, counted)
     return sorted(images), sorted(folders)
+
+
+def _refuse_other_encoding(entry: os.DirEntry) -> None:
+    """Old archives leave names that are not UTF-8, which neither tables nor terminals take."""
+    try:
+        entry.name.encode()
+    except UnicodeEncodeError as error:
+        raise LiVTError(f"{entry.path!r} is not named in UTF-8: rename it.") from error
 
 
 def _refuse_stray_link(entry: os.DirEntry, root: str) -> None:

@@ -30,12 +30,12 @@ def test_folds(dataset: Dataset, folds: int, seed: int = 0) -> np.ndarray:
             f"{most}; use fewer folds" + (" or another group column." if grouped else ".")
         )
     fold[free] = stratified_folds(strata[free], groups[free] if grouped else None, folds, seed)
-    _keep_trained(fold, labels, groups, number)
+    keep_trained(fold, labels, groups, number)
     _say_rare(fold, labels, class_feature(dataset).names, "group" if grouped else "image")
     return fold
 
 
-def _keep_trained(fold: np.ndarray, labels: Labels, groups: np.ndarray, number: int) -> None:
+def keep_trained(fold: np.ndarray, labels: Labels, groups: np.ndarray, number: int) -> None:
     """Where all images of a class came to one fold, which then could not train on it, a group of them leaves it."""
     lowest, highest = np.full(number, np.iinfo(np.int64).max), np.full(number, -1)
     np.minimum.at(lowest, labels.values, fold[labels.images])

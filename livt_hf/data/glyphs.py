@@ -51,10 +51,7 @@ def glyphs(
     masks = _masks()
     train = exponential_counts(len(CLASSES), max_count, imbalance_factor)
     test = balanced_counts(len(CLASSES), test_per_class)
-    return DatasetDict(
-        train=_split(masks, train, seed, "train"),
-        test=_split(masks, test, seed, "test"),
-    )
+    return DatasetDict(train=_split(masks, train, seed, "train"), test=_split(masks, test, seed, "test"))
 
 
 def _split(masks: np.ndarray, counts: np.ndarray, seed: int, name: str) -> Dataset:
@@ -108,10 +105,8 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
     )  # fmt: skip
     glyph = _place(masks, labels * len(FONTS) + font, pose, x, y)
     # Another glyph, pushed to the border so that the one that counts is the central one.
-    horizontal, sign = (
-        next(draws)[:, None, None] < 0.5,
-        np.where(next(draws) < 0.5, -1, 1).astype(np.float32)[:, None, None],
-    )
+    horizontal = next(draws)[:, None, None] < 0.5
+    sign = np.where(next(draws) < 0.5, -1, 1).astype(np.float32)[:, None, None]
     along, across = uniform(-12, 12), sign * uniform(20, 26)
     other = (next(draws) * len(masks)).astype(np.int64)
     pose = _Pose(

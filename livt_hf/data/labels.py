@@ -1,6 +1,5 @@
 """Labels as arrays, and any dataset with the columns `image` and `label`. Linear in the rows, never one by one."""
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -58,15 +57,12 @@ class Labels:
         """Whether all are -1, which is how the Hub publishes test sets without labels."""
         return len(self.values) > 0 and bool((self.values == -1).all())
 
-    def with_values(self, values: np.ndarray) -> "Labels":
-        return dataclasses.replace(self, values=values)
-
     def take(self, rows: np.ndarray) -> "Labels":
         """The labels of some of the images."""
         if self.offsets is None:
             return Labels(self.values[rows])
         starts, lengths = self.offsets[:-1][rows], np.diff(self.offsets)[rows]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        offsets = offsets_of(lengths)
         return Labels(self.values[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])], offsets)
 
     def relabelled(self, new_id: np.ndarray) -> tuple["Labels", np.ndarray]:
@@ -74,7 +70,7 @@ class Labels:
         values = new_id[self.values] if len(self.values) else self.values
         if self.offsets is None:
             return Labels(values), values >= 0
-        offsets = np.concatenate([[0], np.cumsum(values >= 0)])[self.offsets]
+        offsets = offsets_of(values >= 0)[self.offsets]
         return Labels(values[values >= 0], offsets), (np.diff(offsets) > 0) | (np.diff(self.offsets) == 0)
 
     def rarest(self, num_classes: int) -> np.ndarray:
@@ -107,10 +103,24 @@ class Labels:
         """Images per class (int64). An image with several labels counts once for each of them."""
         counts = label_counts(self.values, num_classes)
         if self.offsets is not None:  # two boxes of a car are one image with a car
-            counts = np.bincount(
-                np.unique(self.images * num_classes + self.values) % num_classes, minlength=num_classes
-            )
+            pairs = np.unique(self.images * num_classes + self.values)
+            counts = np.bincount(pairs % num_classes, minlength=num_classes)
         return counts.astype(np.int64)
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Where each of some lists begins when one follows the other, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def holds_lists(column: pa.ChunkedArray) -> bool:
+    return pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+
+
+def flat_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa.Array, np.ndarray]:
+    """All values of a column of lists, and the offsets of the lists; one that is null counts as empty."""
+    lengths = pc.list_value_length(column).fill_null(0)
+    return pc.list_flatten(column), offsets_of(lengths.to_numpy(zero_copy_only=False))
 
 
 def class_feature(dataset: Dataset) -> ClassLabel:
@@ -137,13 +147,8 @@ def labels_of(dataset: Dataset, column: str = "label") -> Labels:
     if isinstance(dataset, IterableDataset):
         raise LiVTError("a stream cannot be counted without reading it all: pass class_counts.")
     values, rows = dataset.data.column(column), rows_of(dataset)
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        lists = values.combine_chunks()
-        lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        labels = Labels(lists.flatten().to_numpy(zero_copy_only=False), offsets)
-    else:
-        labels = Labels(values.to_numpy())
+    values, offsets = flat_lists(values) if holds_lists(values) else (values, None)
+    labels = Labels(values.to_numpy(), offsets)
     return labels if rows is None else labels.take(rows)
 
 
@@ -152,10 +157,10 @@ def group_codes(dataset: Dataset) -> np.ndarray:
     return pa.array(labels_of(dataset, "group").values, type=pa.string()).dictionary_encode().indices.to_numpy()
 
 
-def image_paths(dataset: Dataset) -> list[str | None]:
-    """The files of all images; None for those that came without a name."""
+def image_paths(dataset: Dataset) -> pa.ChunkedArray:
+    """The files of all images; null for those that came without a name."""
     paths, rows = pc.struct_field(dataset.data.column("image"), "path"), rows_of(dataset)
-    return (paths if rows is None else paths.take(pa.array(rows))).to_pylist()
+    return paths if rows is None else paths.take(pa.array(rows))
 
 
 def rows_of(dataset: Dataset) -> np.ndarray | None:
@@ -180,7 +185,10 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_ou
     Where another split names its classes in another order, its labels follow their names. Images of classes that the
     settings take away are counted in `left_out`.
     """
-    image_column, label_column = _find_columns(splits["train"].features, settings)
+    features = splits["train"].features
+    image_column, label_column = _find_columns(features, settings)
+    if label_column is None:
+        raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
     labels, names = _encoded_labels(splits, label_column)
     new_id, new_names, why = _chosen_classes(labels["train"].counts(len(names)), names, settings)
     result = {}
@@ -193,7 +201,7 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_ou
         own = _class_label(dataset.features[label_column])
         if own is not None and own.names == names == new_names:
             columns |= {label_column: "label"}
-        chosen = dataset.select_columns(list(columns)).rename_columns({a: b for a, b in columns.items() if a != b})
+        chosen = dataset.select_columns(list(columns)).rename_columns(columns)
         if chosen.features["image"] != Image():
             chosen = chosen.cast_column("image", Image())
         relabelled, kept = labels[split].relabelled(new_id)
@@ -224,7 +232,7 @@ def _with_text_groups(dataset: Dataset) -> Dataset:
     blank = pc.equal(pc.utf8_trim_whitespace(pa.array(labels_of(dataset, "group").values, type=pa.string())), "")
     empty = np.flatnonzero(blank.fill_null(True))
     if len(empty):
-        first = dataset.cast_column("image", Image(decode=False))[int(empty[0])]["image"]["path"]
+        first = image_paths(dataset)[int(empty[0])]
         raise LiVTError(
             f"{len(empty)} images have an empty cell for their group, the first is image {empty[0]} ({first}): give "
             "each such image a group of its own, or the one that it belongs to."
@@ -297,12 +305,9 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
             f'column "{column}" holds {values.dtype}, not classes; the columns are '
             f"{_described(splits['train'].features)}."
         )
-    names = pa.array(sorted({str(v) for v in np.unique(values.astype(str))}))
-    encoded = {}
-    for split, labels in raw.items():
-        ids = pc.index_in(pa.array(labels.values.astype(str)), value_set=names)
-        encoded[split] = labels.with_values(ids.to_numpy().astype(np.int64))
-    return encoded, names.to_pylist()
+    names = np.unique(values.astype(str))
+    ids = {split: np.searchsorted(names, labels.values.astype(str)) for split, labels in raw.items()}
+    return {split: Labels(ids[split], labels.offsets) for split, labels in raw.items()}, names.tolist()
 
 
 def _by_name(labels: Labels, own: ClassLabel | None, names: list[str], split: str) -> Labels:
@@ -318,7 +323,7 @@ def _by_name(labels: Labels, own: ClassLabel | None, names: list[str], split: st
             f'the split "{split}" has images of {len(strangers)} classes that the training split does not name (such '
             f"as {', '.join(strangers[:5])}): name the classes alike in both, or remove those images."
         )
-    return labels.with_values(new_id[labels.values])
+    return Labels(new_id[labels.values], labels.offsets)
 
 
 def _class_label(feature) -> ClassLabel | None:
@@ -334,35 +339,21 @@ def _checked(labels: Labels, split: str) -> Labels:
     return labels
 
 
-def _find_columns(features: Features, settings: DataSettings) -> tuple[str, str]:
-    """The columns of the images and of the labels: as named by the settings, or found."""
-    _check_named_columns(features, settings)
-    label_column = settings.label_column or _likely_label_column(features)
-    if label_column is None:
-        raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
-    return settings.image_column or _find_image_column(features), label_column
-
-
-def _check_named_columns(features: Features, settings: DataSettings) -> None:
+def _find_columns(features: Features, settings: DataSettings) -> tuple[str, str | None]:
+    """The columns of the images and of the labels: as named by the settings, or found by their type or name."""
     for option in ("image_column", "label_column", "group_column"):
         column = getattr(settings, option)
         if column is not None and column not in features:
             raise LiVTError(f'there is no {option} "{column}"; the columns are {_described(features)}.')
-
-
-def _find_image_column(features: Features) -> str:
-    """The column of images: the only one of that type, or one with a telling name."""
-    images = [name for name, feature in features.items() if isinstance(feature, Image)]
-    found = images[0] if len(images) == 1 else telling_name(images or features, IMAGE_NAMES)
-    if found is None:
+    images, classes = (
+        [name for name, feature in features.items() if isinstance(feature, kind)] for kind in (Image, ClassLabel)
+    )
+    image, label = settings.image_column, settings.label_column or telling_name(features, LABEL_NAMES)
+    if image is None:
+        image = images[0] if len(images) == 1 else telling_name(images or features, IMAGE_NAMES)
+    if image is None:
         raise LiVTError(f"found no image column; name it with --image_column, the columns are {_described(features)}.")
-    return found
-
-
-def _likely_label_column(features: Features) -> str | None:
-    """The column of labels: one with a telling name, or the only one with class names."""
-    classes = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    return telling_name(features, LABEL_NAMES) or (classes[0] if len(classes) == 1 else None)
+    return image, label or (classes[0] if len(classes) == 1 else None)
 
 
 def telling_name(columns: Iterable[str], telling: Sequence[str]) -> str | None:
@@ -381,9 +372,8 @@ def standard_stream(dataset: IterableDataset, settings: DataSettings) -> Iterabl
     features = dataset.features
     if features is None:
         raise LiVTError("the stream does not declare its columns: load it without streaming.")
-    _check_named_columns(features, settings)
-    image_column = settings.image_column or _find_image_column(features)
-    columns, label_column = {image_column: "image"}, settings.label_column or _likely_label_column(features)
+    image_column, label_column = _find_columns(features, settings)
+    columns = {image_column: "image"}
     if label_column is not None and _class_label(features[label_column]) is not None:
         columns[label_column] = "label"
     elif settings.label_column is not None:

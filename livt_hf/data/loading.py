@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 from transformers import BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
-from livt_hf.data.batches import Augmentation, Batches, Loader
-from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image, with_all_broken
+from livt_hf.data.batches import Batches, Loader
+from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image, stored_images, with_all_broken
 from livt_hf.data.labels import Labels, labels_of, number_of_classes
 from livt_hf.data.streaming import StreamLoader
+from livt_hf.data.transforms import Augmentation
 from livt_hf.errors import LiVTError
 
 # A set of small images of one size is decoded once into memory, if it fits in this many bytes.
@@ -150,12 +151,11 @@ class StoredImages:
         if max(first.shape) > IN_MEMORY_SIDE or len(self.rows) * first.numel() > IN_MEMORY_BYTES:
             return None
         cache = torch.empty(len(self.rows), *first.shape, dtype=torch.uint8)
-        for start in range(0, len(self.rows), 1000):
-            for index, encoded in enumerate(self.rows[start : start + 1000]["image"], start):
-                image = read_image(encoded, index)
-                if image.shape != first.shape:
-                    return None
-                cache[index] = image
+        for index, encoded in enumerate(stored_images(self.rows)):
+            image = read_image(encoded, index)
+            if image.shape != first.shape:
+                return None
+            cache[index] = image
         return cache
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.folders import holds_images, open_image_folder
-from livt_hf.data.labels import labels_of, rows_of
+from livt_hf.data.labels import image_paths, labels_of
 from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
 from livt_hf.data.tables import (
     SPLIT_OF_WORD,
@@ -94,10 +94,8 @@ def _picked(images: dict[str, Dataset], lists: dict[str, ImageList]) -> dict[str
     picked = {}
     for split, wanted in lists.items():
         published = images["train" if wanted.paths[0].startswith("train") else "validation"]
-        stored = pc.struct_field(published.data.column("image"), "path")  # not combined: that would copy the bytes
-        if (kept := rows_of(published)) is not None:
-            stored = stored.take(pa.array(kept))
-        rows = pc.index_in(_stems(pa.array(wanted.paths)), value_set=_stems(stored).combine_chunks())
+        stored = _stems(image_paths(published)).combine_chunks()
+        rows = pc.index_in(_stems(pa.array(wanted.paths)), value_set=stored)
         if rows.null_count:
             first = wanted.paths[int(np.argmax(rows.is_null()))]
             raise LiVTError(
@@ -137,14 +135,9 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         raise LiVTError(f"{where} does not exist: pass an image folder, a table, a list or a Hub id.")
     else:
         splits = _open_hub(where, settings, streaming)
-    return named_splits(_streams(splits) if streaming else splits, where)
-
-
-def _streams(splits: Mapping) -> dict[str, IterableDataset]:
-    """What is stored as paths becomes a stream too."""
-    return {
-        split: as_stream(part, STREAM_SHARDS) if isinstance(part, Dataset) else part for split, part in splits.items()
-    }
+    if streaming:  # what is stored as paths becomes one too
+        splits = {name: as_stream(s, STREAM_SHARDS) if isinstance(s, Dataset) else s for name, s in splits.items()}
+    return named_splits(splits, where)
 
 
 def named_splits(splits: Mapping, where: str) -> dict:

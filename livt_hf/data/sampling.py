@@ -38,7 +38,7 @@ class Sampler:
         Repetitions have numbers of their own so that each has its own crop. Draws are spread evenly: every class, and
         every image, gets its expected number of draws, rounded up or down.
         """
-        order = epoch_permutation(len(labels), seed, epoch)
+        order = np.random.RandomState(keyed_seed(purpose_seed(seed, "order"), epoch)).permutation(len(labels))
         if self.name == "natural":
             return order
         order = order[np.argsort(labels[order], kind="stable")]  # class after class, shuffled within
@@ -62,11 +62,6 @@ def seen_counts(counts: np.ndarray, sampler: str, epochs: int) -> np.ndarray:
     """
     kind = Sampler(sampler, epochs)
     return counts.sum() * np.mean([kind.shares(counts, epoch) for epoch in range(epochs)], axis=0)
-
-
-def epoch_permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch takes its images where each is taken once."""
-    return np.random.RandomState(keyed_seed(purpose_seed(seed, "order"), epoch)).permutation(num_images)
 
 
 def _shares(counts: np.ndarray, name: str) -> np.ndarray:

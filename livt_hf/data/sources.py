@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import without_broken
 from livt_hf.data.division import (
-    CARVED,
+    carved,
     carved_test,
     held_out,
     pooled,
@@ -83,8 +83,7 @@ class Images:
         if self.fold is not None:
             number, folds = settings.fold_numbers
             train, tested = splits["train"], self.fold == number - 1
-            splits = {"train": train.select(np.flatnonzero(~tested)), "test": train.select(np.flatnonzero(tested))}
-            splits["test"].info.description = CARVED
+            splits = carved(train, np.flatnonzero(~tested), "test", np.flatnonzero(tested))
             trained -= trained // folds  # alike for all folds
         if "validation" not in splits:
             splits |= held_out(splits["train"], settings, trained)

@@ -63,28 +63,26 @@ def counts_by_rule(
         if len(rule) != len(available):
             raise LiVTError(f"rule gives {len(rule)} counts for {len(available)} classes: pass one for each class.")
         return np.asarray(rule, dtype=np.int64)
-    if rule == "balanced":
-        count, gamma = int(available.min()), 1.0
-        make = partial(balanced_counts, len(available))
-    else:
-        if imbalance_factor is None:
-            raise LiVTError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
-        count, gamma = int(available.max()), imbalance_factor
-        by_name = {"exponential": exponential_counts, "pareto": pareto_counts}
-        make = partial(by_name[rule], len(available), imbalance_factor=imbalance_factor)
-    count = count if images_per_class is None else images_per_class
+    gamma = 1.0 if rule == "balanced" else imbalance_factor
+    if gamma is None:
+        raise LiVTError(f'the rule "{rule}" needs an imbalance_factor, such as 100.')
+    # The exponential rule with a factor of 1 is the balanced one.
+    make = partial(pareto_counts if rule == "pareto" else exponential_counts, len(available), imbalance_factor=gamma)
+    largest = available.min() if rule == "balanced" else available.max()
+    count = int(largest) if images_per_class is None else images_per_class
     counts = np.empty(len(available), dtype=np.int64)
     counts[np.argsort(-available, kind="stable")] = make(count)  # equal classes keep the order of their labels
-    short = np.flatnonzero(counts > available)
-    if len(short) and not cap:
+    if not cap and (counts > available).any():
         fitting = largest_fitting(make, available, math.ceil(gamma), count)
-        c = short[0]
-        raise LiVTError(
-            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {counts[c]}): "
-            + (f"pass --images_per_class {fitting} or less" if fitting else "pass a larger --imbalance_factor")
-            + ", or --cap to take all images of such classes."
-        )
+        instead = f"pass --images_per_class {fitting} or less" if fitting else "pass a larger --imbalance_factor"
+        raise _too_few(available, counts, f"{instead}, or --cap to take all images of such classes.")
     return counts
+
+
+def _too_few(available: np.ndarray, asked: np.ndarray, way_out: str) -> LiVTError:
+    short = np.flatnonzero(asked > available)
+    first = f"class {short[0]} has {available[short[0]]}, asked {asked[short[0]]}"
+    return LiVTError(f"{len(short)} classes have fewer images than asked ({first}): {way_out}")
 
 
 def largest_fitting(rule: Callable[[int], np.ndarray], available: np.ndarray, smallest: int, largest: int) -> int:
@@ -126,13 +124,8 @@ def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, 
     """
     labels, wanted = np.asarray(labels), np.asarray(counts, dtype=np.int64)
     available = label_counts(labels, len(wanted))
-    short = np.flatnonzero(wanted > available)
-    if len(short) and not cap:
-        c = short[0]
-        raise LiVTError(
-            f"{len(short)} classes have fewer images than asked (class {c} has {available[c]}, asked {wanted[c]}): "
-            "lower the counts or pass cap=True to take all such a class has."
-        )
+    if not cap and (wanted > available).any():
+        raise _too_few(available, wanted, "lower the counts or pass cap=True to take all such a class has.")
     rows = np.argsort(labels.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16-bit labels sort by radix
     ends = np.cumsum(available)
     generator = np.random.RandomState(seed)
@@ -159,7 +152,6 @@ def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
 
 def stratified_split(labels: np.ndarray, test_fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Rows for training and rows for test: the fraction of each class, but one image of a class stays in training."""
-    _check_fraction(test_fraction)
     labels = np.asarray(labels)
     order = np.lexsort((np.random.RandomState(seed).rand(len(labels)), labels))
     available = np.bincount(labels)
@@ -171,11 +163,6 @@ def stratified_split(labels: np.ndarray, test_fraction: float, seed: int = 0) ->
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-def _check_fraction(test_fraction: float) -> None:
-    if not 0 < test_fraction < 1:
-        raise LiVTError(f"test_fraction is {test_fraction}, but it must lie between 0 and 1, such as 0.2.")
-
-
 def grouped_split(
     labels: np.ndarray, groups: np.ndarray, test_fraction: float, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -183,7 +170,6 @@ def grouped_split(
 
     The fraction is met as nearly as tenths or simpler fractions allow. Every class keeps a group in training.
     """
-    _check_fraction(test_fraction)
     labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
     free = np.flatnonzero(~np.isin(groups, lone_groups(labels, groups)))
     share = Fraction(test_fraction).limit_denominator(10)
@@ -194,7 +180,9 @@ def grouped_split(
         # Few groups have one best division: then the seed chooses among its folds.
         is_test[free] = (fold + seed) % folds < max(share.numerator, 1)
     for label in np.setdiff1d(labels, labels[~is_test]):  # both groups of a class may have come to the same fold
-        is_test[groups == groups[is_test & (labels == label)][0]] = False
+        tested = groups[is_test & (labels == label)]
+        if len(tested):  # else they have come back with those of other classes
+            is_test[groups == tested[0]] = False
     if not is_test.any():
         raise LiVTError(
             f"the {groups.max() + 1} groups leave none for a test set, because every class must keep one in training: "

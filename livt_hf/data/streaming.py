@@ -15,9 +15,10 @@ import torch
 from datasets import Image, IterableDataset
 from torch.utils.data import get_worker_info
 
-from livt_hf.data.batches import Augmentation, Batches, Loader
+from livt_hf.data.batches import Batches, Loader
 from livt_hf.data.decoding import BrokenImageError, read_image
 from livt_hf.data.shards import shard_lengths
+from livt_hf.data.transforms import Augmentation
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed, purpose_seed
 

@@ -25,7 +25,17 @@ import pyarrow.parquet as pq
 from datasets import Dataset, DatasetInfo, Features, Image, NamedSplit, Value
 from datasets.data_files import SPLIT_KEYWORDS
 
-from livt_hf.data.labels import IMAGE_NAMES, LABEL_NAMES, Labels, LeftOut, telling_name
+from livt_hf.data.labels import (
+    IMAGE_NAMES,
+    LABEL_NAMES,
+    Labels,
+    LeftOut,
+    first_names,
+    flat_lists,
+    holds_lists,
+    offsets_of,
+    telling_name,
+)
 from livt_hf.errors import LiVTError
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
@@ -131,10 +141,8 @@ def dataset_of_paths(
 ) -> Dataset:
     """A dataset of images that stay in their files."""
     storage = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], names=["bytes", "path"])
-    columns, features = (
-        {"image": storage, "label": labels.to_arrow()},
-        Features(image=Image(), label=labels.feature(names)),
-    )
+    columns = {"image": storage, "label": labels.to_arrow()}
+    features = Features(image=Image(), label=labels.feature(names))
     if groups is not None:
         columns["group"], features["group"] = groups, Value("string")
     table = pa.table(columns).cast(features.arrow_schema)
@@ -164,11 +172,14 @@ def locate(paths: Iterable[str], root: Path) -> list[str | None]:
 
 def is_table(path: Path) -> bool:
     """Whether a file is a table of paths and labels; parquet may hold the images themselves."""
-    if path.suffix.lower() != ".parquet" or not path.is_file():
-        return path.suffix.lower() in TABLES and path.is_file()
+    if path.suffix.lower() not in TABLES or not path.is_file():
+        return False
+    if path.suffix.lower() != ".parquet":
+        return True
     with reading_table(path):
         kinds = pq.read_schema(path).types
-    return not any(pa.types.is_struct(kind) or pa.types.is_binary(kind) for kind in kinds)
+    images = pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary
+    return not any(is_image(kind) for kind in kinds for is_image in images)
 
 
 def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
@@ -189,12 +200,17 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
     rows = leave_out(unlabelled, f"the label is empty{none if settings.label_separator else ''}")
     rows = leave_out(paths.is_null().to_numpy(False)[rows], "the path is empty")
     rows = leave_out(_repeated(paths, labels, names, rows), "the image is named twice with the same label")
+    if not len(rows):
+        raise LiVTError(
+            f'no row of {file} has both an image in the column "{columns.image}" and a label in '
+            f'"{first_names(columns.labels)}": name others with --image_column and --label_column.'
+        )
     files = np.array(locate(paths.take(rows).to_pylist(), root), dtype=object)
     missing = np.equal(files, None)
     if missing.all():
-        first = f", the first is {paths[rows[0]]}" if len(rows) else ""
         raise LiVTError(
-            f"none of the {len(rows)} images of {file} is below {root}{first}: pass their folder with --source."
+            f"none of the {len(rows)} images of {file} is below {root}, the first is {paths[rows[0]]}: pass their "
+            "folder with --source."
         )
     rows, files = leave_out(missing, "the file is missing"), files[~missing]
     groups = None if columns.group is None else as_text(table[columns.group])
@@ -252,7 +268,8 @@ def as_text(column: pa.ChunkedArray) -> pa.StringArray:
         raise LiVTError(f"a column holds {column.type} where text or numbers are needed.")
     if pa.types.is_floating(column.type):  # as pandas writes whole numbers beside empty cells
         column = pc.if_else(pc.is_nan(column), None, column)
-        if pc.all(pc.equal(column, pc.floor(column))).as_py():
+        whole = pc.and_(pc.equal(column, pc.floor(column)), pc.less(pc.abs(column), 2.0**53))  # not infinity
+        if pc.all(whole).as_py():
             column = column.cast(pa.int64())
     text = column.cast(pa.string()).combine_chunks()
     return pc.if_else(pc.equal(pc.utf8_trim_whitespace(text), ""), None, text)
@@ -309,23 +326,21 @@ def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> 
     if len(columns) > 1:
         return _labels_of_flags(table, columns)
     column, offsets = table[columns[0]], None
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        lists = column.combine_chunks()
-        empty, lengths = lists.is_null(), lists.value_lengths().fill_null(0).to_numpy(False)
-        texts, offsets = as_text(pa.chunked_array([lists.flatten()])), np.concatenate([[0], np.cumsum(lengths)])
+    if holds_lists(column):
+        empty, (values, offsets) = column.is_null(), flat_lists(column)
+        texts = as_text(values)
     else:
         texts = as_text(column)
         empty = texts.is_null()
         if separator is not None:
-            lists = pc.split_pattern(texts.fill_null(""), separator)
-            texts, offsets = pc.utf8_trim_whitespace(lists.flatten()), lists.offsets.to_numpy()
-            texts = pc.if_else(pc.equal(texts, ""), None, texts)
+            values, offsets = flat_lists(pc.split_pattern(texts, separator))
+            texts = as_text(pa.chunked_array([pc.utf8_trim_whitespace(values)]))
     named = texts.is_valid().to_numpy(False)
     names = _class_order(texts.unique().drop_null().to_pylist())
     ids = pc.index_in(texts, value_set=pa.array(names, pa.string())).fill_null(0).to_numpy(False).astype(np.int64)
     if offsets is None:
         return Labels(ids), names, empty.to_numpy(False)
-    offsets = np.concatenate([[0], np.cumsum(named)])[offsets]
+    offsets = offsets_of(named)[offsets]
     empty = empty.to_numpy(False) | (separator is not None) & (np.diff(offsets) == 0)
     return Labels(ids[named], offsets), names, empty
 
@@ -338,7 +353,7 @@ def _labels_of_flags(table: pa.Table, columns: list[str]) -> tuple[Labels, list[
             raise LiVTError(f'the column "{column}" has cells that are neither 0 nor 1: fill or correct them.')
     images, labels = np.nonzero(np.stack(flags, axis=1))
     lengths = np.bincount(images, minlength=len(table))
-    offsets = None if (lengths == 1).all() else np.concatenate([[0], np.cumsum(lengths)])
+    offsets = None if (lengths == 1).all() else offsets_of(lengths)
     return Labels(labels, offsets), columns, np.zeros(len(table), dtype=bool)
 
 

@@ -32,11 +32,11 @@ Images = torch.Tensor | Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class PretrainAugmentation:
-    """MGP: random resized crop (bicubic) and flip."""
+class Augmentation:
+    """Random resized crop (bicubic) and flip."""
 
     image_size: int
-    scale: tuple[float, float] = (0.2, 1.0)
+    scale: tuple[float, float]
     flip: bool = True
 
     def __call__(self, image: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
@@ -51,7 +51,14 @@ class PretrainAugmentation:
 
 
 @dataclass(frozen=True)
-class FinetuneAugmentation:
+class PretrainAugmentation(Augmentation):
+    """MGP: random resized crop (bicubic) and flip."""
+
+    scale: tuple[float, float] = (0.2, 1.0)
+
+
+@dataclass(frozen=True)
+class FinetuneAugmentation(Augmentation):
     """BFT: random resized crop (bicubic) and flip, then a colour policy of timm.
 
     `policy="pad-crop"` is the light one for CIFAR-size images: 4 pixels of zero padding, a crop, a flip.
@@ -59,9 +66,7 @@ class FinetuneAugmentation:
     `mean` fills the corners that a rotation or shift uncovers.
     """
 
-    image_size: int
     scale: tuple[float, float] = (0.08, 1.0)
-    flip: bool = True
     rand_augment: str | None = "rand-m9-mstd0.5-inc1"
     policy: str = "resized-crop"
     padding: int = 4
@@ -94,19 +99,12 @@ class FinetuneAugmentation:
             return [policy]
         return [auto_augment_transform(self.rand_augment, settings), ColorJitter(*[THREE_AUGMENT_JITTER] * 3)]
 
-    def __call__(self, image: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
-        """A uint8 image (3, H, W) and its key (seed, epoch, index) to a uint8 image (3, image_size, image_size)."""
-        seed, epoch, index = key
-        return self.batch([image], seed, epoch, [index])[0]
-
     def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
-        """The same for a batch: (B, 3, image_size, image_size)."""
-        padded = self.policy == "pad-crop"
-        numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, 3 if padded else CROP_NUMBERS)
-        if padded:
+        if self.policy == "pad-crop":
+            numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, 3)
             images = _pad_crops(images, numbers, self.image_size, self.padding, self.flip)
         else:
-            images = _resized_crops(images, numbers, self.image_size, self.scale, self.flip)
+            images = super().batch(images, seed, epoch, indices)
         return self._recoloured(images, seed, epoch, indices) if self._colour_steps else images
 
     def _recoloured(self, images: torch.Tensor, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:

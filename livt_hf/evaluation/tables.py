@@ -144,7 +144,7 @@ def image_facts(dataset: Dataset, split: str) -> dict[str, np.ndarray]:
     texts = names[labels.values]
     if labels.offsets is not None:
         texts = [SEPARATOR.join(part) for part in np.split(texts, labels.offsets[1:-1])]
-    facts = {"file": image_paths(dataset), "label": texts, "split": [split] * len(dataset)}
+    facts = {"file": image_paths(dataset).to_pylist(), "label": texts, "split": [split] * len(dataset)}
     if "group" in dataset.column_names:
         facts["group"] = labels_of(dataset, "group").values
     return {name: np.array(values, dtype=object) for name, values in facts.items()}

@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
@@ -44,17 +44,9 @@ def independent_of_processes(accelerator: Accelerator) -> None:
 
     Left to itself it saves the DDP wrapper's key names.
     """
-
-    def save(models, weights, folder):
-        weights.clear()
-        if accelerator.is_main_process:
-            save_model(accelerator.unwrap_model(models[0]), str(Path(folder, "model.safetensors")))
-
-    def load(models, folder):
-        read_weights(accelerator.unwrap_model(models.pop()), Path(folder, "model.safetensors"))
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    _keep(accelerator, "model", lambda models: accelerator.unwrap_model(models[0]))
+    accelerator.register_save_state_pre_hook(lambda _models, weights, _folder: weights.clear())
+    accelerator.register_load_state_pre_hook(lambda models, _folder: models.clear())
 
 
 def keep_in_checkpoints(accelerator: Accelerator, module: nn.Module, name: str) -> None:
@@ -63,13 +55,18 @@ def keep_in_checkpoints(accelerator: Accelerator, module: nn.Module, name: str) 
     What goes through Accelerate's `register_for_checkpointing` is unpickled freely on resuming: a run folder from
     elsewhere could run any code.
     """
+    _keep(accelerator, name, lambda _models: module)
 
-    def save(_models, _weights, folder):
+
+def _keep(accelerator: Accelerator, name: str, module_of: Callable[[list[nn.Module]], nn.Module]) -> None:
+    """`module_of` gets the models that Accelerate prepared."""
+
+    def save(models, _weights, folder):
         if accelerator.is_main_process:
-            save_model(module, str(Path(folder, f"{name}.safetensors")))
+            save_model(module_of(models), str(Path(folder, f"{name}.safetensors")))
 
-    def load(_models, folder):
-        read_weights(module, Path(folder, f"{name}.safetensors"))
+    def load(models, folder):
+        read_weights(module_of(models), Path(folder, f"{name}.safetensors"))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

@@ -178,18 +178,14 @@ class Loop:
         """What is measured and published: the moving average where there is one."""
         return self.bare_model if self.ema is None else self.ema.module
 
-    def resume(self) -> bool:
+    def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
         state = load_checkpoint(self.accelerator, self.run)
-        if state is None:
-            if self.accelerator.is_main_process:
-                self.run.rewind_log(0)
-            return False
-        self.progress = Progress(**state)
+        self.progress = Progress(**(state or {}))
         if self.accelerator.is_main_process:
             self.run.rewind_log(self.progress.update)
-            logger.info("resuming %s at update %d of %d", self.run.folder, self.progress.update, self.total)
-        return True
+            if state is not None:
+                logger.info("resuming %s at update %d of %d", self.run.folder, self.progress.update, self.total)
 
     def fit(
         self,

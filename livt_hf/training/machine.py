@@ -86,13 +86,10 @@ def choose_precision(asked: str) -> str:
 def cpu_computes_bf16() -> bool:
     """Whether bf16 matrices multiply faster than float32 ones; in a process of its own, for some CPUs die trying."""
     code = (
-        "import torch, time\n"
+        "import torch, timeit\n"
         "def seconds(t):\n"
         "    a = torch.ones(512, 512, dtype=t); a @ a\n"
-        "    times = []\n"
-        "    for _ in range(3):\n"
-        "        start = time.perf_counter(); a @ a; times.append(time.perf_counter() - start)\n"
-        "    return min(times)\n"
+        "    return min(timeit.repeat(lambda: a @ a, repeat=3, number=1))\n"
         "raise SystemExit(seconds(torch.bfloat16) > seconds(torch.float32))"
     )
     return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
