@@ -132,7 +132,6 @@ class Predictor:
 
 def find_images(arguments: Sequence[str]) -> list[Path]:
     """Files as named (also those that do not exist), every image below a folder, and what a pattern matches."""
-    Image.init()
     suffixes = set(Image.registered_extensions())
     found: dict[Path, None] = {}
     for argument in arguments:
