@@ -107,12 +107,6 @@ def _numbers_by_class(path: str, labels: Sequence[str], what: str) -> list[float
     return content
 
 
-def log_training_posterior(logits: Tensor, bias: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:
-    """log P_s(j|x) for every class, from the logits z and the bias that training added to them. (B, C)"""
-    adjusted = logits.float() + bias
-    return adjusted.log_softmax(-1) if activation == "softmax" else torch.nn.functional.logsigmoid(adjusted)
-
-
 def shift_prior(log_posterior: Tensor, source: Tensor, target: Tensor) -> Tensor:
     """P_q(j|x) = p_j q_j / pi_j, normalised over the classes. (B, C)"""
     shift = (target.cpu().double().log() - source.cpu().double().log()).to(log_posterior)
