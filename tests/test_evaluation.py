@@ -16,7 +16,7 @@ from livt_hf.data import exponential_counts
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import estimated_prior
 from livt_hf.evaluation.probes import Features, knn_scores, linear_probe_scores
-from livt_hf.evaluation.running import evaluate_classifier, on_disk, run_model
+from livt_hf.evaluation.running import evaluate_rules, logits_of, on_disk, run_model
 from livt_hf.evaluation.shifts import shifted_sets
 from livt_hf.long_tail.priors import estimate_prior
 from livt_hf.modeling_livit import LongTailHead
@@ -133,7 +133,8 @@ class Drawn(nn.Module):
 
 
 def evaluated(batches, counts, rules=None):
-    return evaluate_classifier(Drawn(), batches, Accelerator(cpu=True), counts, rules or {"z": None})
+    accelerator = Accelerator(cpu=True)
+    return evaluate_rules(logits_of(Drawn(), batches, accelerator), accelerator, counts, rules or {"z": None})
 
 
 def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes():

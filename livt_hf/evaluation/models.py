@@ -1,6 +1,5 @@
 """Checkpoints to be measured or served: how they are loaded, what they know, and what a run lends to a command."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -153,17 +152,11 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
 
 def choose_device(asked: str | None) -> torch.device:
     """The device that was asked for, or the fastest one that is there."""
-    present: dict[str, Callable[[], bool]] = {
-        "cuda": torch.cuda.is_available,
-        "mps": torch.backends.mps.is_available,
-        "cpu": lambda: True,
-    }
-    if asked is None:
-        return torch.device(next(name for name, is_there in present.items() if is_there()))
-    if asked.split(":")[0] not in present or not present[asked.split(":")[0]]():
-        there = ", ".join(name for name, is_there in present.items() if is_there())
-        raise LiVTError(f"there is no device {asked!r} here; choose one of {there}.")
-    return torch.device(asked)
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    there = [name for name, is_there in present.items() if is_there]
+    if asked is not None and asked.split(":")[0] not in there:
+        raise LiVTError(f"there is no device {asked!r} here; choose one of {', '.join(there)}.")
+    return torch.device(asked or there[0])
 
 
 def lent_by_run(asked: dict) -> dict:
