@@ -80,12 +80,7 @@ def doubtful(measured: Measured) -> list[dict]:
     rows = [row for row in measured.classes if row["images"] > 1] or measured.classes
     found = [(row, doubts(row)) for row in sorted(rows, key=lambda row: (row["accuracy"], -row["images"]))]
     return [
-        {
-            "class": row["name"],
-            "right (%)": percent(row["accuracy"]),
-            "test images": row["images"],
-            "why": _joined(why),
-        }
+        {"class": row["name"], "right (%)": percent(row["accuracy"]), "why": "; ".join(why)}
         for row, why in found
         if why
     ]
@@ -209,7 +204,3 @@ def first_screen_text(measured: Measured) -> str:
 def _listed(names: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
-
-
-def _joined(reasons: Sequence[str]) -> str:
-    return "; ".join(reasons)
