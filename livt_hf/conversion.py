@@ -245,9 +245,7 @@ def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) 
     sources = {name: _timm_name(name) for name in expected}
     missing, unknown = set(sources.values()) - official.keys(), official.keys() - set(sources.values())
     if missing or unknown:
-        raise LiVTError(
-            f"{path} is not a ViT of the authors: it lacks {listed(missing)}, unknown: {listed(unknown)}."
-        )
+        raise LiVTError(f"{path} is not a ViT of the authors: it lacks {listed(missing)}, unknown: {listed(unknown)}.")
     state = {}
     for name, source in sources.items():
         part = [index for index, fused in enumerate(_FUSED) if fused in name]

@@ -137,6 +137,10 @@ class LongTailConfig(dict):
             share = getattr(self, name)
             if share is not None and not 0 <= share <= 1:
                 raise LiVTError(f"{name} {share} is a share of the training; it lies between 0 and 1.")
+        self._check_weighting()
+
+    def _check_weighting(self) -> None:
+        """Refuse what weights images by class twice, or where that has no meaning."""
         if self.drw_start is not None and self.spec.class_weighted:
             raise LiVTError(
                 f"drw_start cannot be used with loss {self.loss!r}, which weights images by class already; "

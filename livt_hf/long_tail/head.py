@@ -97,15 +97,13 @@ class LongTailHead(nn.Module):
 
     def constants(self) -> dict[str, Tensor]:
         """Everything the class counts determine: never saved, always derived."""
-        settings, counts = self.settings, self.settings.shown_counts
+        settings, counts, bias = self.settings, self.settings.shown_counts, torch.zeros(self.config.num_labels)
         if counts is None:
-            return {"logit_bias": torch.zeros(self.config.num_labels)}
-        if not self.spec.balanced:
-            bias = torch.zeros(self.config.num_labels)
-        elif self.spec.activation == "sigmoid" and settings.bias == "bce":
+            return {"logit_bias": bias}
+        if self.spec.balanced and self.spec.activation == "sigmoid" and settings.bias == "bce":
             images = settings.num_images if self.multi_label else None
             bias = balanced_bce_bias(counts, settings.test_prior, num_images=images)
-        else:
+        elif self.spec.balanced:
             bias = balanced_ce_bias(counts, settings.test_prior)
         return {
             "logit_bias": settings.tau * bias,

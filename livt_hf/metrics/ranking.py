@@ -53,7 +53,8 @@ def one_against_rest(
 ) -> dict[str, Tensor]:
     """`auroc` and `average_precision` of every class against the others, from (N, C) scores. (C,)
 
-    `labels` are class ids (N,), or 0 and 1 (N, C) where an image may have several. A ranking needs the scores of all images, so blocks of classes are looked at one by one: `scores` may lie in a
+    `labels` are class ids (N,), or 0 and 1 (N, C) where an image may have several.
+    A ranking needs the scores of all images, so blocks of classes are looked at one by one: `scores` may lie in a
     mapped file, and `gather` puts together the parts that several processes hold.
     """
     labels = gather(labels)
