@@ -172,10 +172,11 @@ def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes()
 
 def test_nan_logits_count_as_wrong_and_are_counted():
     logits = 40 * torch.eye(3)[torch.tensor([0, 1, 2, 0])] - 20
-    logits[3] = torch.nan
+    logits[3, 2] = torch.nan
     head = LongTailHead(LiViTConfig(class_counts=[9, 3, 1]))
     batch = {"pixel_values": logits, "labels": torch.tensor([0, 1, 2, 0])}
-    measured, _ = evaluated([batch], [9, 3, 1], {"z": None, "posterior": head.posterior})
+    measured, pairs = evaluated([batch], [9, 3, 1], {"z": None, "posterior": head.posterior})
+    assert pairs.top() == []  # no answer is not another class
     for metric in measured.values():
         metrics = metric.compute()
         assert (metrics["accuracy"], metrics["num_nan"], metrics["num_images"]) == (0.75, 1, 4)

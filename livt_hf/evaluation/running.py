@@ -108,7 +108,7 @@ def evaluate_rules(
             scores = logits if rule is None else rule(logits)
             metrics[name].update(scores, labels)
             if position == 0:
-                pairs.update(scores.argmax(-1), labels)
+                pairs.update(scores.argmax(-1).masked_fill(scores.isnan().any(-1), -1), labels)
     if accelerator.num_processes > 1:
         for metric in metrics.values():
             metric.load_state_tensor(accelerator.reduce(metric.state_tensor().to(accelerator.device), "sum").cpu())

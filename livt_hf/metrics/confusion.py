@@ -25,13 +25,13 @@ class ConfusionPairs:
         self._counted = [(torch.zeros(0, dtype=torch.int64),) * 2]
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
-        """Count a batch of predicted class ids with its labels."""
+        """Count a batch of predicted class ids with its labels; -1 is an image without a prediction."""
         predictions, labels = torch.as_tensor(predictions).cpu(), torch.as_tensor(labels).cpu()
         check_labels(labels, len(predictions), self.num_classes)
-        check_labels(predictions, len(labels), self.num_classes)
+        check_labels(predictions.where(predictions != -1, 0), len(labels), self.num_classes)
         predictions, labels = predictions.long(), labels.long()
         self._images += torch.bincount(labels, minlength=self.num_classes)
-        wrong = predictions != labels
+        wrong = (predictions != labels) & (predictions != -1)
         keys = labels[wrong] * self.num_classes + predictions[wrong]
         self._counted.append((keys, torch.ones_like(keys)))
         if sum(len(keys) for keys, _ in self._counted[1:]) > _PENDING:
