@@ -56,6 +56,7 @@ class LongTailMetrics:
         if bins < 1:
             raise LiVTError(f"bins={bins}; calibration needs at least one.")
         self.class_counts = as_counts(class_counts)
+        self.many_above, self.few_below = many_above, few_below
         self.groups = shot_groups(self.class_counts, many_above, few_below)
         self.num_classes = len(self.class_counts)
         self.num_bins = bins
