@@ -17,7 +17,7 @@ from livt_hf.data.labels import class_feature
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
-from livt_hf.long_tail.priors import read_class_counts
+from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.plugins import find_module
@@ -51,7 +51,7 @@ def told_its_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrained
     if head_of(model) is not None:
         raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
     if not Path(place).is_dir():
-        return balance(model, class_counts=read_class_counts(place, class_names(model)), loss=loss)
+        return balance(model, class_counts=read_numbers(place, class_names(model), "class counts"), loss=loss)
     train = load_long_tailed(place)["train"]
     check_classes_match(model, train)
     return balance(model, class_counts=class_counts(train).tolist(), loss=loss)
