@@ -67,7 +67,7 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
 
 
 def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -> list[float]:
-    """The numbers of a file as a distribution.
+    """A file with a number for each class, as `read_numbers` takes it, as a distribution.
 
     Where an image may have several labels, the numbers are the shares of images with each label and stay as they are.
     """
