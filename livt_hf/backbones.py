@@ -27,7 +27,7 @@ from livt_hf.evaluation.models import load_processor
 from livt_hf.long_tail.anatomy import classifier_of, prefer_channels_last
 from livt_hf.long_tail.balance import balance
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.long_tail.priors import read_class_weights, read_prior
+from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.pretrained import read_config, reading_checkpoint, without_load_report
 from livt_hf.records import fits
@@ -91,7 +91,7 @@ def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
     if settings.sampler != "natural":
         head["seen_counts"] = seen_counts(counts, settings.sampler, settings.epochs).tolist()
     if settings.class_weights is not None:
-        head["class_weights"] = read_class_weights(settings.class_weights, names)
+        head["class_weights"] = read_numbers(settings.class_weights, names, "class weights")
     if settings.test_prior == "none" or several and settings.test_prior == "uniform":  # labels share no probability
         head["test_prior"] = None
     elif settings.test_prior != "uniform":

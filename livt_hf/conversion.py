@@ -19,6 +19,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
+from livt_hf.pretrained import listed
 
 INAT18_CLASSES = 8142
 # Our names into those of timm, which the authors (and MAE) use, applied one after the other.
@@ -35,8 +36,11 @@ _TIMM_NAMES = {
     ".layernorm_before.": ".norm1.",
     ".layernorm_after.": ".norm2.",
     ".attention.o_proj.": ".attn.proj.",
+    ".attention.q_proj.": ".attn.qkv.",
+    ".attention.k_proj.": ".attn.qkv.",
+    ".attention.v_proj.": ".attn.qkv.",
 }
-_FUSED = ("q_proj", "k_proj", "v_proj")
+_FUSED = (".q_proj.", ".k_proj.", ".v_proj.")
 
 
 def from_official(
@@ -63,14 +67,14 @@ def from_official(
     needed |= {"decoder_pos_embed", "decoder_blocks.0.mlp.fc1.weight"} if pretraining else {"head.weight", "head.bias"}
     if needed - official.keys():
         raise LiVTError(
-            f"{path} lacks {_listed(needed - official.keys())}; pass a checkpoint of the authors' pretraining "
+            f"{path} lacks {listed(needed - official.keys())}; pass a checkpoint of the authors' pretraining "
             "(with decoder) or fine-tuning (with head)."
         )
     config_class = ViTMAEConfig if pretraining else LiViTConfig
     known = {field.name for field in fields(config_class)}
     strange = config.keys() - (known if pretraining else known | set(LongTailConfig.names()))
     if strange:
-        raise LiVTError(f"{_listed(strange)} is no field of {config_class.__name__}; check the spelling.")
+        raise LiVTError(f"{listed(strange)} is no field of {config_class.__name__}; check the spelling.")
     sizes = _sizes(official, path, known=config.keys())
     if pretraining:
         official = {name: tensor for name, tensor in official.items() if not name.startswith("head.")}
@@ -168,7 +172,7 @@ def _read_official(path: Path) -> dict[str, Tensor]:
         try:
             code = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if code:
-                raise LiVTError(f"{path} asks for {_listed(code)}, which could run code; it was not opened.")
+                raise LiVTError(f"{path} asks for {listed(code)}, which could run code; it was not opened.")
             content = torch.load(path, map_location="cpu", weights_only=True)
         except LiVTError:
             raise
@@ -241,12 +245,10 @@ def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) 
     sources = {name: _timm_name(name) for name in expected}
     missing, unknown = set(sources.values()) - official.keys(), official.keys() - set(sources.values())
     if missing or unknown:
-        raise LiVTError(
-            f"{path} is not a ViT of the authors: it lacks {_listed(missing)}, unknown: {_listed(unknown)}."
-        )
+        raise LiVTError(f"{path} is not a ViT of the authors: it lacks {listed(missing)}, unknown: {listed(unknown)}.")
     state = {}
     for name, source in sources.items():
-        part = [index for index, fused in enumerate(_FUSED) if f".{fused}." in name]
+        part = [index for index, fused in enumerate(_FUSED) if fused in name]
         state[name] = official[source].chunk(3)[part[0]] if part else official[source]
         if state[name].shape != expected[name].shape:
             found, wanted = tuple(state[name].shape), tuple(expected[name].shape)
@@ -257,8 +259,6 @@ def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) 
 def _timm_name(name: str) -> str:
     for ours, theirs in _TIMM_NAMES.items():
         name = name.replace(ours, theirs)
-    for fused in _FUSED:
-        name = name.replace(f".attention.{fused}.", ".attn.qkv.")
     return name
 
 
@@ -295,8 +295,3 @@ def _timm_preprocessing(processor: BaseImageProcessor) -> dict:
     interpolation = Resampling(processor.resample).name.lower()
     mean, std = tuple(processor.image_mean), tuple(processor.image_std)
     return dict(mean=mean, std=std, interpolation=interpolation, crop_pct=crop_pct, crop_mode="center")
-
-
-def _listed(names) -> str:
-    names = sorted(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor
 
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import check_posterior, class_names, head_of, is_multi_label
-from livt_hf.long_tail.priors import class_prior, shift_odds, shift_prior
+from livt_hf.evaluation.models import check_posterior, class_names, head_of
 from livt_hf.records import write_values
 
 TOLERANCE = 1e-4
 _LARGEST = 2**30  # bytes of weights in one ONNX file; its format ends at 2 GiB
-
 
 Runner = Callable[[Tensor], Tensor]
 BATCH = ({0: torch.export.Dim("batch")},)  # any number of images
@@ -38,9 +36,6 @@ class ServingGraph(nn.Module):
         self.register_buffer("offset", black)
         if prior is not None:
             check_posterior(model)
-            settings = head_of(model).settings
-            self.source = class_prior(settings.shown_counts, settings.num_images)
-            self.shift = shift_odds if is_multi_label(model) else shift_prior
 
     def pixel_values(self, images: Tensor) -> Tensor:
         return (images.float() * self.scale + self.offset).permute(0, 3, 1, 2)
@@ -49,7 +44,8 @@ class ServingGraph(nn.Module):
         logits = self.model(self.pixel_values(images)).logits.float()
         if self.prior is None:
             return logits
-        return self.shift(head_of(self.model).training_posterior(logits), self.source, self.prior)
+        head = head_of(self.model)
+        return head.shifted(head.training_posterior(logits), self.prior)
 
 
 def image_size(processor: BaseImageProcessor) -> tuple[int, int]:

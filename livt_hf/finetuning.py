@@ -20,7 +20,7 @@ from livt_hf.data.labels import is_multi_label, number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import given_labels, headline, standard_rules
-from livt_hf.evaluation.running import evaluate_classifier, evaluate_multi_label, logits_of
+from livt_hf.evaluation.running import evaluate_multi_label, evaluate_rules, logits_of
 from livt_hf.long_tail.anatomy import classifier_of
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.metrics import GROUPS, shot_groups
@@ -176,10 +176,11 @@ def _on_features(
 
 def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
     """Metrics of the paper's rule and, where the head gives probabilities, of the posterior rule, as in `Results`."""
+    batches = logits_of(model, loader, accelerator)
     if model.head.multi_label:
-        batches, given = logits_of(model, loader, accelerator), partial(given_labels, model)
+        given = partial(given_labels, model)
         return {"metrics": evaluate_multi_label(batches, accelerator, counts, given).compute(), "posterior": None}
-    measured, _ = evaluate_classifier(model, loader, accelerator, counts, standard_rules(model))
+    measured, _ = evaluate_rules(batches, accelerator, counts, standard_rules(model))
     fields = {"metrics": PAPER, "posterior": UNIFORM, "own_prior": OWN}
     return {field: measured[rule].compute() if rule in measured else None for field, rule in fields.items()}
 

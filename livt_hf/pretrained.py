@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -62,11 +62,8 @@ class ReadsOtherCheckpoints:
     @classmethod
     def _read_encoder(cls, path, source: dict, target: LiViTConfig, **kwargs):
         """The encoder at the source's resolution; new are only the norms that the source's pooling did not have."""
-        new = set()
-        if target.pooling == "mean" and _source_pooling(source) != "mean":
-            new = {"fc_norm.weight", "fc_norm.bias"}
-        if target.pooling == "cls" and _source_pooling(source) == "mean":
-            new = {"layernorm.weight", "layernorm.bias"}
+        norm = "fc_norm" if target.pooling == "mean" else "layernorm"
+        new = set() if _source_pooling(source) == target.pooling else {f"{norm}.weight", f"{norm}.bias"}
         return cls._read(path, source, target, new, **kwargs)
 
     @classmethod
@@ -116,8 +113,8 @@ class ReadsOtherCheckpoints:
         unknown = [key for key in info["unexpected_keys"] if not key.removeprefix("vit.").startswith(_NOT_ENCODER)]
         if missing != new or unknown:
             raise LiVTError(
-                f"{path} is not a ViT encoder of these sizes: it lacks {_shorten(missing - new)} and has unknown "
-                f"{_shorten(unknown)}; pass a LiViT, ViT or ViTMAE checkpoint."
+                f"{path} is not a ViT encoder of these sizes: it lacks {listed(missing - new)} and has unknown "
+                f"{listed(unknown)}; pass a LiViT, ViT or ViTMAE checkpoint."
             )
         model._weight_conversions = None  # save under our own names, whatever names were read
         return (model, info) if output_loading_info else model
@@ -206,6 +203,7 @@ def _labels_of(config: dict) -> list[str]:
     return [name for _, name in sorted((int(label), name) for label, name in names.items())]
 
 
-def _shorten(keys) -> str:
-    keys = sorted(keys)
-    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "") if keys else "nothing"
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence, the first five of them."""
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"

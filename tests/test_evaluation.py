@@ -16,7 +16,7 @@ from livt_hf.data import exponential_counts
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import estimated_prior
 from livt_hf.evaluation.probes import Features, knn_scores, linear_probe_scores
-from livt_hf.evaluation.running import evaluate_classifier, on_disk, run_model
+from livt_hf.evaluation.running import evaluate_rules, logits_of, on_disk, run_model
 from livt_hf.evaluation.shifts import shifted_sets
 from livt_hf.long_tail.priors import estimate_prior
 from livt_hf.modeling_livit import LongTailHead
@@ -133,7 +133,8 @@ class Drawn(nn.Module):
 
 
 def evaluated(batches, counts, rules=None):
-    return evaluate_classifier(Drawn(), batches, Accelerator(cpu=True), counts, rules or {"z": None})
+    accelerator = Accelerator(cpu=True)
+    return evaluate_rules(logits_of(Drawn(), batches, accelerator), accelerator, counts, rules or {"z": None})
 
 
 def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes():
@@ -171,10 +172,11 @@ def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes()
 
 def test_nan_logits_count_as_wrong_and_are_counted():
     logits = 40 * torch.eye(3)[torch.tensor([0, 1, 2, 0])] - 20
-    logits[3] = torch.nan
+    logits[3, 2] = torch.nan
     head = LongTailHead(LiViTConfig(class_counts=[9, 3, 1]))
     batch = {"pixel_values": logits, "labels": torch.tensor([0, 1, 2, 0])}
-    measured, _ = evaluated([batch], [9, 3, 1], {"z": None, "posterior": head.posterior})
+    measured, pairs = evaluated([batch], [9, 3, 1], {"z": None, "posterior": head.posterior})
+    assert pairs.top() == []  # no answer is not another class
     for metric in measured.values():
         metrics = metric.compute()
         assert (metrics["accuracy"], metrics["num_nan"], metrics["num_images"]) == (0.75, 1, 4)

@@ -42,7 +42,7 @@ from livt_hf.conversion import from_official, to_timm
 from livt_hf.data import eval_processor, load_long_tailed, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import lent_by_run, load_checkpoint, load_processor
-from livt_hf.long_tail.priors import read_class_counts, read_class_weights, read_prior
+from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
 from livt_hf.runs import Run, parse_training, read_log
@@ -261,8 +261,8 @@ def prior(path: Path) -> None:
     assert all(math.isfinite(value) and value >= 0 for value in values) and abs(sum(values) - 1) < 1e-6
 
 
-def positive(read: Callable, path: Path) -> None:
-    assert all(math.isfinite(value) for value in read(str(path), NAMES))
+def positive(path: Path) -> None:
+    assert all(math.isfinite(value) for value in read_numbers(str(path), NAMES, "class counts"))
 
 
 def dataset(path: Path) -> None:
@@ -309,8 +309,8 @@ KINDS = {
     ),
     "prior by name": Kind(numbers, "named.json", prior, alone=True),
     "prior in a list": Kind(numbers, "listed.yaml", prior, alone=True),
-    "class counts": Kind(numbers, "named.json", partial(positive, read_class_counts), alone=True),
-    "class weights": Kind(numbers, "listed.yaml", partial(positive, read_class_weights), alone=True),
+    "class counts": Kind(numbers, "named.json", positive, alone=True),
+    "class weights": Kind(numbers, "listed.yaml", positive, alone=True),
     "list of a conversion": Kind(numbers, "list.json", lambda path: convert.read_list(str(path)), alone=True),
     "config of a command": Kind(
         numbers, "config.yaml", lambda path: FinetuneSettings(**read_settings(FinetuneSettings, path)), alone=True

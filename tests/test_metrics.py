@@ -433,6 +433,12 @@ def test_confusion_pairs_count_who_is_taken_for_whom_in_any_number_of_parts():
     assert whole.top(1, ["cat", "dog", "eel"])[0]["predicted_name"] == "dog"
 
 
+def test_an_image_without_a_prediction_is_no_confusion_and_counts_among_those_of_its_label():
+    pairs = ConfusionPairs([9, 8])
+    pairs.update(torch.tensor([1, -1]), torch.tensor([0, 0]))
+    assert [(row["predicted"], row["images"], row["share"]) for row in pairs.top()] == [(1, 1, 0.5)]
+
+
 def test_average_precision_equals_scikit_learns_also_with_equal_scores():
     average_precision_score = pytest.importorskip("sklearn.metrics").average_precision_score
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ from livt_hf.data import Batches, FinetuneAugmentation, train_loader
 from livt_hf.data.sampling import Sampler, seen_counts
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.head import LongTailHead
-from livt_hf.long_tail.priors import read_class_weights
+from livt_hf.long_tail.priors import read_numbers
 from livt_hf.randomness import keyed_seed, purpose_seed
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
@@ -276,12 +276,12 @@ def test_class_weights_take_the_place_of_those_of_cb_and_drw(tiny):
 def test_class_weights_come_from_a_file_by_name_or_in_order(tmp_path):
     file = tmp_path / "weights.json"
     file.write_text('{"b": 2, "a": 1.5}')
-    assert read_class_weights(str(file), ["a", "b"]) == [1.5, 2]
+    assert read_numbers(str(file), ["a", "b"], "class weights") == [1.5, 2]
     file.write_text("[3, 4]")
-    assert read_class_weights(str(file), ["a", "b"]) == [3, 4]
+    assert read_numbers(str(file), ["a", "b"], "class weights") == [3, 4]
     file.write_text('{"b": 2, "c": 1.5}')
     with pytest.raises(LiVTError, match=r"the class weights in .* and the model disagree on the classes \['a', 'c'\]"):
-        read_class_weights(str(file), ["a", "b"])
+        read_numbers(str(file), ["a", "b"], "class weights")
 
 
 @pytest.mark.parametrize(

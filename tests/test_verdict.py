@@ -20,13 +20,13 @@ NAMES = ["common <b>", "usual", "rare", "rarer"]
 COUNTS = [500, 200, 12, 6]
 
 
-def measured(*rules, counts=COUNTS, names=NAMES) -> Measured:
+def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> Measured:
     """Of rules given as (label, prediction, confidence) of every image."""
     metrics, pairs = {}, None
     for number, rows in enumerate(rules):
         label, predicted, confidence = (torch.tensor(column) for column in zip(*rows, strict=True))
         scores = torch.zeros(len(rows), len(counts)).scatter_(1, predicted[:, None], confidence[:, None].float())
-        metrics[f"rule {number}"] = LongTailMetrics(counts, confidence="given")
+        metrics[f"rule {number}"] = LongTailMetrics(counts, confidence="given", **thresholds)
         metrics[f"rule {number}"].update(scores, label)
         if pairs is None:
             pairs = ConfusionPairs(counts)
@@ -43,6 +43,19 @@ def test_groups_are_right_as_often_as_their_classes_are_on_average():
     many, few = groups(measured(WEAK))
     assert (many["group"], many["classes"], many["accuracy"]) == ("many", 2, pytest.approx(0.95))
     assert (few["group"], few["classes"], few["accuracy"]) == ("few", 2, pytest.approx(0.35))
+
+
+def test_frequent_and_rare_are_what_the_thresholds_say_that_were_asked_for():
+    found = measured(WEAK, many_above=300, few_below=10)
+    assert [row["words"].removesuffix(" training images") for row in groups(found)] == [
+        "more than 300",
+        "10 to 300",
+        "fewer than 10",
+    ]
+    rare, rarer = doubtful(found)
+    assert "training images" not in rare["why"] and "only 6 training images" in rarer["why"]
+    assert any(step.startswith("Label more images of rarer: classes with fewer than 10 ") for step in actions(found))
+    assert not any("Label more" in step for step in actions(measured(WEAK, few_below=5)))  # 6 images are no longer few
 
 
 def test_a_class_is_doubted_for_few_images_for_a_class_it_is_taken_for_and_for_overconfidence():

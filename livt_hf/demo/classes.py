@@ -7,6 +7,7 @@ prior q of livt_hf/long_tail/priors.py.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ class Classes:
         counts = np.array(settings.class_counts, dtype=np.float64)
         return cls(class_names(model), counts, settings.num_images, is_multi_label(model))
 
-    @property
+    @cached_property
     def groups(self) -> list[str]:
         """many, medium or few of each class."""
         return [GROUPS[group] for group in shot_groups(torch.from_numpy(self.counts)).tolist()]

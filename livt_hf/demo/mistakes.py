@@ -14,18 +14,18 @@ from datasets import DatasetDict
 from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
+from livt_hf.metrics import LongTailMetrics
 
 _COLUMN = re.compile(r"prediction \((?P<rule>.*)\)")
-BINS = 15  # as the metrics have them
 COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "confidence (%)", "most often taken for")
 
 
 def newest_predictions(folder: Path) -> Path:
     """Of the reports in a run's folder, the predictions that were saved last."""
-    found = sorted(folder.glob(f"report*/{ANSWERS}"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    newest = max(folder.glob(f"report*/{ANSWERS}"), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
         raise LiVTError(f"{folder} has no report with a {ANSWERS}; write one with: livt eval --model {folder}")
-    return found[-1]
+    return newest
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,10 @@ class Predictions:
     def bins(self, label: int) -> list[dict]:
         """The reliability diagram of the images of one class, as `reliability_diagram` draws it."""
         own = self.label == label
-        sure, right = self.confidence[own], self.right[own]
-        place = np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1)
-        rows = []
-        for number in range(BINS):
-            inside = place == number
-            row = {"low": number / BINS, "high": (number + 1) / BINS, "images": int(inside.sum())}
-            means = (right[inside].mean().item(), sure[inside].mean().item()) if inside.any() else (None, None)
-            rows.append(row | dict(zip(("accuracy", "confidence"), means, strict=True)))
-        return rows
+        right, sure = self.right[own], self.confidence[own]
+        metrics = LongTailMetrics([1, 1], confidence="given")  # of "right", as every answer claims to be, and "wrong"
+        metrics.update(np.stack([sure, np.zeros_like(sure)], axis=1), np.where(right, 0, 1))
+        return metrics.bins
 
 
 def read_predictions(path: Path, names: list[str]) -> dict[str, Predictions]:

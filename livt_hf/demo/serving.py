@@ -1,6 +1,6 @@
 """A classifier behind the demo: an image costs one forward pass, and every prior after that a softmax."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,6 @@ class ServedClassifier:
         if self.doubt:
             self.caveat = f"Beware of the probabilities: {self.doubt}; `livt calibrate` does that."
         self.classes = None if missing else Classes.of(self.model)
-        self.groups = None if missing else self.classes.groups
 
     def logits(self, path: str | Path) -> Tensor:
         """Of one image file. (C,)"""
@@ -46,10 +45,6 @@ class ServedClassifier:
         if isinstance(pixels, str):
             raise BrokenImageError(f"{Path(path).name} is not an image that can be read ({pixels}); choose another.")
         return self.predictor.scores([pixels])[0]
-
-    def many_logits(self, paths: Sequence[Path]) -> Iterator[tuple[Path, Tensor | str]]:
-        """Of many files, each with its logits or with what is wrong with it."""
-        return self.predictor.predict(paths)
 
     @torch.inference_mode()
     def features(self, images: Sequence[Tensor]) -> Tensor:
@@ -88,8 +83,5 @@ class ServedClassifier:
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         if self.classes is None:
             return [Bar(self.names[label], value) for label, value in pairs]
-        notes = [f"{self.groups[i]}: {int(self.classes.counts[i]):,} in training" for i in best.indices.tolist()]
-        return [
-            Bar(self.names[label], value, self.groups[label], note)
-            for (label, value), note in zip(pairs, notes, strict=True)
-        ]
+        groups, counts = self.classes.groups, self.classes.counts
+        return [Bar(self.names[i], p, groups[i], f"{groups[i]}: {int(counts[i]):,} in training") for i, p in pairs]

@@ -2,7 +2,7 @@
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -222,6 +222,11 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
     use.click(take_over, [found, tried.search, tried.logits], tried.outputs)
 
 
+def gallery(data: DatasetDict, split: str, rows: Sequence[int], captions: list[str]) -> list[tuple]:
+    pictures = (picture.permute(1, 2, 0).numpy() for picture in decoded(data, split, rows))
+    return list(zip(pictures, captions, strict=True))
+
+
 class ErrorsTab:
     """The classes from worst to best; of the one that is clicked, its wrong images beside training images."""
 
@@ -264,10 +269,9 @@ class ErrorsTab:
         if data is None:
             return label, words + "\n\nImages cannot be shown: the data of this model is not here.", [], diagram, []
         rows = predictions.wrong(label)[:SHOWN]
-        pictures = decoded(data, predictions.split, predictions.index[rows])
         captions = [names[predictions.predicted[row]] for row in rows]
-        gallery = list(zip((picture.permute(1, 2, 0).numpy() for picture in pictures), captions, strict=True))
-        return label, words, gallery, diagram, self._near(rule, label, 0) if len(rows) else []
+        wrong = gallery(data, predictions.split, predictions.index[rows], captions)
+        return label, words, wrong, diagram, self._near(rule, label, 0) if len(rows) else []
 
     def neighbours(self, rule, label, event: gr.SelectData):
         return self._near(rule, label, event.index)
@@ -278,9 +282,8 @@ class ErrorsTab:
         row = predictions.wrong(label)[place]
         image = decoded(data, predictions.split, [predictions.index[row]])[0]
         found = nearest(self.served, data, image, [label, int(predictions.predicted[row])], NEIGHBOURS)
-        pictures = decoded(data, "train", [index for index, _, _ in found])
         captions = [f"{cosine:.2f} {names[label]}" for _, label, cosine in found]
-        return list(zip((picture.permute(1, 2, 0).numpy() for picture in pictures), captions, strict=True))
+        return gallery(data, "train", [index for index, _, _ in found], captions)
 
 
 def reconstruction_tab(shown: Shown) -> None:

@@ -115,11 +115,10 @@ def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
         raise LiVTError(f"no prior can be estimated with this model. {why}")
     if served.doubt:
         raise LiVTError(f"no prior can be estimated with this model: {served.doubt}; calibrate it (livt calibrate).")
-    Image.init()
     files = [path for path in map(Path, files) if path.suffix.lower() in Image.registered_extensions()]
     if not files:
         raise LiVTError("there is no image among these files; choose a folder with images.")
-    read = list(served.many_logits(files))
+    read = list(served.predictor.predict(files))
     good = [(path, logits) for path, logits in read if isinstance(logits, Tensor)]
     broken = {path: why for path, why in read if isinstance(why, str)}
     if not good:

@@ -1,6 +1,5 @@
 """Checkpoints to be measured or served: how they are loaded, what they know, and what a run lends to a command."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from livt_hf.data.labels import class_feature
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
-from livt_hf.long_tail.priors import read_class_counts
+from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.plugins import find_module
@@ -52,7 +51,7 @@ def told_its_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrained
     if head_of(model) is not None:
         raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
     if not Path(place).is_dir():
-        return balance(model, class_counts=read_class_counts(place, class_names(model)), loss=loss)
+        return balance(model, class_counts=read_numbers(place, class_names(model), "class counts"), loss=loss)
     train = load_long_tailed(place)["train"]
     check_classes_match(model, train)
     return balance(model, class_counts=class_counts(train).tolist(), loss=loss)
@@ -153,17 +152,11 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
 
 def choose_device(asked: str | None) -> torch.device:
     """The device that was asked for, or the fastest one that is there."""
-    present: dict[str, Callable[[], bool]] = {
-        "cuda": torch.cuda.is_available,
-        "mps": torch.backends.mps.is_available,
-        "cpu": lambda: True,
-    }
-    if asked is None:
-        return torch.device(next(name for name, is_there in present.items() if is_there()))
-    if asked.split(":")[0] not in present or not present[asked.split(":")[0]]():
-        there = ", ".join(name for name, is_there in present.items() if is_there())
-        raise LiVTError(f"there is no device {asked!r} here; choose one of {there}.")
-    return torch.device(asked)
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    there = [name for name, is_there in present.items() if is_there]
+    if asked is not None and asked.split(":")[0] not in there:
+        raise LiVTError(f"there is no device {asked!r} here; choose one of {', '.join(there)}.")
+    return torch.device(asked or there[0])
 
 
 def lent_by_run(asked: dict) -> dict:

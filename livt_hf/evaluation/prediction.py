@@ -132,11 +132,11 @@ class Predictor:
 
 def find_images(arguments: Sequence[str]) -> list[Path]:
     """Files as named (also those that do not exist), every image below a folder, and what a pattern matches."""
-    Image.init()
     suffixes = set(Image.registered_extensions())
     found: dict[Path, None] = {}
     for argument in arguments:
-        matches = sorted(glob.glob(argument, recursive=True)) if _is_pattern(argument) else [argument]
+        pattern = glob.has_magic(argument) and not Path(argument).exists()
+        matches = sorted(glob.glob(argument, recursive=True)) if pattern else [argument]
         for match in map(Path, matches):
             below = (
                 sorted(path for path in match.rglob("*") if path.suffix.lower() in suffixes)
@@ -145,7 +145,3 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
             )
             found.update(dict.fromkeys(below))
     return list(found)
-
-
-def _is_pattern(argument: str) -> bool:
-    return glob.has_magic(argument) and not Path(argument).exists()

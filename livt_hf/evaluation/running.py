@@ -89,19 +89,13 @@ def run_model(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator
     return Outputs(stored, torch.cat(labels), torch.cat(index), accelerator.device)
 
 
-def evaluate_classifier(
-    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, class_counts, rules: dict[str, Rule]
-) -> tuple[dict[str, LongTailMetrics], ConfusionPairs]:
-    """`evaluate_rules` of the logits of a model. Streams: memory grows with the classes and not with the images."""
-    return evaluate_rules(logits_of(model, loader, accelerator), accelerator, class_counts, rules)
-
-
 def evaluate_rules(
     batches: Batches, accelerator: Accelerator, class_counts, rules: dict[str, Rule], **thresholds: int
 ) -> tuple[dict[str, LongTailMetrics], ConfusionPairs]:
     """Metrics under every rule and the confusions of the first one, over all processes, each image counted once.
 
-    `thresholds` are those of the shot groups: `many_above` and `few_below`.
+    Memory grows with the classes and not with the images. `thresholds` are those of the shot groups: `many_above` and
+    `few_below`.
     """
     metrics = {
         name: LongTailMetrics(class_counts, confidence="softmax" if rule is None else "given", **thresholds)
@@ -114,7 +108,7 @@ def evaluate_rules(
             scores = logits if rule is None else rule(logits)
             metrics[name].update(scores, labels)
             if position == 0:
-                pairs.update(scores.argmax(-1), labels)
+                pairs.update(scores.argmax(-1).masked_fill(scores.isnan().any(-1), -1), labels)
     if accelerator.num_processes > 1:
         for metric in metrics.values():
             metric.load_state_tensor(accelerator.reduce(metric.state_tensor().to(accelerator.device), "sum").cpu())

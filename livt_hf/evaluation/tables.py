@@ -1,8 +1,7 @@
 """Predictions of single images as a file: parquet, or CSV for a spreadsheet."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +31,7 @@ def check_table(path: str) -> None:
         raise LiVTError(f"the folder of {path} does not exist; make it first.")
 
 
-class PredictionTable:
+class PredictionTable(AbstractContextManager):
     """One row per image, written block by block.
 
     For every rule there is the predicted class, its score, and the scores of all classes: one list per image in
@@ -45,10 +44,7 @@ class PredictionTable:
         self.path, self.classes, self.thresholds, self._writer = Path(path), classes, thresholds, None
         self._waiting: list[pa.Table] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_) -> None:
         self._flush()
         if self._writer is not None:
             self._writer.close()

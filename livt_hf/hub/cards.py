@@ -29,6 +29,9 @@ LOSS_TITLES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-
 LOSS_TITLES |= {"bal_ce": "balanced cross-entropy"}
 ACCURACY_COLUMNS = (*GROUPS, "accuracy")
 PRECISION_COLUMNS = (*GROUPS, "map")
+# The settings that a card lists.
+TOLD = ("model_size", "tune", "epochs", "batch_size", "base_lr", "weight_decay", "layer_decay", "drop_path")
+TOLD += ("mask_ratio", "loss", "tau", "test_prior", "mixup", "cutmix", "seed")
 # metric -> (type in model-index, name in words)
 METRIC_TITLES = {
     "accuracy": ("accuracy", "Top-1 accuracy"),
@@ -41,11 +44,8 @@ METRIC_TITLES = {
     "ece": ("ece", "Expected calibration error"),
     "mce": ("mce", "Maximum calibration error"),
 }
-MULTI_LABEL_TITLES = {
-    "map": ("mean_average_precision", "Mean average precision"),
-    "many": ("mean_average_precision", "Many-shot mean average precision"),
-    "medium": ("mean_average_precision", "Medium-shot mean average precision"),
-    "few": ("mean_average_precision", "Few-shot mean average precision"),
+MULTI_LABEL_TITLES = {"map": ("mean_average_precision", "Mean average precision")} | {
+    group: ("mean_average_precision", f"{group.capitalize()}-shot mean average precision") for group in GROUPS
 }
 
 
@@ -298,19 +298,7 @@ def _limits(results: Results) -> str:
 
 
 def _training(results: Results, arguments: Mapping) -> str:
-    names = (
-        "model_size",
-        "tune",
-        "epochs",
-        "batch_size",
-        "base_lr",
-        "weight_decay",
-        "layer_decay",
-        "drop_path",
-        "mask_ratio",
-    )
-    names += ("loss", "tau", "test_prior", "mixup", "cutmix", "seed")
-    lines = [f"- `{name}`: {arguments[name]}" for name in names if arguments.get(name) is not None]
+    lines = [f"- `{name}`: {arguments[name]}" for name in TOLD if arguments.get(name) is not None]
     if results.pretrained not in (None, "none"):
         lines.append(f"- started from: `{results.pretrained}`")
     if results.seconds:

@@ -43,16 +43,15 @@ def _shortened(place: str) -> str:
 def scrub_value(value, hub_ids: Collection[str] = ()):
     """`scrub_text` through dictionaries and lists; a string that is a path from end to end may contain spaces."""
     if isinstance(value, dict):
-        return {name: _scrub_field(name, item, hub_ids) for name, item in value.items()}
+        return {
+            name: _shortened(item) if _is_place(name, item, hub_ids) else scrub_value(item, hub_ids)
+            for name, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [scrub_value(item, hub_ids) for item in value]
     if isinstance(value, str):
         return _shortened(value) if _WHOLE.fullmatch(value) and len(value) > 1 else scrub_text(value)
     return value
-
-
-def _scrub_field(name: str, value, hub_ids: Collection[str]):
-    return _shortened(value) if _is_place(name, value, hub_ids) else scrub_value(value, hub_ids)
 
 
 def _is_place(name: str, value, hub_ids: Collection[str]) -> bool:
@@ -86,6 +85,7 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
     """Raise if any file below `folder` holds a Hub token, a home directory or one of the `forbidden` strings."""
     # JSON writes each backslash of a Windows path twice.
     literal = [re.escape(text.encode()).replace(rb"\\", rb"\\{1,2}") for text in forbidden if text]
+    private = [_HOME, *(re.compile(rb"(?<![\w+/.])" + text + rb"(?![\w-])") for text in literal)]
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size):
         name = path.relative_to(folder)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -93,10 +93,7 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
                 raise LiVTError(
                     f"{name} seems to hold a Hub token (hf_...); remove the token from the run and revoke it."
                 )
-            for pattern in [
-                _HOME,
-                *(re.compile(rb"(?<![\w+/.])" + text + rb"(?![\w-])") for text in literal),
-            ]:
+            for pattern in private:
                 if found := pattern.search(content):
                     near = content[max(0, found.start() - 20) : found.end() + 20].decode(errors="replace")
                     raise LiVTError(f"{name} names a private place or a secret (…{near!r}…); remove it from the run.")

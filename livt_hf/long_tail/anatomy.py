@@ -19,9 +19,10 @@ def classifier_of(model: PreTrainedModel) -> nn.Linear:
         place, found = "classifier", getattr(model, "classifier", None)
     layers = [] if found is None else [layer for layer in found.modules() if isinstance(layer, nn.Linear)]
     if not layers or layers[-1].out_features != model.config.num_labels:
+        what = "missing" if found is None else f"a {type(found).__name__}"
         raise LiVTError(
             f"{type(model).__name__} is not a known kind of image classifier: `{place}` should be or end in a linear "
-            f"layer with {model.config.num_labels} outputs, one per label, and it is {_shortly(found)}."
+            f"layer with {model.config.num_labels} outputs, one per label, and it is {what}."
         )
     return layers[-1]
 
@@ -100,7 +101,3 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         parts += [getattr(stage, name, None) for name in ("layers", "blocks")]
         blocks.extend(next((part for part in parts if isinstance(part, nn.ModuleList | nn.Sequential)), [stage]))
     return blocks
-
-
-def _shortly(found) -> str:
-    return "missing" if found is None else f"a {type(found).__name__}"

@@ -133,22 +133,24 @@ class LongTailConfig(dict):
             raise LiVTError(f"nt_lambda {self.nt_lambda} must be positive; 1 is plain BCE.")
         if not 0 < self.cb_beta < 1:
             raise LiVTError(f"cb_beta {self.cb_beta} must lie between 0 and 1.")
-        if not 0 <= self.ib_warmup <= 1:
-            raise LiVTError(f"ib_warmup {self.ib_warmup} is a share of the training; it lies between 0 and 1.")
-        if self.weighted_from is not None:
-            self._check_weighting()
+        for name in ("ib_warmup", "drw_start"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise LiVTError(f"{name} {share} is a share of the training; it lies between 0 and 1.")
+        self._check_weighting()
 
     def _check_weighting(self) -> None:
-        """Refuse what does not weight images by class, or does so twice."""
-        if self.drw_start is not None and not 0 <= self.drw_start <= 1:
-            raise LiVTError(f"drw_start {self.drw_start} is a share of the training; it lies between 0 and 1.")
-        why = None
+        """Refuse what weights images by class twice, or where that has no meaning."""
         if self.drw_start is not None and self.spec.class_weighted:
-            why = "drw_start", "weights images by class already"
-        elif self.spec.batch_statistic:
-            why = self._weighted_by, "is no mean over images"
-        if why is not None:
-            raise LiVTError(f"{why[0]} cannot be used with loss {self.loss!r}, which {why[1]}; leave it out.")
+            raise LiVTError(
+                f"drw_start cannot be used with loss {self.loss!r}, which weights images by class already; "
+                "leave it out."
+            )
+        if self.weighted_from is not None and self.spec.batch_statistic:
+            raise LiVTError(
+                f"{self._weighted_by} cannot be used with loss {self.loss!r}, which is no mean over images; "
+                "leave it out."
+            )
 
     @property
     def _weighted_by(self) -> str:
@@ -198,8 +200,10 @@ class LongTailConfig(dict):
 
     def _check_counts(self, num_labels: int, multi_label: bool) -> None:
         counts, images = self.class_counts, self.num_train_images
-        if len(counts) != num_labels:
-            raise LiVTError(f"class_counts has {len(counts)} entries for {num_labels} labels; give one per class.")
+        for name in ("class_counts", "seen_counts", "class_weights"):
+            entries = num_labels if getattr(self, name) is None else len(getattr(self, name))
+            if entries != num_labels:
+                raise LiVTError(f"{name} has {entries} entries for {num_labels} labels; give one per class.")
         empty = [label for label, count in enumerate(counts) if count <= 0]
         if empty:
             listed = str(empty[:10])[:-1] + (", ...]" if len(empty) > 10 else "]")
@@ -218,22 +222,14 @@ class LongTailConfig(dict):
         if not multi_label and images not in (None, sum(counts)):
             raise LiVTError(f"num_train_images is {images} but class_counts sum to {sum(counts)}; leave it out.")
         for name in ("seen_counts", "class_weights"):
-            self._check_numbers(name, num_labels)
+            wrong = [value for value in getattr(self, name) or () if not (math.isfinite(value) and value > 0)]
+            if wrong:
+                raise LiVTError(f"{name} holds {wrong[0]:g}; every class needs a positive number.")
         if self.seen_counts is not None and not math.isclose(sum(self.seen_counts), sum(counts), rel_tol=1e-6):
             raise LiVTError(
                 f"seen_counts sum to {sum(self.seen_counts):g}; an epoch draws as many images as class_counts have, "
                 f"{sum(counts)}."
             )
-
-    def _check_numbers(self, name: str, num_labels: int) -> None:
-        values = getattr(self, name)
-        if values is None:
-            return
-        if len(values) != num_labels:
-            raise LiVTError(f"{name} has {len(values)} entries for {num_labels} labels; give one per class.")
-        wrong = [value for value in values if not (math.isfinite(value) and value > 0)]
-        if wrong:
-            raise LiVTError(f"{name} holds {wrong[0]:g}; every class needs a positive number.")
 
 
 def _listed(name: str, values, number: Callable) -> list:

@@ -19,16 +19,9 @@ from livt_hf.long_tail.losses import (
     effective_number_weights,
     inverse_count_weights,
     ldam_margins,
+    scaled_weights,
 )
-from livt_hf.long_tail.priors import (
-    Prior,
-    as_prior,
-    class_prior,
-    log_odds,
-    log_training_posterior,
-    shift_odds,
-    shift_prior,
-)
+from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_odds, shift_odds, shift_prior
 
 
 class CosineClassifier(nn.Linear):
@@ -104,15 +97,13 @@ class LongTailHead(nn.Module):
 
     def constants(self) -> dict[str, Tensor]:
         """Everything the class counts determine: never saved, always derived."""
-        settings, counts = self.settings, self.settings.shown_counts
+        settings, counts, bias = self.settings, self.settings.shown_counts, torch.zeros(self.config.num_labels)
         if counts is None:
-            return {"logit_bias": torch.zeros(self.config.num_labels)}
-        if not self.spec.balanced:
-            bias = torch.zeros(self.config.num_labels)
-        elif self.spec.activation == "sigmoid" and settings.bias == "bce":
+            return {"logit_bias": bias}
+        if self.spec.balanced and self.spec.activation == "sigmoid" and settings.bias == "bce":
             images = settings.num_images if self.multi_label else None
             bias = balanced_bce_bias(counts, settings.test_prior, num_images=images)
-        else:
+        elif self.spec.balanced:
             bias = balanced_ce_bias(counts, settings.test_prior)
         return {
             "logit_bias": settings.tau * bias,
@@ -126,8 +117,7 @@ class LongTailHead(nn.Module):
         """Those that were given, scaled to sum C like the others, or those by effective numbers."""
         if self.settings.class_weights is None:
             return effective_number_weights(counts, self.settings.cb_beta)
-        weights = torch.tensor(self.settings.class_weights, dtype=torch.float64)
-        return (weights * len(weights) / weights.sum()).float()
+        return scaled_weights(torch.tensor(self.settings.class_weights, dtype=torch.float64))
 
     def _apply(self, fn, recurse=True):
         """Follow the model to its device but not to half precision: priors of one in ten million must survive."""
@@ -199,9 +189,10 @@ class LongTailHead(nn.Module):
         """log p_j, the posterior under the training prior as training fitted it (log-odds for multi-label)."""
         if self.no_posterior:
             raise LiVTError(f"this head gives no probabilities ({self.no_posterior}); rank by the logits.")
+        adjusted = logits.float() + self.logit_bias  # as in training
         if self.multi_label:
-            return logits.float() + self.logit_bias
-        return log_training_posterior(logits, self.logit_bias, self.spec.activation)
+            return adjusted
+        return adjusted.log_softmax(-1) if self.spec.activation == "softmax" else nn.functional.logsigmoid(adjusted)
 
     def training_posterior(self, logits: Tensor) -> Tensor:
         """log P_s(j|x) under the training prior (log-odds for multi-label); refuses losses that do not estimate it."""
@@ -220,13 +211,17 @@ class LongTailHead(nn.Module):
 
         Where an image may have several labels and there is no test prior, None is the training prior.
         """
-        settings = self.settings
         log_posterior = self.training_posterior(logits)
-        source = class_prior(settings.shown_counts, settings.num_images)
         if prior is None:
-            prior = settings.test_prior
+            prior = self.settings.test_prior
         if prior is None:
-            prior = source if self.multi_label else "uniform"
-        target = as_prior(prior, self.config.num_labels, multi_label=self.multi_label)
-        shift = shift_odds if self.multi_label else shift_prior
-        return shift(log_posterior, source, target)
+            prior = self.training_prior() if self.multi_label else "uniform"
+        return self.shifted(log_posterior, as_prior(prior, self.config.num_labels, multi_label=self.multi_label))
+
+    def training_prior(self) -> Tensor:
+        """In double precision. (C,)"""
+        return class_prior(self.settings.shown_counts, self.settings.num_images)
+
+    def shifted(self, log_posterior: Tensor, target: Tensor) -> Tensor:
+        """From what `training_posterior` gives to probabilities under a serving prior. (B, C)"""
+        return (shift_odds if self.multi_label else shift_prior)(log_posterior, self.training_prior(), target)

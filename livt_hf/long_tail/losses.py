@@ -43,17 +43,20 @@ def balanced_bce_bias(
     return bias.float()
 
 
+def scaled_weights(weights: Tensor) -> Tensor:
+    """Class weights with the sum C, so that the loss keeps its size. (C,)"""
+    return (weights * len(weights) / weights.sum()).float()
+
+
 def effective_number_weights(class_counts: Sequence[int], beta: float) -> Tensor:
     """Class-balanced weights (1 - beta) / (1 - beta^n), scaled to sum C (Cui et al., 2019). (C,)"""
     counts = torch.as_tensor(class_counts, dtype=torch.float64)
-    weights = 1 / -torch.expm1(counts * torch.tensor(beta, dtype=torch.float64).log())
-    return (weights * len(weights) / weights.sum()).float()
+    return scaled_weights(1 / -torch.expm1(counts * torch.tensor(beta, dtype=torch.float64).log()))
 
 
 def inverse_count_weights(class_counts: Sequence[int]) -> Tensor:
     """Weights 1 / n, scaled to sum C: the lambda_k of Park et al. (2021). (C,)"""
-    weights = 1 / torch.as_tensor(class_counts, dtype=torch.float64)
-    return (weights * len(weights) / weights.sum()).float()
+    return scaled_weights(1 / torch.as_tensor(class_counts, dtype=torch.float64))
 
 
 def class_weighted(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,11 +67,11 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
 
 
 def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -> list[float]:
-    """A JSON or YAML file with a number for each class (a list in class order, or by class name) as a distribution.
+    """A file with a number for each class, as `read_numbers` takes it, as a distribution.
 
     Where an image may have several labels, the numbers are the shares of images with each label and stay as they are.
     """
-    content = _numbers_by_class(path, labels, "prior")
+    content = read_numbers(path, labels, "prior")
     if min(content) < 0 or sum(content) <= 0:
         raise LiVTError(f"the prior in {path} must hold frequencies: none negative, not all zero.")
     if multi_label:
@@ -79,17 +79,8 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
     return [value / sum(content) for value in content]
 
 
-def read_class_weights(path: str, labels: Sequence[str]) -> list[float]:
-    """A JSON or YAML file with a positive weight for each class, as a list in class order or by class name."""
-    return _numbers_by_class(path, labels, "class weights")
-
-
-def read_class_counts(path: str, labels: Sequence[str]) -> list[float]:
-    """A JSON or YAML file with the number of training images of each class, as a list or by class name."""
-    return _numbers_by_class(path, labels, "class counts")
-
-
-def _numbers_by_class(path: str, labels: Sequence[str], what: str) -> list[float]:
+def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
+    """A JSON or YAML file with a number for each class, as a list in class order or by class name; `what` they are."""
     content = read_values(Path(path))
     if isinstance(content, dict):
         names = {str(name): value for name, value in content.items()}
@@ -105,12 +96,6 @@ def _numbers_by_class(path: str, labels: Sequence[str], what: str) -> list[float
     if wrong:
         raise LiVTError(f"the {what} in {path} hold {wrong[0]:.3g}; give a number for each class.")
     return content
-
-
-def log_training_posterior(logits: Tensor, bias: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:
-    """log P_s(j|x) for every class, from the logits z and the bias that training added to them. (B, C)"""
-    adjusted = logits.float() + bias
-    return adjusted.log_softmax(-1) if activation == "softmax" else torch.nn.functional.logsigmoid(adjusted)
 
 
 def shift_prior(log_posterior: Tensor, source: Tensor, target: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from torch import Tensor
 from livt_hf.errors import LiVTError
 from livt_hf.metrics.groups import (
     FEW_BELOW,
-    GROUPS,
     MANY_ABOVE,
     as_counts,
     check_labels,
     check_scores,
+    class_rows,
     group_means,
     known,
     shot_groups,
@@ -56,6 +56,7 @@ class LongTailMetrics:
         if bins < 1:
             raise LiVTError(f"bins={bins}; calibration needs at least one.")
         self.class_counts = as_counts(class_counts)
+        self.many_above, self.few_below = many_above, few_below
         self.groups = shot_groups(self.class_counts, many_above, few_below)
         self.num_classes = len(self.class_counts)
         self.num_bins = bins
@@ -174,8 +175,8 @@ class LongTailMetrics:
             "worst_class_accuracy": recall[present].min().item(),
             "macro_precision": precision[present].mean().item(),
             "macro_f1": f1[present].mean().item(),
-            **{f"{group}_precision": mean for group, mean in group_means(precision, present, self.groups).items()},
-            **{f"{group}_f1": mean for group, mean in group_means(f1, present, self.groups).items()},
+            **group_means(precision, present, self.groups, "_precision"),
+            **group_means(f1, present, self.groups, "_f1"),
             "ece": gaps.sum().item() / calibrated if calibrated else None,
             "mce": (gaps / self._bin_images[filled]).max().item() if calibrated else None,
             "mean_confidence": int(self._bin_confidence.sum()) / _ONE / calibrated if calibrated else None,
@@ -191,18 +192,14 @@ class LongTailMetrics:
         """One row per class: training images, group, test images, accuracy (its recall), precision, F1, confidence."""
         recall, precision, f1, present = self._by_class()
         confidences = self._confidence.double() / _ONE / self._confident.clamp(min=1)
-        columns = {
-            "class": range(self.num_classes),
-            "name": [str(i) for i in range(self.num_classes)] if names is None else names,
-            "count": self.class_counts.tolist(),
-            "group": [GROUPS[i] for i in self.groups.tolist()],
+        measured = {
             "images": self._images.tolist(),
             "accuracy": known(recall, present),
             "precision": known(precision, present),
             "f1": known(f1, present),
             "confidence": known(confidences, self._confident > 0),
         }
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return class_rows(self.class_counts, self.groups, names, measured)
 
     @property
     def bins(self) -> list[dict]:

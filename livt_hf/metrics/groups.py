@@ -28,10 +28,22 @@ def group_sizes(class_counts: Sequence[int] | Tensor) -> dict[str, int]:
     return dict(zip(GROUPS, torch.bincount(shot_groups(class_counts), minlength=len(GROUPS)).tolist(), strict=True))
 
 
-def group_means(values: Tensor, present: Tensor, groups: Tensor) -> dict[str, float | None]:
+def group_means(values: Tensor, present: Tensor, groups: Tensor, suffix: str = "") -> dict[str, float | None]:
     """The mean over the classes of each group that are present; None where there is none."""
-    members = {name: values[present & (groups == place)] for place, name in enumerate(GROUPS)}
+    members = {f"{name}{suffix}": values[present & (groups == place)] for place, name in enumerate(GROUPS)}
     return {name: part.mean().item() if len(part) else None for name, part in members.items()}
+
+
+def class_rows(counts: Tensor, groups: Tensor, names: Sequence[str] | None, measured: dict[str, list]) -> list[dict]:
+    """One row per class: its id, its name, its training images, its group, and what was measured."""
+    ids = range(len(counts))
+    columns = {
+        "class": ids,
+        "name": map(str, ids) if names is None else names,
+        "count": counts.tolist(),
+        "group": [GROUPS[i] for i in groups.tolist()],
+    } | measured
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def known(values: Tensor, present: Tensor) -> list[float | None]:

@@ -7,10 +7,18 @@ from torch import Tensor
 
 from livt_hf.errors import LiVTError
 from livt_hf.metrics.classification import recall_precision_f1
-from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE, as_counts, check_scores, known, shot_groups
-from livt_hf.metrics.ranking import auroc, average_precision
+from livt_hf.metrics.groups import (
+    FEW_BELOW,
+    GROUPS,
+    MANY_ABOVE,
+    as_counts,
+    check_scores,
+    class_rows,
+    known,
+    shot_groups,
+)
+from livt_hf.metrics.ranking import one_against_rest
 
-_BLOCK = 2**22  # scores sorted at a time
 ENOUGH = 5  # images with a label that choose its threshold; classes with fewer choose one together
 
 
@@ -87,25 +95,13 @@ class MultiLabelMetrics:
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
         """One row per class: training images, group, positive test images, average precision and AUROC."""
         scores, targets = self._all()
-        columns = max(1, _BLOCK // max(1, len(scores)))
-        blocks = list(zip(scores.split(columns, 1), targets.long().split(columns, 1), strict=True))
-        positives, areas = targets.sum(dim=0), torch.cat([auroc(*block) for block in blocks])
-        precisions = known(torch.cat([average_precision(*block) for block in blocks]), positives > 0)
-        known_areas = known(areas, areas.isfinite())
-        decided = self._by_decision(targets)
-        return [
-            {
-                "class": i,
-                "name": str(i) if names is None else names[i],
-                "count": int(self.class_counts[i]),
-                "group": GROUPS[self.groups[i]],
-                "images": int(positives[i]),
-                "average_precision": precisions[i],
-                "auroc": known_areas[i],
-            }
-            | {name: values[i] for name, values in decided.items()}
-            for i in range(self.num_classes)
-        ]
+        positives, rankings = targets.sum(dim=0), one_against_rest(scores, targets)
+        measured = {
+            "images": positives.tolist(),
+            "average_precision": known(rankings["average_precision"], positives > 0),
+            "auroc": known(rankings["auroc"], rankings["auroc"].isfinite()),
+        }
+        return class_rows(self.class_counts, self.groups, names, measured | self._by_decision(targets))
 
     def compute(self) -> dict[str, float | int | None]:
         """`map` over all classes with positive images, and over those of each group; fractions, None where empty."""

@@ -51,8 +51,9 @@ def _last_of_equals(scores: Tensor) -> Tensor:
 def one_against_rest(
     scores: Tensor, labels: Tensor, gather: Callable[[Tensor], Tensor] = lambda part: part
 ) -> dict[str, Tensor]:
-    """`auroc` and `average_precision` of every class against the others, from (N, C) scores and (N,) class ids. (C,)
+    """`auroc` and `average_precision` of every class against the others, from (N, C) scores. (C,)
 
+    `labels` are class ids (N,), or 0 and 1 (N, C) where an image may have several.
     A ranking needs the scores of all images, so blocks of classes are looked at one by one: `scores` may lie in a
     mapped file, and `gather` puts together the parts that several processes hold.
     """
@@ -61,7 +62,8 @@ def one_against_rest(
     width = max(1, _BLOCK // max(1, len(labels)))
     for start in range(0, scores.shape[1], width):
         block = gather(scores[:, start : start + width].contiguous())
-        targets = (labels[:, None] == torch.arange(start, start + block.shape[1])).long()
+        classes = torch.arange(start, start + block.shape[1])
+        targets = (labels[:, classes] if labels.ndim == 2 else labels[:, None] == classes).long()
         results["auroc"].append(auroc(block, targets))
         results["average_precision"].append(average_precision(block, targets))
     return {name: torch.cat(parts) for name, parts in results.items()}
@@ -74,5 +76,5 @@ def ranking_means(rankings: dict[str, Tensor], labels: Tensor, groups: Tensor) -
     for name, values in rankings.items():
         present = (images > 0) & values.isfinite()
         means[name] = values[present].mean().item() if present.any() else None
-        means |= {f"{group}_{name}": mean for group, mean in group_means(values, present, groups).items()}
+        means |= group_means(values, present, groups, f"_{name}")
     return means

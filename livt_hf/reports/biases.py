@@ -7,12 +7,11 @@ import numpy as np
 
 from livt_hf.long_tail.losses import balanced_bce_bias, balanced_ce_bias
 from livt_hf.metrics import GROUPS, shot_groups
-from livt_hf.reports.style import BLUE, ORANGE, VERMILLION, label_classes, new_figure, plain, save, shade_groups
+from livt_hf.reports.style import BLUE, NAMED, ORANGE, VERMILLION, label_classes, new_figure, plain, save, shade_groups
 
 # With many classes the two nearly coincide: thin dashes over a wide line show both.
-_CE = {"color": BLUE, "linestyle": "--", "linewidth": 1.6}
-_BCE = {"color": VERMILLION, "linestyle": "-", "linewidth": 3}
-_CE_NAME, _BCE_NAME = "Theorem 1 (softmax)", "Theorem 3 (sigmoid)"
+_CE = {"color": BLUE, "linestyle": "--", "linewidth": 1.6, "label": "Theorem 1 (softmax)"}
+_BCE = {"color": VERMILLION, "linestyle": "-", "linewidth": 3, "label": "Theorem 3 (sigmoid)"}
 
 
 def _both(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +34,7 @@ def class_distribution(counts: Sequence[int], path: str | Path, names: Sequence[
     ax = plain(figure.add_subplot(), ylabel="training images")
     ax.grid(False)
     shade_groups(ax, [GROUPS[group] for group in shot_groups(sizes)])
-    if len(sizes) <= 40:
+    if len(sizes) <= NAMED:
         ax.bar(ranks, sizes, width=0.75, color="0.78")
     else:
         ax.fill_between(ranks, sizes, step="mid", color="0.78", linewidth=0)
@@ -48,8 +47,8 @@ def class_distribution(counts: Sequence[int], path: str | Path, names: Sequence[
         right.spines["top"].set_visible(False)
         right.set_ylabel("logit bias")
         ce, bce = _both(sizes)
-        right.plot(ranks, bce, label=_BCE_NAME, **_BCE)
-        right.plot(ranks, ce, label=_CE_NAME, **_CE)
+        right.plot(ranks, bce, **_BCE)
+        right.plot(ranks, ce, **_CE)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)  # balanced classes fill the axes
     return save(figure, path)
 
@@ -58,20 +57,15 @@ def bias_curves(path: str | Path, num_classes: int = 1000) -> Path:
     """Both biases over the training prior pi of a class (Fig. "val-ce-bce"): they part where a class is large."""
     # A class with share pi against the rest in equal parts, in units of 1e-9 of the images.
     shares = np.concatenate([np.geomspace(1e-5, 0.5, 120), np.linspace(0.5, 0.999, 80)[1:]])
-    total = 10**9 * (num_classes - 1)
-    ce, bce = [], []
-    for share in shares:
-        mine = round(share * total)
-        counts = np.full(num_classes, (total - mine) // (num_classes - 1), dtype=np.int64)
-        counts[0] = mine
-        both = _both(counts)
-        ce.append(both[0][0])
-        bce.append(both[1][0])
+    others = num_classes - 1
+    mine = [round(share * 10**9 * others) for share in shares]
+    counts = [np.array([count] + [(10**9 * others - count) // others] * others) for count in mine]
+    ce, bce = zip(*((ce[0], bce[0]) for ce, bce in map(_both, counts)), strict=True)
     figure = new_figure(9, 3.8)
     for position, scale in enumerate(("linear", "log"), start=1):
         ax = plain(figure.add_subplot(1, 2, position), xlabel="training prior π of the class", ylabel="logit bias")
-        ax.plot(shares, bce, label=_BCE_NAME, **_BCE)
-        ax.plot(shares, ce, label=_CE_NAME, **_CE)
+        ax.plot(shares, bce, **_BCE)
+        ax.plot(shares, ce, **_CE)
         ax.axvline(1 / num_classes, color="0.6", linewidth=1)
         ax.annotate(
             "1/C, no bias", (1 / num_classes, 0.03), xycoords=ax.get_xaxis_transform(), xytext=(4, 0),
@@ -98,8 +92,8 @@ def bias_by_gamma(path: str | Path, gammas: Sequence[float] = (10, 50, 100, 200)
         bars = right.bar(ranks, bce - ce, width=0.7, color=ORANGE, alpha=0.55, label="difference (right axis)")
         ax.set_zorder(right.get_zorder() + 1)  # lines over bars
         ax.patch.set_visible(False)
-        wide = ax.plot(ranks, bce, label=_BCE_NAME, **_BCE)
-        dashed = ax.plot(ranks, ce, label=_CE_NAME, **_CE)
+        wide = ax.plot(ranks, bce, **_BCE)
+        dashed = ax.plot(ranks, ce, **_CE)
         ax.set_xticks(ranks)
         ax.set_ylim(-limit, limit)
         right.set_ylim(-right_limit, right_limit)  # both axes have their zero in the middle

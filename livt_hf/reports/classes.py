@@ -14,6 +14,7 @@ from livt_hf.reports.sheets import labelled_rows
 from livt_hf.reports.style import (
     BLUE,
     GROUP_COLOURS,
+    NAMED,
     SKY,
     VERMILLION,
     label_classes,
@@ -23,8 +24,6 @@ from livt_hf.reports.style import (
     shade_groups,
     shorten,
 )
-
-_NAMED = 40  # up to so many classes have room for a bar and a name each
 
 
 def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | None = None) -> Path:
@@ -57,9 +56,7 @@ def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | 
     return save(figure, path)
 
 
-def accuracy_by_frequency(
-    per_class: Sequence[Mapping], path: str | Path, title: str | None = None, measure: str = "accuracy"
-) -> Path:
+def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, measure: str = "accuracy") -> Path:
     """Accuracy, or another measure, of each class from head to tail, with groups shaded and their means marked.
 
     Many classes also get a running mean.
@@ -71,11 +68,10 @@ def accuracy_by_frequency(
     groups = [row["group"] for row in rows]
     figure = new_figure(9, 4.5)
     ax = plain(figure.add_subplot(), ylabel=f"{measure.replace('_', ' ')} (%)")
-    if title:  # above the names of the groups
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
     shade_groups(ax, groups)
     colours = [GROUP_COLOURS[group] for group in groups]
-    if len(rows) <= _NAMED:
+    named = len(rows) <= NAMED
+    if named:
         ax.bar(ranks, accuracy, width=0.75, color=colours, alpha=0.75)
     else:
         # Three test images per class give only four accuracies: spread by 2 points so that crowds show as such.
@@ -93,11 +89,12 @@ def accuracy_by_frequency(
             level, members[0] - 0.5, members[-1] + 0.5, color=GROUP_COLOURS[group], linewidth=2, linestyle="--",
             label=f"{group}: {level:.1f}",
         )  # fmt: skip
-    ax.set_ylim(-3 if len(rows) > _NAMED else 0, 103)
+    ax.set_ylim(0 if named else -3, 103)
     label_classes(ax, [row["name"] for row in rows], len(rows))
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
-    if len(rows) <= _NAMED:  # names need the room below the axis
+    if named:  # names need the room below the axis
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    else:
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
     return save(figure, path)
 
 

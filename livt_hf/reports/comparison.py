@@ -29,9 +29,10 @@ class Report:
     @classmethod
     def of(cls, place: str) -> "Report":
         """The report in a folder, or the newest one in the folder of a run."""
-        found = sorted(Path(place).glob(f"report*/{NUMBERS}"), key=lambda path: path.stat().st_mtime)
-        folder = Path(place) if Path(place, NUMBERS).is_file() else found[-1].parent if found else None
-        if folder is None or not (folder / CLASSES).is_file():
+        reports = Path(place).glob(f"report*/{NUMBERS}")
+        newest = max(reports, key=lambda path: path.stat().st_mtime, default=Path(place, NUMBERS))
+        folder = Path(place) if Path(place, NUMBERS).is_file() else newest.parent
+        if not (folder / NUMBERS).is_file() or not (folder / CLASSES).is_file():
             raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval --model {place}")
         hints = {"dataset": str, "split": str, "rules": dict[str, dict[str, float | None]]}
         summary = read_record(folder / NUMBERS, hints)
@@ -59,12 +60,8 @@ def _read_classes(path: Path) -> list[dict]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return [
-                {
-                    "name": row["name"],
-                    "count": int(row["count"]),
-                    "images": int(row["images"]),
-                    "accuracy": float(row["accuracy"]) if row["accuracy"] else None,
-                }
+                {"name": row["name"], "count": int(row["count"]), "images": int(row["images"])}
+                | {"accuracy": float(row["accuracy"]) if row["accuracy"] else None}
                 for row in csv.DictReader(file)
             ]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
@@ -115,15 +112,7 @@ def difference(first: dict, second: dict) -> str:
 
 
 def _metric_rows(one: Report, other: Report) -> list[dict]:
-    return [
-        {
-            "metric": name,
-            "first": percent(one.metrics[name]),
-            "second": percent(other.metrics[name]),
-            "difference": _points(one.metrics[name], other.metrics[name]),
-        }
-        for name in METRICS
-    ]
+    return [{"metric": name} | _compared(one.metrics[name], other.metrics[name]) for name in METRICS]
 
 
 def _rule_rows(report: Report) -> list[dict]:
@@ -138,17 +127,12 @@ def _class_rows(one: Report, other: Report) -> list[dict]:
     pairs = [(a, b) for a, b in both if a["accuracy"] is not None and b["accuracy"] is not None]
     pairs.sort(key=lambda pair: -abs(pair[1]["accuracy"] - pair[0]["accuracy"]))
     return [
-        {
-            "class": a["name"],
-            "training images": a["count"],
-            "test images": a["images"],
-            "first": percent(a["accuracy"]),
-            "second": percent(b["accuracy"]),
-            "difference": _points(a["accuracy"], b["accuracy"]),
-        }
+        {"class": a["name"], "training images": a["count"], "test images": a["images"]}
+        | _compared(a["accuracy"], b["accuracy"])
         for a, b in pairs[:LISTED]
     ]
 
 
-def _points(first: float | None, second: float | None) -> str:
-    return "-" if first is None or second is None else f"{100 * (second - first):+.1f}"
+def _compared(first: float | None, second: float | None) -> dict:
+    difference = "-" if first is None or second is None else f"{100 * (second - first):+.1f}"
+    return {"first": percent(first), "second": percent(second), "difference": difference}

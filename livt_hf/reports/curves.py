@@ -23,54 +23,49 @@ def training_curves(logs: Mapping[str, str | Path], path: str | Path) -> Path:
     runs = {name: read_log(log) for name, log in logs.items()}
     if not any(runs.values()):
         raise LiVTError(f"{', '.join(map(str, logs.values()))}: no line to draw; give the log.jsonl of runs.")
-    by_epoch = all("epoch" in row for rows in runs.values() for row in rows)
-    x, xlabel = ("epoch", "epoch") if by_epoch else ("update", "update")
-    evaluations = {name: [row for row in rows if "eval" in row] for name, rows in runs.items()}
-    found = [g for g in GROUP_NAMES if any(row["eval"].get(g) is not None for e in evaluations.values() for row in e)]
-    if len(runs) == 1:
-        panels = ["loss", "lr"] + (["groups"] if found else [])
-    else:
-        panels = ["loss", "lr", *found]
+    x = "epoch" if all("epoch" in row for rows in runs.values() for row in rows) else "update"
+    evaluations = {name: [row["eval"] | {x: row[x]} for row in rows if "eval" in row] for name, rows in runs.items()}
+    found = [g for g in GROUP_NAMES if any(row.get(g) is not None for rows in evaluations.values() for row in rows)]
+    alone = len(runs) == 1
+    panels = ["loss", "lr", *(["groups"] if alone and found else found)]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure(4.2 * columns, 3.3 * lines)
     axes = {panel: figure.add_subplot(lines, columns, i) for i, panel in enumerate(panels, start=1)}
-    plain(axes["loss"], xlabel, "training loss")
-    plain(axes["lr"], xlabel, "learning rate")
+    plain(axes["loss"], x, "training loss")
+    plain(axes["lr"], x, "learning rate")
     for panel in panels[2:]:
-        plain(axes[panel], xlabel, "accuracy (%)", None if panel == "groups" else GROUP_NAMES[panel])
+        plain(axes[panel], x, "accuracy (%)", None if panel == "groups" else GROUP_NAMES[panel])
 
     for i, (name, rows) in enumerate(runs.items()):
         look = {"color": PALETTE[i % len(PALETTE)], "linestyle": _LINES[i // len(PALETTE) % len(_LINES)]}
-        label = shorten(name, 40)
-        losses = [(row[x], row["loss"]) for row in rows if row.get("loss") is not None]
-        _draw_loss(axes["loss"], losses, label, look)
-        rates = [(row[x], row["lr"]) for row in rows if row.get("lr") is not None]
-        axes["lr"].plot(*_columns(rates), **look)
+        _draw_loss(axes["loss"], *_series(rows, x, "loss"), shorten(name, 40), look)
+        axes["lr"].plot(*_series(rows, x, "lr"), **look)
         for group in found:
-            points = [(r[x], 100 * r["eval"][group]) for r in evaluations[name] if r["eval"].get(group) is not None]
-            if len(runs) == 1:
+            xs, shares = _series(evaluations[name], x, group)
+            if alone:
                 colour, marker = GROUP_COLOURS[group], GROUP_MARKERS[group]
-                axes["groups"].plot(*_columns(points), color=colour, marker=marker, ms=4, label=GROUP_NAMES[group])
+                axes["groups"].plot(xs, 100 * shares, color=colour, marker=marker, ms=4, label=GROUP_NAMES[group])
             else:
-                axes[group].plot(*_columns(points), marker="o", markersize=3, **look)
+                axes[group].plot(xs, 100 * shares, marker="o", markersize=3, **look)
     for panel in panels[1:]:
         axes[panel].set_ylim(bottom=0)
-    if len(runs) == 1 and found:
+    if alone and found:
         axes["groups"].legend(frameon=False, ncols=2)
-    if len(runs) > 1:
+    if not alone:
         for text in figure.legend(loc="outside lower center", ncols=min(3, len(runs)), frameon=False).get_texts():
             text.set_parse_math(False)
     return save(figure, path)
 
 
-def _columns(points: list[tuple]) -> tuple[list, list]:
-    return [a for a, _ in points], [b for _, b in points]
+def _series(rows: Sequence[Mapping], x: str, y: str) -> list[np.ndarray]:
+    """Two columns of a log, without the rows that have no `y`."""
+    found = [row for row in rows if row.get(y) is not None]
+    return [np.array([row[name] for row in found], dtype=float) for name in (x, y)]
 
 
-def _draw_loss(ax: Axes, points: list[tuple], label: str, look: dict) -> None:
+def _draw_loss(ax: Axes, xs: np.ndarray, ys: np.ndarray, label: str, look: dict) -> None:
     """The running mean of the loss over the loss itself, which is drawn faintly; a short log is drawn as it is."""
-    xs, ys = (np.array(column, dtype=float) for column in _columns(points))
     window = len(ys) // 25
     if window < 3:
         ax.plot(xs, ys, label=label, **look)

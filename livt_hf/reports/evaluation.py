@@ -152,15 +152,13 @@ def fold_rows(summary: dict) -> list[dict]:
 def _group_rows(summary: dict) -> list[dict]:
     """All classes, then those of each shot group, under the first rule."""
     metrics = next(iter(summary["rules"].values())) | summary["rankings"]
-    rows = []
-    for group in ("all", *GROUPS):
-        prefix, macro = ("", "macro_") if group == "all" else (f"{group}_", f"{group}_")
-        row = {"classes": group, "precision": metrics[f"{macro}precision"]}
-        row["recall"] = metrics["mean_class_accuracy" if group == "all" else group]
-        row |= {"F1": metrics[f"{macro}f1"], "AUROC": metrics[f"{prefix}auroc"]}
-        row["average precision"] = metrics[f"{prefix}average_precision"]
-        rows.append({name: percent(value) if name != "classes" else value for name, value in row.items()})
-    return rows
+    columns = ("precision", "recall", "F1", "AUROC", "average precision")
+    names = {"all": ("macro_precision", "mean_class_accuracy", "macro_f1", "auroc", "average_precision")}
+    names |= {g: (f"{g}_precision", g, f"{g}_f1", f"{g}_auroc", f"{g}_average_precision") for g in GROUPS}
+    return [
+        {"classes": group} | {column: percent(metrics[name]) for column, name in zip(columns, row, strict=True)}
+        for group, row in names.items()
+    ]
 
 
 def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from livt_hf.errors import LiVTError
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.results import percent
 
@@ -16,24 +15,24 @@ def shift_name(imbalance: float) -> str:
     return f"{abs(imbalance):g} {'forward' if imbalance > 0 else 'backward'}"
 
 
+def _rules(shifts: Sequence[Mapping]) -> list[str]:
+    return list(dict.fromkeys(name for shift in shifts for name in shift["rules"]))
+
+
 def shift_rows(shifts: Sequence[Mapping]) -> list[dict]:
     """One row per test set: its images and the accuracy of each rule; a dash where no prior could be estimated."""
-    names = list(dict.fromkeys(name for shift in shifts for name in shift["rules"]))
     return [
         {"test set": shift_name(shift["imbalance"]), "images": shift["num_images"]}
-        | {name: percent(shift["rules"].get(name, {}).get("accuracy")) for name in names}
+        | {name: percent(shift["rules"].get(name, {}).get("accuracy")) for name in _rules(shifts)}
         for shift in shifts
     ]
 
 
 def accuracy_by_shift(shifts: Sequence[Mapping], path: str | Path) -> Path:
     """Accuracy on every test set; `shifts` are entries of `evaluation.json`, from forward to backward."""
-    if not shifts:
-        raise LiVTError("there is no shifted test set to draw; measure some with --test_imbalance.")
     figure = new_figure(8, 4.5)
     ax = plain(figure.add_subplot(), xlabel="imbalance of the test set", ylabel="accuracy (%)")
-    names = list(dict.fromkeys(name for shift in shifts for name in shift["rules"]))
-    for number, name in enumerate(names):
+    for number, name in enumerate(_rules(shifts)):
         found = [(place, shift["rules"][name]) for place, shift in enumerate(shifts) if name in shift["rules"]]
         places, values = [place for place, _ in found], [100 * metrics["accuracy"] for _, metrics in found]
         marker = _MARKERS[number % len(_MARKERS)]

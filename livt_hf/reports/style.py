@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 DPI = 120
+NAMED = 40  # up to so many classes have room for a bar and a name each
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 
 # Colour is never the only sign: each group has a marker of its own too.
@@ -73,7 +74,7 @@ def shade_groups(ax: Axes, groups: Sequence[str]) -> None:
 def label_classes(ax: Axes, names: Iterable[object], num_classes: int) -> None:
     """Name the classes under the axis when there is room for all of them."""
     ax.set_xlim(-0.5, num_classes - 0.5)
-    if num_classes > 40:
+    if num_classes > NAMED:
         ax.set_xlabel("class, by number of training images")
         return
     labels = [shorten(name, 18) for name in names]

@@ -5,8 +5,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from livt_hf.metrics import ConfusionPairs, LongTailMetrics
-from livt_hf.metrics.groups import FEW_BELOW, GROUPS, MANY_ABOVE
+from livt_hf.metrics import GROUPS, ConfusionPairs, LongTailMetrics
 from livt_hf.reports.style import GROUP_COLOURS
 from livt_hf.results import PAPER, percent
 
@@ -16,12 +15,6 @@ OVERCONFIDENT = 0.15  # and so is one whose mean confidence is that much above i
 ENOUGH = 10  # test images, to say so
 CONFUSED = 0.2  # the share of a class's images taken for one other class that is worth a word
 WORTH = 0.01  # what an action must promise, as a share of right answers or of calibration
-
-GROUP_WORDS = {
-    "many": f"more than {MANY_ABOVE} training images",
-    "medium": f"{FEW_BELOW} to {MANY_ABOVE} training images",
-    "few": f"fewer than {FEW_BELOW} training images",
-}
 
 
 @dataclass(frozen=True)
@@ -49,11 +42,16 @@ class Measured:
 
 def groups(measured: Measured) -> list[dict]:
     """How often each group of classes is right, with its interval; groups without classes are left out."""
-    numbers, intervals = measured.first.compute(), measured.intervals
-    counted = [row["group"] for row in measured.classes]
+    first, numbers, counted = measured.first, measured.first.compute(), [row["group"] for row in measured.classes]
+    sizes = (
+        f"more than {first.many_above}",
+        f"{first.few_below} to {first.many_above}",
+        f"fewer than {first.few_below}",
+    )
     return [
-        {"group": name, "classes": counted.count(name), "accuracy": numbers[name], "interval": intervals.get(name)}
-        for name in GROUPS
+        {"group": name, "classes": counted.count(name), "words": f"{size} training images"}
+        | {"accuracy": numbers[name], "interval": measured.intervals.get(name)}
+        for name, size in zip(GROUPS, sizes, strict=True)
         if numbers[name] is not None
     ]
 
@@ -65,7 +63,7 @@ def doubts(row: Mapping) -> list[str]:
     if row["accuracy"] >= POOR and not over:
         return []
     words = []
-    if row["count"] < FEW_BELOW:
+    if row["group"] == "few":
         words.append(f"only {row['count']} training images")
     pair = row["confused"]
     if pair is not None and pair["share"] >= CONFUSED:
@@ -80,12 +78,7 @@ def doubtful(measured: Measured) -> list[dict]:
     rows = [row for row in measured.classes if row["images"] > 1] or measured.classes
     found = [(row, doubts(row)) for row in sorted(rows, key=lambda row: (row["accuracy"], -row["images"]))]
     return [
-        {
-            "class": row["name"],
-            "right (%)": percent(row["accuracy"]),
-            "test images": row["images"],
-            "why": _joined(why),
-        }
+        {"class": row["name"], "right (%)": percent(row["accuracy"]), "why": "; ".join(why)}
         for row, why in found
         if why
     ]
@@ -110,12 +103,12 @@ def _better_rule(measured: Measured) -> list[tuple[float, str]]:
 
 def _more_labels(measured: Measured) -> list[tuple[float, str]]:
     numbers, rows = measured.first.compute(), measured.classes
-    rare = sorted((row for row in rows if row["count"] < FEW_BELOW), key=lambda row: row["accuracy"])
+    rare = sorted((row for row in rows if row["group"] == "few"), key=lambda row: row["accuracy"])
     if not rare or numbers["many"] is None:
         return []
     gain = (numbers["many"] - numbers["few"]) * len(rare) / len(rows)
     named = _listed([row["name"] for row in rare])
-    words = f"Label more images of {named}: classes with fewer than {FEW_BELOW} training images"
+    words = f"Label more images of {named}: classes with fewer than {measured.first.few_below} training images"
     return [
         (gain, f"{words} are right in {percent(numbers['few'])} %, frequent ones in {percent(numbers['many'])} %.")
     ]
@@ -137,7 +130,9 @@ def _more_training(measured: Measured) -> list[tuple[float, str]]:
     if many is None or many > 0.7:
         return []
     words = "Train longer, or start from a better pretraining: even classes with more than"
-    return [((1 - many) / 2, f"{words} {MANY_ABOVE} training images are right in only {percent(many)} %.")]
+    return [
+        ((1 - many) / 2, f"{words} {measured.first.many_above} training images are right in only {percent(many)} %.")
+    ]
 
 
 def _look_alikes(measured: Measured) -> list[tuple[float, str]]:
@@ -189,16 +184,15 @@ def _card(group: Mapping) -> str:
     return (
         f'<div class="card"><b>{share:.1f} %</b> <span>({low:.1f} to {high:.1f})</span>'
         f'<div class="track"><div style="width: {share:.1f}%; background: {GROUP_COLOURS[name]}"></div></div>'
-        f"<div>{name}: {group['classes']:,} classes with {GROUP_WORDS[name]}</div></div>"
+        f"<div>{name}: {group['classes']:,} classes with {group['words']}</div></div>"
     )
 
 
 def first_screen_text(measured: Measured) -> str:
     """The same in Markdown."""
     lines = [
-        f"- {name} ({row['classes']:,} classes, {GROUP_WORDS[name]}): {percent(row['accuracy'])} % right"
+        f"- {row['group']} ({row['classes']:,} classes, {row['words']}): {percent(row['accuracy'])} % right"
         for row in groups(measured)
-        for name in [row["group"]]
     ]
     found = [f"- {row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(measured)[:DOUBTED]]
     steps = [f"{number}. {words}" for number, words in enumerate(actions(measured), start=1)]
@@ -209,7 +203,3 @@ def first_screen_text(measured: Measured) -> str:
 def _listed(names: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
-
-
-def _joined(reasons: Sequence[str]) -> str:
-    return "; ".join(reasons)
