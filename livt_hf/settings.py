@@ -30,10 +30,10 @@ REQUIRED = dataclasses.MISSING
 def option(default: Any, help: str, **facts) -> Any:
     """Declare an option with everything that is known about it.
 
-    `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them.
-    `selects_data`: it decides which images are trained on. `place`: it may name a place on this machine.
-    `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
-    `before`: its value in runs from before there was such an option, where that is not its default.
+    `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them; that may import
+    torch, so `--help` does not ask it. `selects_data`: it decides which images are trained on. `place`: it may name a
+    place on this machine. `free`: it may change when a run is resumed, because it touches neither the data nor the
+    mathematics. `before`: its value in runs from before there was such an option, where that is not its default.
     `alone`: its value when it is named without one. `positional`: its value stands without `--name`; it may then be
     `REQUIRED`.
     """
@@ -286,7 +286,7 @@ class TrainingSettings(DataSettings):
 
 @dataclass
 class PretrainSettings(TrainingSettings):
-    """Masked generative pretraining (MGP)."""
+    """Masked generative pretraining (MGP) of a ViT on your images."""
 
     stage: ClassVar[str] = "pretrain"
 
@@ -302,7 +302,7 @@ class PretrainSettings(TrainingSettings):
 
 @dataclass
 class FinetuneSettings(TrainingSettings):
-    """Balanced fine-tuning (BFT)."""
+    """Balanced fine-tuning (BFT) of a pretrained model."""
 
     stage: ClassVar[str] = "finetune"
 
@@ -332,7 +332,11 @@ class FinetuneSettings(TrainingSettings):
     )
     keep_all_epochs: int = option(1, "number of last epochs with all patches", at_least=0)
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
-    loss: str = option("bal_bce", "loss of the head", choices=loss_names)
+    loss: str = option(
+        "bal_bce",
+        "loss of the head: bal_bce, bal_ce, bce, ce, cb_bce, cb_ce, bal_nt_bce, nt_bce, ldam, lade, ib, or a plugin's",
+        choices=loss_names,
+    )
     tau: float = option(1.0, "strength of the logit bias")
     test_prior: str = option(
         "uniform",
@@ -401,7 +405,7 @@ class FinetuneSettings(TrainingSettings):
 
 @dataclass
 class EvalSettings(DataSettings):
-    """Measure a checkpoint and write a report."""
+    """Measure a model, by class frequency and under several decision rules; write a report."""
 
     stage: ClassVar[str] = "eval"
 
@@ -499,7 +503,7 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
 def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
     """The help of an option with its choices and its default."""
     text = declared.metadata["help"]
-    choices = _choices(cls, declared)
+    choices = () if callable(declared.metadata.get("choices")) else _choices(cls, declared)
     if get_origin(_kind(cls, declared)) is Union:
         choices = ("true", "false", *choices)
     if choices:

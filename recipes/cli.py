@@ -11,30 +11,16 @@ from pathlib import Path
 
 from livt_hf import __version__
 from livt_hf.errors import LiVTError
+from livt_hf.recipes.settings import COMMANDS, CONFIGS
+from livt_hf.settings import command_line
 
-COMMANDS = {
-    "train": "train a classifier on your images in a given time",
-    "pretrain": "masked generative pretraining (MGP) of a ViT on your images",
-    "finetune": "balanced fine-tuning (BFT) of a pretrained model",
-    "eval": "measure a model, by class frequency and under several decision rules; write a report",
-    "calibrate": "make the class probabilities of a trained model right, on images it was not trained on",
-    "predict": "classify image files",
-    "demo": "try models in the browser, on this machine",
-    "publish": "put a finished run on the Hub, with its model card",
-    "publish-data": "put a long-tailed dataset on the Hub, with its card",
-    "convert": "convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export",
-    "data": "look at a dataset before training",
-    "compare": "which way for your images: from scratch, or a pretrained backbone's head, LoRA or all of it",
-    "sweep": "the paper's ablations, one command each",
-}
 LAUNCHED = ("pretrain", "finetune", "eval")
-CONFIGS = Path(__file__).parent / "configs"
 MOST_PROCESSES = 8
 
 HELP = f"""\
 usage: livt [LAUNCH OPTIONS] COMMAND [OPTIONS]
 
-{"".join(f"  {name:13s} {what}{chr(10)}" for name, what in COMMANDS.items())}
+{"".join(f"  {name:13s} {settings.__doc__}{chr(10)}" for name, settings in COMMANDS.items())}
 livt COMMAND --help lists the options of a command; --version prints the version. {", ".join(LAUNCHED)} run under
 Accelerate: options before the command are those of `accelerate launch`, as in
 `livt --multi_gpu --num_processes 8 pretrain --config FILE`. Without any, a machine without an accelerator gets as many
@@ -48,7 +34,8 @@ def main() -> None:
     if place is None:
         sys.exit(without_command(words))
     launcher, command, argv = words[:place], words[place], words[place + 1 :]
-    if command in LAUNCHED and not {"-h", "--help"} & set(argv):
+    command_line(COMMANDS[command], argv)  # --help and what is misspelt are answered before torch is imported
+    if command in LAUNCHED:
         launcher = launcher or chosen_layout(command, argv)
         if launcher is not None:
             launch(launcher, command, argv)

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from datasets import Dataset
@@ -26,39 +25,14 @@ from livt_hf.commands import EXIT_UNFINISHED, run_command
 from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.recipes.sweep import as_words
+from livt_hf.recipes.settings import TrainSettings, as_words
 from livt_hf.records import read_record, write_values
 from livt_hf.runs import Run, claiming, next_number, runs_folder
-from livt_hf.settings import DataSettings, FinetuneSettings, option
+from livt_hf.settings import FinetuneSettings
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
 PLAN = "plan.json"
-
-
-@dataclass
-class TrainSettings(DataSettings):
-    """Train on a dataset for some hours: both stages, or a pretrained backbone."""
-
-    stage: ClassVar[str] = "train"
-
-    dataset: str = option(
-        "glyphs", "benchmark name, image folder, table of labels, or Hub dataset", positional=True, place=True
-    )
-    hours: float = option(1.0, "hours of training; evaluation comes on top")
-    pretrained: str | None = option(
-        None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
-    )
-    seed: int = option(0, "seed of everything random except the split")
-    validation_fraction: float | None = option(None, "as for `livt finetune`")
-    output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
-    resume: str | None = option(None, "go on with an interrupted run: its folder", place=True)
-    launch: str = option("", 'options of accelerate launch, such as "--num_processes 1"')
-    threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
-
-    def data_words(self) -> list[str]:
-        """What both stages are told about the data."""
-        return as_words(self.said_of_data() | {"dataset": self.dataset, "seed": self.seed})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -42,6 +42,23 @@ def test_help_lists_every_command(capsys, monkeypatch):
     assert all(f"  {name}" in printed for name in cli.COMMANDS)
 
 
+def test_help_of_every_command_and_a_misspelt_option_are_answered_without_torch():
+    code = """
+import contextlib, io, sys
+from livt_hf.errors import LiVTError
+from livt_hf.recipes import cli
+for command in cli.COMMANDS:
+    for launcher, word in (["--num_processes=2"], "--help"), ([], "--hlep"):
+        sys.argv = ["livt", *launcher, command, word]
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit, LiVTError):
+            cli.main()
+        assert ("usage: livt " + command in printed.getvalue()) == (word == "--help")
+print([name for name in ("torch", "transformers", "datasets", "numpy") if name in sys.modules])
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (answer.stdout, answer.stderr) == ("[]\n", "")
+
+
 def test_an_unknown_command_suggests_the_nearest():
     assert cli.without_command(["pretrian"]) == "error: there is no command 'pretrian'; did you mean pretrain?"
 
