@@ -188,7 +188,7 @@ class DataSettings(CommandSettings):
         selects_data=True,
         at_least=0,
     )
-    test_fraction: float = option(
+    test_fraction: float | None = option(  # None: no test split is made
         0.2, "share of each class set aside when a dataset has no test split", selects_data=True
     )
     validation_fraction: float | None = option(
@@ -441,8 +441,14 @@ class EvalSettings(DataSettings):
     predictions: str | None = option(
         None, "also write what each rule says of each image, to a .parquet or .csv file", place=True
     )
-    report: str | None = option(None, "folder for the report; default: report/ in a run folder", place=True)
-    compare: list[str] | None = option(None, "two runs or report folders to put side by side", place=True)
+    report: str | None = option(
+        None,
+        "folder for the report; default: report in the folder of a run, report-<model> in runs of any other model",
+        place=True,
+    )
+    compare: list[str] | None = option(
+        None, "two runs or report folders to put side by side", place=True, trained=True
+    )
     seed: int = option(0, "seed of the linear probe and of the images of shifted test sets")
     threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
 

@@ -325,6 +325,22 @@ def test_all_images_of_another_place_are_measured_also_where_they_have_no_split(
     assert result.summary["split"] == "all" and result.summary["rules"][PAPER]["num_images"] == 30 + 18 + 10 + 6
 
 
+def test_all_images_are_measured_without_setting_some_aside(workplace, evaluate, caplog):
+    evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "train", "--split", "all")
+    assert "set aside" not in caplog.text
+
+
+def test_the_report_on_a_model_that_is_no_run_leaves_its_folder_as_it_is(workplace, evaluate, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    downloaded = saved(tmp_path / "downloaded", LiViTForImageClassification.from_pretrained(workplace.finetuned))
+    before = sorted(downloaded.rglob("*"))
+    for probe in ([], ["--probe"]):
+        evaluate("--model", downloaded, "--dataset", workplace.pictures, *probe, report=None)
+    assert sorted(downloaded.rglob("*")) == before
+    reports = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert reports == {"report-downloaded", "report-downloaded-2"}
+
+
 def test_a_loss_without_posterior_is_measured_by_the_paper_s_rule_alone(workplace, evaluate, tmp_path):
     model = LiViTForImageClassification.from_pretrained(workplace.finetuned, loss="ldam")
     result = evaluate("--model", saved(tmp_path / "ldam", model), "--dataset", workplace.pictures)
