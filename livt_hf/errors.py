@@ -1,4 +1,7 @@
-"""What the package refuses, and how a run says that it was stopped."""
+"""What the package refuses, what was perhaps meant, and how a run says that it was stopped."""
+
+import difflib
+from pathlib import Path
 
 
 class LiVTError(ValueError):
@@ -10,3 +13,11 @@ class LiVTError(ValueError):
 
 class Interrupted(Exception):
     """The run was asked to stop, saved itself and can go on."""
+
+
+def perhaps_meant(place: str | Path) -> str:
+    """Of a place that is not there: a sentence that names what lies beside it under nearly the same name, if any."""
+    path = Path(place).expanduser()
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""

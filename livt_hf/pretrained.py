@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
 from livt_hf.configuration_livit import LiViTConfig, with_settings
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.records import in_words
 
@@ -133,6 +133,7 @@ def reading_checkpoint(path) -> Iterator[None]:
     except Exception as error:  # a damaged config comes to light in any line of the model that it describes
         missing = not Path(path).exists() and (str(path).count("/") > 1 or str(path).startswith((".", "/", "~")))
         why = "there is no such folder." if missing else in_words(error)  # those of a repository would mislead
+        why += "" if Path(path).exists() else perhaps_meant(path)
         raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {why}") from error
 
 

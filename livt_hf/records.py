@@ -9,13 +9,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.system import rename
 
 
 def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
     """What a JSON file (.json) or a YAML file (any other) holds."""
     kind = "JSON" if path.suffix == ".json" else "YAML"
+    if not path.exists():
+        raise LiVTError(f"the file {path} does not exist; correct its name.{perhaps_meant(path)}")
     try:
         text = path.read_text(encoding="utf-8")
         if kind == "JSON":

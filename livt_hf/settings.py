@@ -521,8 +521,6 @@ def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
 
 def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
     """The values of a YAML file; unknown keys are refused. A null leaves an option as it is."""
-    if not path.exists():
-        raise LiVTError(f"the config file {path} does not exist.")
     # The base loader leaves every value as it is written: `mixed_precision: no` is "no", and 1e-3 needs no point.
     texts = read_values(path, yaml.BaseLoader) or {}
     if not isinstance(texts, dict):

@@ -295,7 +295,7 @@ def test_a_malformed_prior_is_refused(workplace, refused, tmp_path, content, com
 
 def test_a_prior_file_that_does_not_exist_is_refused(workplace, refused, tmp_path):
     sentence = refused("--model", workplace.finetuned, "--prior", tmp_path / "nowhere.json")
-    assert "nowhere.json is not readable JSON: [Errno 2] No such file" in sentence
+    assert "nowhere.json does not exist; correct its name." in sentence
 
 
 def test_no_prior_is_estimated_from_smoothed_labels_or_scores(workplace, refused, tmp_path):

@@ -161,7 +161,7 @@ def test_yaml_of_another_shape_is_refused(text, message, tmp_path):
 
 
 def test_a_config_that_does_not_exist_is_named():
-    with pytest.raises(LiVTError, match="the config file nowhere.yaml does not exist"):
+    with pytest.raises(LiVTError, match="nowhere.yaml does not exist"):
         PretrainSettings.parse(["--config", "nowhere.yaml"])
 
 

@@ -24,7 +24,7 @@ from livt_hf.data.tables import (
     is_image_list,
     read_list,
 )
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
 
@@ -134,7 +134,8 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
     elif where.startswith((".", "/", "~")) or "\\" in where or where.count("/") > 1 or path.suffix.lower() in TABLES:
-        raise LiVTError(f"{where} does not exist: pass an image folder, a table, a list or a Hub id.")
+        pass_one = "pass an image folder, a table, a list or a Hub id"
+        raise LiVTError(f"{where} does not exist: {pass_one}.{perhaps_meant(where)}")
     else:
         splits = _open_hub(where, settings, streaming)
     return named_splits(_streams(splits) if streaming else splits, where)
@@ -170,6 +171,7 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
             away += ": without internet or access rights, pass a local copy with --source FOLDER."
         else:
             away = f"there is no folder {where}, and {away}: correct the name, or give the folder of a local copy."
+            away += perhaps_meant(where)
         raise LiVTError(away) from error
     if builder.name != "parquet":
         raise LiVTError(
