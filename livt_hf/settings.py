@@ -34,8 +34,8 @@ def option(default: Any, help: str, **facts) -> Any:
     torch, so `--help` does not ask it. `selects_data`: it decides which images are trained on. `place`: it may name a
     place on this machine. `free`: it may change when a run is resumed, because it touches neither the data nor the
     mathematics. `before`: its value in runs from before there was such an option, where that is not its default.
-    `alone`: its value when it is named without one. `positional`: its value stands without `--name`; it may then be
-    `REQUIRED`.
+    `trained`: it names a trained model. `alone`: its value when it is named without one. `positional`: its value
+    stands without `--name`; it may then be `REQUIRED`.
     """
     return field(default=default, metadata={"help": help} | facts)
 
@@ -92,7 +92,7 @@ class CommandSettings:
         if "config" in asked:
             asked = read_settings(cls, Path(asked["config"])) | asked
         load_plugin(asked.get("plugin"))
-        return asked
+        return asked | {name: _trained(asked[name]) for name in cls.names("trained") if name in asked}
 
     @classmethod
     def merged(cls, asked: dict, configs: Path | None = None, inherited: dict | None = None) -> Self:
@@ -409,7 +409,9 @@ class EvalSettings(DataSettings):
 
     stage: ClassVar[str] = "eval"
 
-    model: str = option("auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True)
+    model: str = option(
+        "auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True, trained=True
+    )
     dataset: str | None = option(  # type: ignore[assignment]
         None, "default: the one the run was trained on", selects_data=True, place=True
     )
@@ -583,6 +585,14 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
             wanted = "a whole number" if kind is int else "a number"
             raise LiVTError(f"{name} is {text!r}; it must be {wanted}.") from error
     return text
+
+
+def _trained(place: Any) -> Any:
+    """The folder of `livt train` stands for the fine-tuning that it ends with."""
+    if isinstance(place, list):
+        return [_trained(one) for one in place]
+    own, last = Path(place), Path(place, FinetuneSettings.stage)
+    return str(last) if (last / "config.json").exists() and not (own / "config.json").exists() else place
 
 
 def _nearest(name: str, names: list[str], prefix: str = "") -> str:

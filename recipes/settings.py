@@ -65,7 +65,9 @@ class CalibrateSettings(DataSettings):
 
     stage: ClassVar[str] = "calibrate"
 
-    model: str = option(REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True)
+    model: str = option(
+        REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True, trained=True
+    )
     dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
     split: str = option("validation", "labelled images that the model was not trained on")
     batch_size: int = option(256, "images per forward pass", at_least=1)
@@ -78,7 +80,7 @@ class PredictSettings(CommandSettings):
 
     stage: ClassVar[str] = "predict"
 
-    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", positional=True, place=True)
+    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", positional=True, place=True, trained=True)
     images: list[str] = option(REQUIRED, "files, folders or quoted patterns", positional="+", place=True)
     prior: str | None = option(
         None,
@@ -102,7 +104,9 @@ class DemoSettings(CommandSettings):
 
     stage: ClassVar[str] = "demo"
 
-    models: list[str] = option(REQUIRED, "run folders, checkpoints or Hub ids", positional="+", place=True)
+    models: list[str] = option(
+        REQUIRED, "run folders, checkpoints or Hub ids", positional="+", place=True, trained=True
+    )
     images: str | None = option(None, "folder of example images; default: images of the run's test split", place=True)
     report: str | None = option(
         None, "report folder with predictions.parquet; default: the newest one in the run's folder", place=True
@@ -124,7 +128,7 @@ class PublishSettings(CommandSettings):
 
     stage: ClassVar[str] = "publish"
 
-    run: str | None = option(None, "folder of a finished run", positional="?", place=True)
+    run: str | None = option(None, "folder of a finished run", positional="?", place=True, trained=True)
     repo_id: str | None = option(None, "organisation/name on the Hub", positional="?")
     license: str | None = option(
         None,
@@ -182,7 +186,9 @@ class ConvertSettings(CommandSettings):
 
     stage: ClassVar[str] = "convert"
 
-    source: str = option(REQUIRED, "a .pth file of the authors, or a run folder or Hub id", positional=True)
+    source: str = option(
+        REQUIRED, "a .pth file of the authors, or a run folder or Hub id", positional=True, trained=True
+    )
     output: str = option(REQUIRED, "folder to write", positional=True)
     to: Literal["livit", "beit", "timm", "onnx", "torch-export"] = option(
         "livit", "form to write; livit is for the authors' files"
