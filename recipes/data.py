@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     for path in draw(sound["train"], output, settings.split_seed):
         print(f"wrote {path}")
     said = settings.said_of_data() | {"dataset": None, "hours": 0.5}
+    if any(broken.values()):
+        said["on_broken"] = "skip"
     print(
         "Next, train for half an hour; with few images add --pretrained and a classifier, a folder or a Hub id:\n  "
         + shell_line(["livt", "train", settings.dataset, *as_words(said)])
