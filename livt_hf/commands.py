@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results, percent
@@ -24,6 +25,11 @@ NOTES_ON_PROCESSORS = (
     "transformers.models.auto.image_processing_auto",
     "transformers.models.timm_wrapper.image_processing_timm_wrapper",
 )
+# These print their own messages; passed on to the handler of the command, each would be printed twice.
+SPEAK_FOR_THEMSELVES = ("datasets", "huggingface_hub")
+# In the environment of the commands that `livt train` runs: what they would say of the data, and which command comes
+# next, is its own to say.
+WITHIN_TRAIN = "LIVT_WITHIN_TRAIN"
 # Two processes that refuse the same thing should say it once: the launcher ends the others when the first is gone.
 SECONDS_FOR_THE_FIRST = 15
 
@@ -36,6 +42,10 @@ def run_command(main: Callable[[], None]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for ours in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
         logging.getLogger(ours).setLevel(logging.INFO)
+    if WITHIN_TRAIN in os.environ:
+        logging.getLogger("livt_hf.data").setLevel(logging.ERROR)
+    for library in SPEAK_FOR_THEMSELVES:
+        logging.getLogger(library).propagate = False
     for meaningless in NOTES_ON_PROCESSORS:
         logging.getLogger(meaningless).setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # a log file gets plain lines
@@ -71,13 +81,13 @@ def _quiet_bars() -> None:
     disable_progress_bar()
 
 
-def next_command(command: str, option: str, run: Run) -> str:
-    """A command to copy: the folder is quoted where it has spaces."""
-    return shell_line(["livt", command, option, run.folder])
+def what_next(what: str, *words: str | Path) -> str:
+    """A command to copy, on lines of their own; within `livt train`, which goes on by itself, nothing."""
+    return "" if WITHIN_TRAIN in os.environ else f"\n{what}:\n  {shell_line(['livt', *words])}"
 
 
 def resume_message(run: Run, command: str) -> str:
-    return f"Stopped and saved. To go on:\n  {next_command(command, '--resume', run.whole)}"
+    return "Stopped and saved." + what_next("To go on", command, "--resume", run.whole.folder)
 
 
 def check_publishing(settings: TrainingSettings) -> None:

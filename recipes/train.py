@@ -8,6 +8,7 @@ It says what it chose and why before it starts; the rules are in livt_hf/budget.
 holding plan.json and the runs of its stages, that of the last with its report. Evaluation comes on top of the hours.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from datasets import Dataset
 
 from livt_hf import budget
 from livt_hf.backbones import build_classifier, input_facts, serving_processor
-from livt_hf.commands import EXIT_UNFINISHED, run_command
+from livt_hf.commands import EXIT_UNFINISHED, WITHIN_TRAIN, run_command
 from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stage, words in plan["stages"].items():
         place = ["--output_dir", str(folder / stage), "--resume", "auto"]
         if not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads]):
-            print(f"Or, to go on with all that is left:\n  livt train --resume {shell_line([folder])}")
+            print(f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}")
             raise Interrupted
     run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
     print(f"Next, try it in the browser:\n  {shell_line(['livt', 'demo', folder / 'finetune'])}")
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_livt(words: list[str]) -> bool:
     """Run a command; whether it was stopped and saved. It gets every wish to stop that this process gets."""
-    command = subprocess.Popen([sys.executable, "-m", "livt_hf.recipes.cli", *words])
+    environment = os.environ | {WITHIN_TRAIN: "1"}
+    command = subprocess.Popen([sys.executable, "-m", "livt_hf.recipes.cli", *words], env=environment)
     wishes = signal.SIGINT, signal.SIGTERM
 
     def pass_on(wish: int, _frame) -> None:
