@@ -1,7 +1,10 @@
 """What the package refuses, what was perhaps meant, and how a run says that it was stopped."""
 
 import difflib
+import re
 from pathlib import Path
+
+_HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*(:[^\\]+)?", re.ASCII)  # a dataset's config stands after a colon
 
 
 class LiVTError(ValueError):
@@ -13,6 +16,11 @@ class LiVTError(ValueError):
 
 class Interrupted(Exception):
     """The run was asked to stop, saved itself and can go on."""
+
+
+def means_a_place(name: str) -> bool:
+    """Whether a name can only be that of a place on this machine and no id on the Hub."""
+    return _HUB_ID.fullmatch(name) is None or ("/" in name and Path(name).parent.is_dir())
 
 
 def perhaps_meant(place: str | Path) -> str:

@@ -100,7 +100,9 @@ def shown(value: Any) -> str:
 
 def in_words(error: BaseException) -> str:
     """An error in one line of reasonable length, with its kind where the words alone say little."""
-    words = " ".join(str(error).split())
+    # Of a file: the number of the error and its path, which the caller has named, say nothing more.
+    known = isinstance(error, OSError) and error.filename is not None and error.strerror
+    words = " ".join((known or str(error)).split())
     words = words if len(words) <= 400 else f"{words[:400]}..."
     return words if isinstance(error, OSError | LiVTError) and words else f"{type(error).__name__}: {words}"
 

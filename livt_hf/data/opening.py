@@ -24,7 +24,7 @@ from livt_hf.data.tables import (
     is_image_list,
     read_list,
 )
-from livt_hf.errors import LiVTError, perhaps_meant
+from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
 
@@ -133,7 +133,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         splits = _load(KINDS.get(path.suffix, ""), {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
-    elif where.startswith((".", "/", "~")) or "\\" in where or where.count("/") > 1 or path.suffix.lower() in TABLES:
+    elif means_a_place(where) or path.suffix.lower() in TABLES:
         pass_one = "pass an image folder, a table, a list or a Hub id"
         raise LiVTError(f"{where} does not exist: {pass_one}.{perhaps_meant(where)}")
     else:
