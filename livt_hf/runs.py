@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import get_type_hints
@@ -14,7 +13,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
-from livt_hf.system import shell_line
+from livt_hf.system import runs_folder, shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
 LOCK = ".lock"
@@ -111,11 +110,6 @@ def read_log(path: str | Path) -> list[dict]:
         if "update" not in line:
             raise LiVTError(f"line {position} of {path} names no update; repair or remove it.")
     return lines
-
-
-def runs_folder() -> Path:
-    """Where runs go by default: `runs` here, or the folder in the environment variable LIVT_RUNS."""
-    return Path(os.environ.get("LIVT_RUNS", "runs"))
 
 
 def group_folder(settings: TrainingSettings) -> Path:

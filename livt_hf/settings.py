@@ -208,6 +208,8 @@ class DataSettings(CommandSettings):
         if self.dataset is not None:
             # As shells complete folders; runs are found by this name.
             self.dataset = self.dataset.rstrip(f"/{os.sep}") or "/"
+            if Path(self.dataset).name in ("", ".."):  # of the folder one works in
+                self.dataset = os.path.abspath(self.dataset)
         if self.fold is not None:
             number, _, folds = self.fold.partition("/")
             if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):

@@ -19,6 +19,7 @@ from livt_hf.data import (
     exponential_counts,
     has_carved_test,
     label_statistics,
+    load_data,
     load_long_tailed,
     normalization,
     register_dataset,
@@ -647,3 +648,19 @@ def test_a_cache_without_room_is_not_called_damaged_files(tmp_path, monkeypatch)
     monkeypatch.setattr("livt_hf.data.opening.load_dataset", full)
     with pytest.raises(OSError, match="No space left on device"):
         load_long_tailed(str(tmp_path))
+
+
+def test_runs_in_the_folder_of_the_images_are_no_class(tmp_path, monkeypatch):
+    write_images(tmp_path / "birds", {"finch": 5, "owl": 5, "runs/data-birds": 2})
+    (tmp_path / "birds/runs/predictions.parquet").write_bytes(b"")
+    monkeypatch.chdir(tmp_path / "birds")
+    settings = DataSettings(dataset=".")
+    assert Path(settings.dataset).name == "birds"
+    assert load_data(settings)["train"].features["label"].names == ["finch", "owl"]
+
+
+def test_the_folder_of_a_model_is_no_dataset(tmp_path):
+    write_images(tmp_path / "run", {"report": 2})
+    (tmp_path / "run/config.json").write_text("{}")
+    with pytest.raises(LiVTError, match="run is the folder of a model or a run; name the folder of its images"):
+        load_long_tailed(str(tmp_path / "run"))

@@ -251,7 +251,8 @@ def copies_in_words(splits: Mapping[str, Dataset]) -> str | None:
     pairs = find_copies(splits)
     if not pairs:
         return None
-    found = f"{len(pairs)} images are in two splits:{listed(' = '.join(pair) for pair in pairs)}"
+    number = "1 image is" if len(pairs) == 1 else f"{len(pairs)} images are"
+    found = f"{number} in two splits:{listed(' = '.join(pair) for pair in pairs)}"
     return f"{found}\nRemove one of each pair, or give both the same group: a test must not show what was trained on."
 
 

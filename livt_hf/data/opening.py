@@ -27,6 +27,7 @@ from livt_hf.data.tables import (
 from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
+from livt_hf.system import is_of_runs
 
 SPLITS = ("train", "validation", "test")
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
@@ -185,12 +186,14 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
 
 
 def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
+    if any((path / name).is_file() for name in ("config.json", "arguments.yaml")):
+        raise LiVTError(f"{path} is the folder of a model or a run; name the folder of its images.")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         with _reading_dataset(path):
             stored = load_from_disk(path).with_format(None)  # a format may hide columns
         return dict(stored) if isinstance(stored, DatasetDict) else {"train": stored}
     for suffix in (".parquet", ".arrow"):
-        files = sorted(str(file) for file in path.rglob(f"*{suffix}"))
+        files = sorted(str(file) for file in path.rglob(f"*{suffix}") if not is_of_runs(file, path))
         if files:
             return _load(KINDS[suffix], _by_split(files, path), streaming)
     lists = find_lists(path)
