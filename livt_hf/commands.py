@@ -40,8 +40,9 @@ def run_command(main: Callable[[], None]) -> None:
         if stream.encoding.lower() != "utf-8":  # a pipe on Windows, which has no letters for most names of classes
             stream.reconfigure(encoding="utf-8")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    first = not int(os.environ.get("RANK", 0))  # of several processes, which all find the same
     for ours in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
-        logging.getLogger(ours).setLevel(logging.INFO)
+        logging.getLogger(ours).setLevel(logging.INFO if first else logging.ERROR)
     if WITHIN_TRAIN in os.environ:
         logging.getLogger("livt_hf.data").setLevel(logging.ERROR)
     for library in SPEAK_FOR_THEMSELVES:
@@ -58,7 +59,7 @@ def run_command(main: Callable[[], None]) -> None:
     except (LiVTError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in NO_ROOM | NOT_ALLOWED:
             raise
-        if int(os.environ.get("RANK", 0)):
+        if not first:
             time.sleep(SECONDS_FOR_THE_FIRST)
         sys.exit(f"error: {error if isinstance(error, LiVTError) else refused_by_the_machine(error)}")
 

@@ -62,13 +62,16 @@ def without_command(words: Sequence[str]) -> str | None:
 
 def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     """Run a stage under Accelerate; what the stage refuses ends with its sentence, without the launcher's trace."""
+    import torch.distributed.run  # noqa: F401  with all loggers of the launcher
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from livt_hf.commands import EXIT_UNFINISHED
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     words = [*launcher, "--module", f"livt_hf.recipes.{command}", *argv]
     try:
         launch_command(launch_command_parser().parse_args(words))

@@ -118,13 +118,15 @@ def test_one_process_needs_no_launcher(monkeypatch, words, processes):
 def test_a_signal_to_livt_alone_saves_the_run(pictures, tmp_path, threads):
     options = ["--dataset", pictures, *TINY[:-2], "--output_dir", tmp_path / "run", "--log_steps", 1, *threads]
     command = [sys.executable, "-m", "livt_hf.recipes.cli", "pretrain", *map(str, options)]
-    livt = subprocess.Popen([*command, "--epochs", "1000"], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    livt = subprocess.Popen([*command, "--epochs", "1000"], text=True, **pipes)
     while not (tmp_path / "run" / "log.jsonl").exists():
         assert livt.poll() is None
         time.sleep(0.05)
     livt.terminate()
-    printed, _ = livt.communicate(timeout=120)
+    printed, told = livt.communicate(timeout=120)
     assert livt.returncode == EXIT_UNFINISHED and "Stopped and saved." in printed
+    assert "death signal" not in told and told.count("stopping after this update") == 1
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
