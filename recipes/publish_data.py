@@ -17,8 +17,8 @@ from livt_hf.results import number
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = PublishDataSettings.parse(argv)
-    data = load_data(settings)
     publication = Publication(settings.repo_id, license=settings.license, public=settings.public)
+    data = load_data(settings)
     origin = origin_of(data, settings)
     print(f"To the {publication.visibility} repository {settings.repo_id}, with the images' file names and metadata:")
     for name, split in data.items():
