@@ -19,11 +19,12 @@ EXIT_UNFINISHED = 75
 # Not a bug, and nothing that could be known before.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 NOT_ALLOWED = {errno.EACCES, errno.EPERM}
-# These tell of every timm model that its image processor has one implementation and is saved in config.json, about
-# which nobody needs to do anything.
-NOTES_ON_PROCESSORS = (
+# These tell of every timm model that its image processor has one implementation and is saved in config.json, and of
+# every small dataset that one process uploads it, about which nobody needs to do anything.
+MEANINGLESS = (
     "transformers.models.auto.image_processing_auto",
     "transformers.models.timm_wrapper.image_processing_timm_wrapper",
+    "datasets.arrow_dataset",
 )
 # These print their own messages; passed on to the handler of the command, each would be printed twice.
 SPEAK_FOR_THEMSELVES = ("datasets", "huggingface_hub")
@@ -47,7 +48,7 @@ def run_command(main: Callable[[], None]) -> None:
         logging.getLogger("livt_hf.data").setLevel(logging.ERROR)
     for library in SPEAK_FOR_THEMSELVES:
         logging.getLogger(library).propagate = False
-    for meaningless in NOTES_ON_PROCESSORS:
+    for meaningless in MEANINGLESS:
         logging.getLogger(meaningless).setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # a log file gets plain lines
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

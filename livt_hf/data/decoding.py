@@ -284,6 +284,12 @@ def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
         yield image["path"], hashlib.sha256(data).digest()
 
 
+def refuse_broken(dataset: Dataset, which: str = "") -> None:
+    """Read every image now, where a broken one would otherwise come to light too late."""
+    if broken := find_broken(dataset):
+        raise BrokenImageError(f"{which}{next(iter(broken.values()))}", WAY_OUT)
+
+
 def without_broken(dataset: Dataset) -> Dataset:
     """The images that can be decoded; a warning names the others."""
     broken = find_broken(dataset)
