@@ -16,7 +16,7 @@ from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, T
 from livt_hf.system import runs_folder, shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
-LOCK = ".lock"
+LOCK, PLAN = ".lock", "plan.json"  # the plan of `livt train` lies beside the runs of its stages
 SECONDS_FOR_THE_LAST = 15  # data loading workers outlive a process that was killed by some seconds, and hold its lock
 _HELD: dict[str, FileLock] = {}  # by folder
 FOLD = "fold-"
@@ -174,6 +174,11 @@ def unfinished_run(settings: TrainingSettings) -> Run | None:
     """What --resume means: the run named; for "auto" the one in output_dir, or the newest unfinished of its group."""
     if settings.resume not in (None, "auto"):
         run = Run(Path(str(settings.resume)))
+        if (run.folder / PLAN).exists():
+            raise LiVTError(
+                f"{run.folder} is the folder of a whole training; go on with: livt train --resume "
+                f"{shell_line([run.folder])}"
+            )
         if not run.started:
             raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
         return run

@@ -16,6 +16,8 @@ from livt_hf.settings import command_line
 
 LAUNCHED = ("pretrain", "finetune", "eval")
 MOST_PROCESSES = 8
+# --multi_gpu is Accelerate's word for several processes, on CPUs too; without it, it would start one of them.
+ON_CPUS = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 HELP = f"""\
 usage: livt [LAUNCH OPTIONS] COMMAND [OPTIONS]
@@ -36,7 +38,7 @@ def main() -> None:
     launcher, command, argv = words[:place], words[place], words[place + 1 :]
     command_line(COMMANDS[command], argv)  # --help and what is misspelt are answered before torch is imported
     if command in LAUNCHED:
-        launcher = launcher or chosen_layout(command, argv)
+        launcher = several_on_cpus(launcher) if launcher else chosen_layout(command, argv)
         if launcher is not None:
             launch(launcher, command, argv)
             return
@@ -70,7 +72,7 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     from livt_hf.commands import EXIT_UNFINISHED
 
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
-        if name.startswith("torch.distributed.elastic"):
+        if name.startswith(("torch.distributed.elastic", "accelerate.commands.launch")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     words = [*launcher, "--module", f"livt_hf.recipes.{command}", *argv]
     try:
@@ -99,9 +101,19 @@ def chosen_layout(command: str, argv: Sequence[str]) -> list[str] | None:
     if processes == 1:
         return None
     os.environ["ACCELERATE_USE_CPU"] = "1"
-    # --multi_gpu is Accelerate's word for several processes, on CPUs too.
-    said = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
-    return [*said, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [*ON_CPUS, "--num_processes", str(processes)]
+
+
+def several_on_cpus(launcher: Sequence[str]) -> list[str]:
+    """Options of `accelerate launch` as they were given, with what several processes need without an accelerator."""
+    import torch
+    from accelerate.commands.launch import launch_command_parser
+
+    asked = launch_command_parser().parse_args([*launcher, "script.py"])
+    if torch.accelerator.is_available() or (asked.num_processes or 1) == 1:
+        return list(launcher)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    return [*ON_CPUS, *(word for word in launcher if word != "--cpu")]
 
 
 def fitting_processes(command: str, argv: Sequence[str]) -> int:
@@ -134,6 +146,8 @@ def command() -> None:
         main()
     except LiVTError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:  # a training that has begun saves itself; of anything else nothing is left to say
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,10 @@ from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.settings import TrainSettings, as_words
 from livt_hf.records import read_record, write_values
-from livt_hf.runs import Run, claiming, next_number, runs_folder
+from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
-
-PLAN = "plan.json"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -112,6 +112,14 @@ def test_one_process_needs_no_launcher(monkeypatch, words, processes):
     assert layout == processes or launch_command_parser().parse_args([*layout, "script.py"]).num_processes == processes
 
 
+def test_several_processes_that_were_asked_for_are_launched_without_an_accelerator_too(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    asked = launch_command_parser().parse_args([*cli.several_on_cpus(["--num_processes", "2", "--cpu"]), "script.py"])
+    assert (asked.multi_gpu, asked.num_processes, asked.cpu) == (True, 2, False)
+    assert cli.several_on_cpus(["--num_processes", "1"]) == ["--num_processes", "1"]
+
+
 @needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [[], ["--threads", "1"]], ids=["a process per core", "one process"])

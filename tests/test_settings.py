@@ -20,6 +20,7 @@ from livt_hf.recipes.settings import COMMANDS
 from livt_hf.records import read_values
 from livt_hf.results import Results
 from livt_hf.runs import (
+    PLAN,
     Run,
     find_pretraining,
     lent_by_pretraining,
@@ -441,3 +442,9 @@ def test_of_a_file_that_is_not_there_the_one_with_nearly_its_name_is_named(tmp_p
         read_values(tmp_path / "priors.json")
     with pytest.raises(LiVTError, match=r"other.yaml does not exist; correct its name.$"):
         read_values(tmp_path / "other.yaml")
+
+
+def test_the_folder_of_a_whole_training_is_resumed_by_livt_train(tmp_path):
+    (tmp_path / PLAN).write_text("{}")
+    with pytest.raises(LiVTError, match=f"livt train --resume {tmp_path}$"):
+        unfinished_run(PretrainSettings(resume=str(tmp_path)))

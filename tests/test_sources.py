@@ -273,7 +273,7 @@ def test_folders_that_are_neither_a_split_nor_a_class_are_refused_by_name(tmp_pa
 
 def test_an_empty_class_folder_is_refused_or_dropped(tmp_path, caplog):
     write_images(tmp_path / "birds", {"finch": 5, "ghost": 0, "owl": 5})
-    with pytest.raises(LiVTError, match="1 classes have no training image.*ghost.*--drop_empty"):
+    with pytest.raises(LiVTError, match="1 class has no training image.*ghost.*--drop_empty"):
         load_long_tailed(str(tmp_path / "birds"))
     data = load_long_tailed(str(tmp_path / "birds"), drop_empty=True)
     assert data["train"].features["label"].names == ["finch", "owl"] and "ghost" in caplog.text
@@ -560,7 +560,7 @@ def test_labels_without_a_name_or_without_a_value_are_refused(tmp_path):
 def test_a_class_without_training_images_is_refused_or_dropped(tmp_path):
     features = {"image": Image(), "label": ClassLabel(names=["a", "ghost", "c"])}
     file = parquet_of(tmp_path, rows([0, 2] * 5), features)
-    with pytest.raises(ValueError, match="1 classes have no training image.*ghost.*drop_empty=True"):
+    with pytest.raises(ValueError, match="1 class has no training image.*ghost.*drop_empty=True"):
         load_long_tailed(file)
     data = load_long_tailed(file, drop_empty=True)
     assert data["train"].features["label"].names == ["a", "c"]
