@@ -32,7 +32,7 @@ SPEAK_FOR_THEMSELVES = ("datasets", "huggingface_hub")
 # next, is its own to say.
 WITHIN_TRAIN = "LIVT_WITHIN_TRAIN"
 # Two processes that refuse the same thing should say it once: the launcher ends the others when the first is gone.
-SECONDS_FOR_THE_FIRST = 15
+SECONDS_FOR_THE_FIRST = 60  # on a machine that is busy, the first may be much later
 
 
 def run_command(main: Callable[[], None]) -> None:
