@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results, percent
@@ -18,14 +19,20 @@ EXIT_UNFINISHED = 75
 # Not a bug, and nothing that could be known before.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 NOT_ALLOWED = {errno.EACCES, errno.EPERM}
-# These tell of every timm model that its image processor has one implementation and is saved in config.json, about
-# which nobody needs to do anything.
-NOTES_ON_PROCESSORS = (
+# These tell of every timm model that its image processor has one implementation and is saved in config.json, and of
+# every small dataset that one process uploads it, about which nobody needs to do anything.
+MEANINGLESS = (
     "transformers.models.auto.image_processing_auto",
     "transformers.models.timm_wrapper.image_processing_timm_wrapper",
+    "datasets.arrow_dataset",
 )
+# These print their own messages; passed on to the handler of the command, each would be printed twice.
+SPEAK_FOR_THEMSELVES = ("datasets", "huggingface_hub")
+# In the environment of the commands that `livt train` runs: what they would say of the data, and which command comes
+# next, is its own to say.
+WITHIN_TRAIN = "LIVT_WITHIN_TRAIN"
 # Two processes that refuse the same thing should say it once: the launcher ends the others when the first is gone.
-SECONDS_FOR_THE_FIRST = 15
+SECONDS_FOR_THE_FIRST = 60  # on a machine that is busy, the first may be much later
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -34,9 +41,14 @@ def run_command(main: Callable[[], None]) -> None:
         if stream.encoding.lower() != "utf-8":  # a pipe on Windows, which has no letters for most names of classes
             stream.reconfigure(encoding="utf-8")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    first = not int(os.environ.get("RANK", 0))  # of several processes, which all find the same
     for ours in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
-        logging.getLogger(ours).setLevel(logging.INFO)
-    for meaningless in NOTES_ON_PROCESSORS:
+        logging.getLogger(ours).setLevel(logging.INFO if first else logging.ERROR)
+    if WITHIN_TRAIN in os.environ:
+        logging.getLogger("livt_hf.data").setLevel(logging.ERROR)
+    for library in SPEAK_FOR_THEMSELVES:
+        logging.getLogger(library).propagate = False
+    for meaningless in MEANINGLESS:
         logging.getLogger(meaningless).setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # a log file gets plain lines
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -48,7 +60,7 @@ def run_command(main: Callable[[], None]) -> None:
     except (LiVTError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in NO_ROOM | NOT_ALLOWED:
             raise
-        if int(os.environ.get("RANK", 0)):
+        if not first:
             time.sleep(SECONDS_FOR_THE_FIRST)
         sys.exit(f"error: {error if isinstance(error, LiVTError) else refused_by_the_machine(error)}")
 
@@ -71,13 +83,13 @@ def _quiet_bars() -> None:
     disable_progress_bar()
 
 
-def next_command(command: str, option: str, run: Run) -> str:
-    """A command to copy: the folder is quoted where it has spaces."""
-    return shell_line(["livt", command, option, run.folder])
+def what_next(what: str, *words: str | Path) -> str:
+    """A command to copy, on lines of their own; within `livt train`, which goes on by itself, nothing."""
+    return "" if WITHIN_TRAIN in os.environ else f"\n{what}:\n  {shell_line(['livt', *words])}"
 
 
 def resume_message(run: Run, command: str) -> str:
-    return f"Stopped and saved. To go on:\n  {next_command(command, '--resume', run.whole)}"
+    return "Stopped and saved." + what_next("To go on", command, "--resume", run.whole.folder)
 
 
 def check_publishing(settings: TrainingSettings) -> None:

@@ -1,4 +1,10 @@
-"""What the package refuses, and how a run says that it was stopped."""
+"""What the package refuses, what was perhaps meant, and how a run says that it was stopped."""
+
+import difflib
+import re
+from pathlib import Path
+
+_HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*(:[^\\]+)?", re.ASCII)  # a dataset's config stands after a colon
 
 
 class LiVTError(ValueError):
@@ -10,3 +16,16 @@ class LiVTError(ValueError):
 
 class Interrupted(Exception):
     """The run was asked to stop, saved itself and can go on."""
+
+
+def means_a_place(name: str) -> bool:
+    """Whether a name can only be that of a place on this machine and no id on the Hub."""
+    return _HUB_ID.fullmatch(name) is None or ("/" in name and Path(name).parent.is_dir())
+
+
+def perhaps_meant(place: str | Path) -> str:
+    """Of a place that is not there: a sentence that names what lies beside it under nearly the same name, if any."""
+    path = Path(place).expanduser()
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""

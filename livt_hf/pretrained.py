@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
 from livt_hf.configuration_livit import LiViTConfig, with_settings
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.records import in_words
 
@@ -123,14 +123,17 @@ class ReadsOtherCheckpoints:
 @contextlib.contextmanager
 def reading_checkpoint(path) -> Iterator[None]:
     """Around what transformers reads of a checkpoint: what it raises on missing or damaged files, in a sentence."""
+    away, near = f"{path} could not be loaded as a checkpoint folder or from the Hub", ""
+    if not Path(path).exists():
+        near = perhaps_meant(path)
+        if means_a_place(str(path)):
+            raise LiVTError(f"{away}: there is no such folder.{near}")
     try:
         yield
     except LiVTError:
         raise
     except Exception as error:  # a damaged config comes to light in any line of the model that it describes
-        missing = not Path(path).exists() and (str(path).count("/") > 1 or str(path).startswith((".", "/", "~")))
-        why = "there is no such folder." if missing else in_words(error)  # those of a repository would mislead
-        raise LiVTError(f"{path} could not be loaded as a checkpoint folder or from the Hub: {why}") from error
+        raise LiVTError(f"{away}: {in_words(error)}{near}") from error
 
 
 def read_config(path: str) -> dict:

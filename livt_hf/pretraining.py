@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import BaseImageProcessor
 
 from livt_hf.data.batches import Batches
-from livt_hf.data.decoding import WAY_OUT, BrokenImageError, find_broken, without_broken
+from livt_hf.data.decoding import refuse_broken, without_broken
 from livt_hf.data.loading import eval_loader
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.randomness import keyed_uniform, purpose_seed
@@ -35,9 +35,10 @@ def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_brok
         chosen = Dataset.from_list(list(encoded.take(count)), features=encoded.features).cast_column("image", Image())
     else:
         chosen = split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
-    if on_broken == "error" and (broken := find_broken(chosen)):
-        raise BrokenImageError(f"of the held-out images, {next(iter(broken.values()))}", WAY_OUT)
-    return chosen if on_broken == "error" else without_broken(chosen)
+    if on_broken == "skip":
+        return without_broken(chosen)
+    refuse_broken(chosen, "of the held-out images, ")
+    return chosen
 
 
 @torch.no_grad()

@@ -9,13 +9,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.system import rename
 
 
 def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
     """What a JSON file (.json) or a YAML file (any other) holds."""
     kind = "JSON" if path.suffix == ".json" else "YAML"
+    if not path.exists():
+        raise LiVTError(f"the file {path} does not exist; correct its name.{perhaps_meant(path)}")
     try:
         text = path.read_text(encoding="utf-8")
         if kind == "JSON":
@@ -98,7 +100,9 @@ def shown(value: Any) -> str:
 
 def in_words(error: BaseException) -> str:
     """An error in one line of reasonable length, with its kind where the words alone say little."""
-    words = " ".join(str(error).split())
+    # Of a file: the number of the error and its path, which the caller has named, say nothing more.
+    known = isinstance(error, OSError) and error.filename is not None and error.strerror
+    words = " ".join((known or str(error)).split())
     words = words if len(words) <= 400 else f"{words[:400]}..."
     return words if isinstance(error, OSError | LiVTError) and words else f"{type(error).__name__}: {words}"
 

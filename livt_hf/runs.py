@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import get_type_hints
@@ -14,10 +13,10 @@ from livt_hf.errors import LiVTError
 from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
-from livt_hf.system import shell_line
+from livt_hf.system import runs_folder, shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
-LOCK = ".lock"
+LOCK, PLAN = ".lock", "plan.json"  # the plan of `livt train` lies beside the runs of its stages
 SECONDS_FOR_THE_LAST = 15  # data loading workers outlive a process that was killed by some seconds, and hold its lock
 _HELD: dict[str, FileLock] = {}  # by folder
 FOLD = "fold-"
@@ -113,11 +112,6 @@ def read_log(path: str | Path) -> list[dict]:
     return lines
 
 
-def runs_folder() -> Path:
-    """Where runs go by default: `runs` here, or the folder in the environment variable LIVT_RUNS."""
-    return Path(os.environ.get("LIVT_RUNS", "runs"))
-
-
 def group_folder(settings: TrainingSettings) -> Path:
     dataset = Path(settings.dataset).name
     if settings.imbalance_factor:
@@ -180,6 +174,11 @@ def unfinished_run(settings: TrainingSettings) -> Run | None:
     """What --resume means: the run named; for "auto" the one in output_dir, or the newest unfinished of its group."""
     if settings.resume not in (None, "auto"):
         run = Run(Path(str(settings.resume)))
+        if (run.folder / PLAN).exists():
+            raise LiVTError(
+                f"{run.folder} is the folder of a whole training; go on with: livt train --resume "
+                f"{shell_line([run.folder])}"
+            )
         if not run.started:
             raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
         return run

@@ -30,12 +30,12 @@ REQUIRED = dataclasses.MISSING
 def option(default: Any, help: str, **facts) -> Any:
     """Declare an option with everything that is known about it.
 
-    `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them.
-    `selects_data`: it decides which images are trained on. `place`: it may name a place on this machine.
-    `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
-    `before`: its value in runs from before there was such an option, where that is not its default.
-    `alone`: its value when it is named without one. `positional`: its value stands without `--name`; it may then be
-    `REQUIRED`.
+    `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them; that may import
+    torch, so `--help` does not ask it. `selects_data`: it decides which images are trained on. `place`: it may name a
+    place on this machine. `free`: it may change when a run is resumed, because it touches neither the data nor the
+    mathematics. `before`: its value in runs from before there was such an option, where that is not its default.
+    `trained`: it names a trained model. `alone`: its value when it is named without one. `positional`: its value
+    stands without `--name`; it may then be `REQUIRED`.
     """
     return field(default=default, metadata={"help": help} | facts)
 
@@ -92,7 +92,7 @@ class CommandSettings:
         if "config" in asked:
             asked = read_settings(cls, Path(asked["config"])) | asked
         load_plugin(asked.get("plugin"))
-        return asked
+        return asked | {name: _trained(asked[name]) for name in cls.names("trained") if name in asked}
 
     @classmethod
     def merged(cls, asked: dict, configs: Path | None = None, inherited: dict | None = None) -> Self:
@@ -188,7 +188,7 @@ class DataSettings(CommandSettings):
         selects_data=True,
         at_least=0,
     )
-    test_fraction: float = option(
+    test_fraction: float | None = option(  # None: no test split is made
         0.2, "share of each class set aside when a dataset has no test split", selects_data=True
     )
     validation_fraction: float | None = option(
@@ -208,6 +208,8 @@ class DataSettings(CommandSettings):
         if self.dataset is not None:
             # As shells complete folders; runs are found by this name.
             self.dataset = self.dataset.rstrip(f"/{os.sep}") or "/"
+            if Path(self.dataset).name in ("", ".."):  # of the folder one works in
+                self.dataset = os.path.abspath(self.dataset)
         if self.fold is not None:
             number, _, folds = self.fold.partition("/")
             if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
@@ -286,7 +288,7 @@ class TrainingSettings(DataSettings):
 
 @dataclass
 class PretrainSettings(TrainingSettings):
-    """Masked generative pretraining (MGP)."""
+    """Masked generative pretraining (MGP) of a ViT on your images."""
 
     stage: ClassVar[str] = "pretrain"
 
@@ -302,7 +304,7 @@ class PretrainSettings(TrainingSettings):
 
 @dataclass
 class FinetuneSettings(TrainingSettings):
-    """Balanced fine-tuning (BFT)."""
+    """Balanced fine-tuning (BFT) of a pretrained model."""
 
     stage: ClassVar[str] = "finetune"
 
@@ -332,7 +334,11 @@ class FinetuneSettings(TrainingSettings):
     )
     keep_all_epochs: int = option(1, "number of last epochs with all patches", at_least=0)
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
-    loss: str = option("bal_bce", "loss of the head", choices=loss_names)
+    loss: str = option(
+        "bal_bce",
+        "loss of the head: bal_bce, bal_ce, bce, ce, cb_bce, cb_ce, bal_nt_bce, nt_bce, ldam, lade, ib, or a plugin's",
+        choices=loss_names,
+    )
     tau: float = option(1.0, "strength of the logit bias")
     test_prior: str = option(
         "uniform",
@@ -401,11 +407,13 @@ class FinetuneSettings(TrainingSettings):
 
 @dataclass
 class EvalSettings(DataSettings):
-    """Measure a checkpoint and write a report."""
+    """Measure a model, by class frequency and under several decision rules; write a report."""
 
     stage: ClassVar[str] = "eval"
 
-    model: str = option("auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True)
+    model: str = option(
+        "auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True, trained=True
+    )
     dataset: str | None = option(  # type: ignore[assignment]
         None, "default: the one the run was trained on", selects_data=True, place=True
     )
@@ -437,8 +445,14 @@ class EvalSettings(DataSettings):
     predictions: str | None = option(
         None, "also write what each rule says of each image, to a .parquet or .csv file", place=True
     )
-    report: str | None = option(None, "folder for the report; default: report/ in a run folder", place=True)
-    compare: list[str] | None = option(None, "two runs or report folders to put side by side", place=True)
+    report: str | None = option(
+        None,
+        "folder for the report; default: report in the folder of a run, report-<model> in runs of any other model",
+        place=True,
+    )
+    compare: list[str] | None = option(
+        None, "two runs or report folders to put side by side", place=True, trained=True
+    )
     seed: int = option(0, "seed of the linear probe and of the images of shifted test sets")
     threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
 
@@ -499,7 +513,7 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
 def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
     """The help of an option with its choices and its default."""
     text = declared.metadata["help"]
-    choices = _choices(cls, declared)
+    choices = () if callable(declared.metadata.get("choices")) else _choices(cls, declared)
     if get_origin(_kind(cls, declared)) is Union:
         choices = ("true", "false", *choices)
     if choices:
@@ -511,8 +525,6 @@ def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
 
 def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
     """The values of a YAML file; unknown keys are refused. A null leaves an option as it is."""
-    if not path.exists():
-        raise LiVTError(f"the config file {path} does not exist.")
     # The base loader leaves every value as it is written: `mixed_precision: no` is "no", and 1e-3 needs no point.
     texts = read_values(path, yaml.BaseLoader) or {}
     if not isinstance(texts, dict):
@@ -575,6 +587,14 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
             wanted = "a whole number" if kind is int else "a number"
             raise LiVTError(f"{name} is {text!r}; it must be {wanted}.") from error
     return text
+
+
+def _trained(place: Any) -> Any:
+    """The folder of `livt train` stands for the fine-tuning that it ends with."""
+    if isinstance(place, list):
+        return [_trained(one) for one in place]
+    own, last = Path(place), Path(place, FinetuneSettings.stage)
+    return str(last) if (last / "config.json").exists() and not (own / "config.json").exists() else place
 
 
 def _nearest(name: str, names: list[str], prefix: str = "") -> str:

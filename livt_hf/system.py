@@ -81,3 +81,14 @@ def _wait_for_own_process() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
+
+
+def runs_folder() -> Path:
+    """Where runs go by default: `runs` here, or the folder in the environment variable LIVT_RUNS."""
+    return Path(os.environ.get("LIVT_RUNS", "runs"))
+
+
+def is_of_runs(path: str | Path, root: str | Path) -> bool:
+    """Whether what lies below `root` is of runs: no data, also where one works in the folder of the images."""
+    runs = os.path.realpath(runs_folder())
+    return Path(os.path.realpath(path)).is_relative_to(runs) and not Path(os.path.realpath(root)).is_relative_to(runs)

@@ -7,11 +7,8 @@ Fits a temperature and one offset per class by maximum likelihood (livt_hf/long_
 into the config of the model, where `probabilities`, `livt eval` and `livt predict` use them. Weights stay as they are.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from accelerate import Accelerator
 from transformers import PreTrainedModel
@@ -27,24 +24,11 @@ from livt_hf.evaluation.models import (
     load_classifier,
     load_processor,
 )
+from livt_hf.recipes.settings import CalibrateSettings
 from livt_hf.records import read_record, write_values
-from livt_hf.settings import DataSettings, option
 from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
 from livt_hf.training.machine import use_all_cores
-
-
-@dataclass(kw_only=True)
-class CalibrateSettings(DataSettings):
-    """Calibrate a classifier on labelled images that it was not trained on."""
-
-    stage: ClassVar[str] = "calibrate"
-
-    model: str = option(dataclasses.MISSING, "run or checkpoint folder; its config.json is changed", positional=True)
-    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
-    split: str = option("validation", "labelled images that the model was not trained on")
-    batch_size: int = option(256, "images per forward pass", at_least=1)
-    threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

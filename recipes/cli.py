@@ -11,30 +11,18 @@ from pathlib import Path
 
 from livt_hf import __version__
 from livt_hf.errors import LiVTError
+from livt_hf.recipes.settings import COMMANDS, CONFIGS
+from livt_hf.settings import command_line
 
-COMMANDS = {
-    "train": "train a classifier on your images in a given time",
-    "pretrain": "masked generative pretraining (MGP) of a ViT on your images",
-    "finetune": "balanced fine-tuning (BFT) of a pretrained model",
-    "eval": "measure a model, by class frequency and under several decision rules; write a report",
-    "calibrate": "make the class probabilities of a trained model right, on images it was not trained on",
-    "predict": "classify image files",
-    "demo": "try models in the browser, on this machine",
-    "publish": "put a finished run on the Hub, with its model card",
-    "publish-data": "put a long-tailed dataset on the Hub, with its card",
-    "convert": "convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export",
-    "data": "look at a dataset before training",
-    "compare": "which way for your images: from scratch, or a pretrained backbone's head, LoRA or all of it",
-    "sweep": "the paper's ablations, one command each",
-}
 LAUNCHED = ("pretrain", "finetune", "eval")
-CONFIGS = Path(__file__).parent / "configs"
 MOST_PROCESSES = 8
+# --multi_gpu is Accelerate's word for several processes, on CPUs too; without it, it would start one of them.
+ON_CPUS = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 HELP = f"""\
 usage: livt [LAUNCH OPTIONS] COMMAND [OPTIONS]
 
-{"".join(f"  {name:13s} {what}{chr(10)}" for name, what in COMMANDS.items())}
+{"".join(f"  {name:13s} {settings.__doc__}{chr(10)}" for name, settings in COMMANDS.items())}
 livt COMMAND --help lists the options of a command; --version prints the version. {", ".join(LAUNCHED)} run under
 Accelerate: options before the command are those of `accelerate launch`, as in
 `livt --multi_gpu --num_processes 8 pretrain --config FILE`. Without any, a machine without an accelerator gets as many
@@ -48,8 +36,9 @@ def main() -> None:
     if place is None:
         sys.exit(without_command(words))
     launcher, command, argv = words[:place], words[place], words[place + 1 :]
-    if command in LAUNCHED and not {"-h", "--help"} & set(argv):
-        launcher = launcher or chosen_layout(command, argv)
+    command_line(COMMANDS[command], argv)  # --help and what is misspelt are answered before torch is imported
+    if command in LAUNCHED:
+        launcher = several_on_cpus(launcher) if launcher else chosen_layout(command, argv)
         if launcher is not None:
             launch(launcher, command, argv)
             return
@@ -75,13 +64,16 @@ def without_command(words: Sequence[str]) -> str | None:
 
 def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     """Run a stage under Accelerate; what the stage refuses ends with its sentence, without the launcher's trace."""
+    import torch.distributed.run  # noqa: F401  with all loggers of the launcher
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from livt_hf.commands import EXIT_UNFINISHED
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith(("torch.distributed.elastic", "accelerate.commands.launch")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     words = [*launcher, "--module", f"livt_hf.recipes.{command}", *argv]
     try:
         launch_command(launch_command_parser().parse_args(words))
@@ -109,9 +101,19 @@ def chosen_layout(command: str, argv: Sequence[str]) -> list[str] | None:
     if processes == 1:
         return None
     os.environ["ACCELERATE_USE_CPU"] = "1"
-    # --multi_gpu is Accelerate's word for several processes, on CPUs too.
-    said = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
-    return [*said, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [*ON_CPUS, "--num_processes", str(processes)]
+
+
+def several_on_cpus(launcher: Sequence[str]) -> list[str]:
+    """Options of `accelerate launch` as they were given, with what several processes need without an accelerator."""
+    import torch
+    from accelerate.commands.launch import launch_command_parser
+
+    asked = launch_command_parser().parse_args([*launcher, "script.py"])
+    if torch.accelerator.is_available() or (asked.num_processes or 1) == 1:
+        return list(launcher)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    return [*ON_CPUS, *(word for word in launcher if word != "--cpu")]
 
 
 def fitting_processes(command: str, argv: Sequence[str]) -> int:
@@ -144,6 +146,8 @@ def command() -> None:
         main()
     except LiVTError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:  # a training that has begun saves itself; of anything else nothing is left to say
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -10,60 +10,23 @@ where it was stopped; what is done is skipped. It ends with a table, a picture a
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from datasets import Dataset
 
 from livt_hf.commands import run_command
 from livt_hf.data import load_data
-from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
-from livt_hf.recipes.sweep import Plan, SweepSettings, as_words, carried_out
+from livt_hf.recipes.settings import CompareSettings, SweepSettings, as_words
+from livt_hf.recipes.sweep import Plan, carried_out
 from livt_hf.recipes.train import scratch_within
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
-from livt_hf.runs import runs_folder
-from livt_hf.settings import REQUIRED, DataSettings, option
 from livt_hf.system import shell_line
 
-WAYS = ("scratch", "head", "lora", "full")
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
-
-
-@dataclass(kw_only=True)
-class CompareSettings(DataSettings):
-    """Compare ways to train on the same images, at one budget of time."""
-
-    stage: ClassVar[str] = "compare"
-
-    dataset: str = option(REQUIRED, "the images, as for `livt finetune`", positional=True, place=True)
-    pretrained: str | None = option(None, "checkpoint folder or Hub id of the backbone", place=True)
-    ways: list[str] | None = option(None, f"some of {', '.join(WAYS)}; default: all")
-    minutes: float = option(30.0, "time of each way on this machine; a head that needs less takes less", at_least=0.1)
-    image_size: int | None = option(None, "pixels of the backbone's images; default: its own", at_least=1)
-    loss: str = option("bal_bce", "loss of every way")
-    seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
-    validation_fraction: float | None = option(None, "as for `livt finetune`")
-    output_dir: str | None = option(None, "default: runs/compare/<dataset>-<backbone>-<minutes>", place=True)
-    dry_run: bool = option(False, "print the commands and run nothing")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.pretrained is None:
-            raise LiVTError(f"name a backbone to start from: livt compare {self.dataset} --pretrained CHECKPOINT.")
-        self.ways = list(self.ways or WAYS)
-        unknown = [way for way in self.ways if way not in WAYS]
-        if unknown:
-            raise LiVTError(f"there is no way {unknown[0]!r}; choose from {', '.join(WAYS)}.")
-
-    @property
-    def folder(self) -> Path:
-        name = f"{Path(self.dataset).name}-{Path(self.pretrained).name}-{self.minutes:g}"
-        return Path(self.output_dir or runs_folder() / "compare" / name)
 
 
 class Ways(Plan):

@@ -11,9 +11,7 @@ livt convert MODEL OUT --to torch-export          the same as OUT/model.pt2, for
 import importlib.util
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
 
 from timm.data import ImageNetInfo
 
@@ -24,35 +22,12 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_classifier, load_processor
 from livt_hf.evaluation.rules import serving_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.recipes.settings import ConvertSettings
 from livt_hf.records import read_values
-from livt_hf.settings import REQUIRED, CommandSettings, option
 
 EXPORTED = ("onnx", "torch-export")
 # How many classes the heads of the authors' files have.
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
-
-
-@dataclass(kw_only=True)
-class ConvertSettings(CommandSettings):
-    """Convert a checkpoint to another form, with its image processor."""
-
-    stage: ClassVar[str] = "convert"
-
-    source: str = option(REQUIRED, "a .pth file of the authors, or a run folder or Hub id", positional=True)
-    output: str = option(REQUIRED, "folder to write", positional=True)
-    to: Literal["livit", "beit", "timm", "onnx", "torch-export"] = option(
-        "livit", "form to write; livit is for the authors' files"
-    )
-    prior: str | None = option(
-        None, "of onnx and torch-export: give class probabilities under this prior: training, uniform, or a file",
-        place=True,
-    )  # fmt: skip
-    dataset: str | None = option(
-        None, "what an authors' file was trained on, where its number of classes does not tell: sets the normalisation"
-    )
-    class_counts: str | None = option(None, "JSON list with the number of training images per class")
-    labels: str | None = option(None, "JSON list with one name per class")
-    keep_class_order: bool = option(False, "leave the heads of iNat18 in the authors' order")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,10 +4,7 @@ livt data                                     # the embedded glyphs
 livt data FOLDER --imbalance_factor 100
 """
 
-import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from datasets import Dataset, DatasetDict
@@ -19,29 +16,12 @@ from livt_hf.data.labels import class_counts, class_feature, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.data.sources import load_data
 from livt_hf.metrics import group_sizes
-from livt_hf.recipes.sweep import as_words
+from livt_hf.recipes.settings import LookSettings, as_words
 from livt_hf.reports import class_distribution, contact_sheet
 from livt_hf.runs import runs_folder
-from livt_hf.settings import DataSettings, option
 from livt_hf.system import shell_line
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 5, 8
-_DATASET = DataSettings.__dataclass_fields__["dataset"]
-
-
-@dataclass
-class LookSettings(DataSettings):
-    """Look at a dataset before training on it: its table, its broken images, and two pictures."""
-
-    stage: ClassVar[str] = "data"
-
-    dataset: str = dataclasses.field(default=_DATASET.default, metadata=_DATASET.metadata | {"positional": "?"})
-    output: str | None = option(
-        None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", place=True
-    )
-    check_images: bool = option(
-        True, "read every image to find broken ones and copies in two splits, which takes as long as an epoch"
-    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,6 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     for path in draw(sound["train"], output, settings.split_seed):
         print(f"wrote {path}")
     said = settings.said_of_data() | {"dataset": None, "hours": 0.5}
+    if any(broken.values()):
+        said["on_broken"] = "skip"
     print(
         "Next, train for half an hour; with few images add --pretrained and a classifier, a folder or a Hub id:\n  "
         + shell_line(["livt", "train", settings.dataset, *as_words(said)])

@@ -15,6 +15,7 @@
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -135,10 +136,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def splits_of(settings: EvalSettings) -> DatasetDict:
-    """The data by split; `all`, where it is asked for, is all of them together."""
-    data = load_data(settings)
-    if settings.split == "all":
-        data["all"] = concatenate_datasets(list(data.values()))
+    """The data by split; `all`, where it is asked for, is all of them together, and then none is made."""
+    if settings.split != "all":
+        return load_data(settings)
+    data = load_data(dataclasses.replace(settings, test_fraction=None, validation_fraction=0.0))
+    data["all"] = concatenate_datasets(list(data.values()))
     return data
 
 
@@ -168,6 +170,8 @@ def check_probe(settings: EvalSettings, num_processes: int) -> None:
     asked = [name for name in ("prior", "adapt_prior", "test_imbalance", "predictions") if getattr(settings, name)]
     if asked:
         raise LiVTError(f"kNN and the linear probe measure features and know no prior; leave --{asked[0]} out.")
+    if settings.split == "all":
+        raise LiVTError("kNN and the linear probe learn from the training images; leave --split all out.")
     if num_processes > 1:
         raise LiVTError("kNN and the linear probe look at all images at once; run it on one process.")
 

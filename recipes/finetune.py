@@ -26,10 +26,10 @@ from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint,
 from livt_hf.commands import (
     accuracy_line,
     check_publishing,
-    next_command,
     publish_if_asked,
     resume_message,
     run_command,
+    what_next,
 )
 from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_seen, write_fold, write_whole
 from livt_hf.data import class_counts, load_data
@@ -77,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
         f"{settings.dataset}, from {start}, in {duration(results.seconds)}; {results.selection}.\n"
         + "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in results.rules.items())
-        + f"  checkpoint: {run.folder}\n"
-        f"Next, look closer:\n  {next_command('eval', '--model', run)}"
+        + f"  checkpoint: {run.folder}"
+        + what_next("Next, look closer", "eval", "--model", run.folder)
     )
     if accelerator.is_main_process:
         publish_if_asked(settings, run)

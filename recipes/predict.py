@@ -13,9 +13,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
 
 import torch
 from tqdm import tqdm
@@ -26,32 +24,8 @@ from livt_hf.evaluation.models import lent_plugin
 from livt_hf.evaluation.prediction import Predictor, find_images
 from livt_hf.evaluation.rules import prior_words, serving_prior
 from livt_hf.evaluation.tables import SEPARATOR, PredictionTable, check_table
-from livt_hf.settings import REQUIRED, CommandSettings, option
+from livt_hf.recipes.settings import PredictSettings
 from livt_hf.training.machine import use_all_cores
-
-
-@dataclass(kw_only=True)
-class PredictSettings(CommandSettings):
-    """Classify image files."""
-
-    stage: ClassVar[str] = "predict"
-
-    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", positional=True, place=True)
-    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", positional="+", place=True)
-    prior: str | None = option(
-        None,
-        "how frequent each class is where the model serves: training, uniform, or a JSON or YAML file; "
-        "default: the largest logit until the model is calibrated, and then its own test prior",
-        place=True,
-    )
-    top_k: int = option(5, "classes to print per image", at_least=1)
-    format: Literal["table", "jsonl", "csv"] = option("table", "what a line looks like")
-    output: str | None = option(
-        None, "also write the scores of all classes for each file, to a .parquet or .csv file", place=True
-    )
-    batch_size: int = option(32, "images per forward pass", at_least=1)
-    device: str | None = option(None, "cuda, mps or cpu; default: the first of them that is there")
-    threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

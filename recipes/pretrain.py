@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from livt_hf import budget
-from livt_hf.commands import check_publishing, next_command, publish_if_asked, resume_message, run_command
+from livt_hf.commands import check_publishing, publish_if_asked, resume_message, run_command, what_next
 from livt_hf.data import (
     DeviceTransform,
     PretrainAugmentation,
@@ -109,15 +109,15 @@ def in_words(settings: PretrainSettings, run: Run, results: Results) -> str:
     advice = update_advice(loss, zero_loss, results.updates)
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
     default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size
-    smaller = f" --batch_size {settings.batch_size}" if default > results.num_train_images else ""
+    smaller = ["--batch_size", str(settings.batch_size)] if default > results.num_train_images else []
     return (
         f"\nPretrained {settings.model_size} on {results.num_train_images:,} images of {settings.dataset} "
         f"for {results.updates:,} updates in {duration(results.seconds)}.\n"
         f"  loss on held-out images  {loss:.3f}  (predicting zero: {zero_loss:.3f})\n"
         + (f"  warning                  {advice}\n" if advice else "")
         + f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"
-        f"  look at                  {run.folder / 'reconstructions.png'}\n"
-        f"Next, fine-tune it:\n  {next_command('finetune', '--pretrained', run)}{smaller}"
+        f"  look at                  {run.folder / 'reconstructions.png'}"
+        + what_next("Next, fine-tune it", "finetune", "--pretrained", run.folder, *smaller)
     )
 
 

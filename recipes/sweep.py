@@ -19,71 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
 
 from tqdm.auto import tqdm
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
+from livt_hf.recipes.settings import CONFIGS, STAGES, SweepSettings, as_words
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
-from livt_hf.runs import Run, check_same_settings, runs_folder
-from livt_hf.settings import CommandSettings, FinetuneSettings, PretrainSettings, TrainingSettings, option
+from livt_hf.runs import Run, check_same_settings
+from livt_hf.settings import TrainingSettings
 from livt_hf.system import shell_line, shell_words
 from livt_hf.training.machine import available_cores
-
-CONFIGS = Path(__file__).parent / "configs"
-STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
-
-
-@dataclass
-class SweepSettings(CommandSettings):
-    """Run an ablation: every variant, on every seed."""
-
-    stage: ClassVar[str] = "sweep"
-
-    sweep: str | None = option(None, "which ablation; without one they are listed", choices=SWEEPS, positional=True)
-    only: list[str] | None = option(None, "some of its variants, by their labels")
-    dataset: str = option("glyphs", "its configs are the base of every variant", place=True)
-    source: str | None = option(None, "local copy of the dataset; of another one: --pretrain '--source F'", place=True)
-    imbalance_factor: str | None = option(None, "largest class over smallest class")
-    model_size: Literal["micro", "tiny", "small", "base", "large"] | None = option(
-        None, "preset of every variant; default: that of the checkpoint or of the configs"
-    )
-    pretrained: str | None = option(None, "start every variant from this checkpoint instead of an MGP run", place=True)
-    seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
-    pretrain: str = option("", 'further options of the first stage, such as "--epochs 50"')
-    finetune: str = option("", "further options of the second stage")
-    launch: str = option("", 'options of accelerate launch, such as "--multi_gpu"')
-    jobs: int = option(1, "runs at a time, each with its share of the cores", at_least=1)
-    output_dir: str | None = option(None, "default: runs/sweeps/<dataset>[-<size>][-<factor>]", place=True)
-    dry_run: bool = option(False, "print the commands and run nothing")
-
-    @property
-    def name(self) -> str:
-        return "-".join(filter(None, (Path(self.dataset).name, self.model_size, self.imbalance_factor)))
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.output_dir or runs_folder() / "sweeps" / self.name)
-
-    def words(self, stage: str, options: dict) -> list[str]:
-        """What a run is told: what all runs on its dataset are, then what its stage is, then its own options."""
-        further = {"pretrain": shell_words(self.pretrain), "finetune": shell_words(self.finetune)}
-        asked = {name: STAGES[name].asked(words) for name, words in further.items()}
-        dataset = options.get("dataset", asked[stage].get("dataset", self.dataset))
-        shared = {"dataset": dataset, "plugin": self.plugin}
-        if dataset == self.dataset:
-            shared |= {"source": self.source, "imbalance_factor": self.imbalance_factor}
-        elif stage == "finetune":  # on the data of the first stage
-            shared |= {name: asked["pretrain"].get(name) for name in ("source", "lists")}
-        if self.model_size is not None:
-            of_this_size = CONFIGS / f"{stage}-{dataset}-{self.model_size}.yaml"
-            own = of_this_size.exists() and "tune" not in options  # what is tuned has a config of its own
-            shared |= {"config": of_this_size if own else None, "model_size": self.model_size}
-        return [*as_words(shared), *further[stage], *as_words(options)]
 
 
 @dataclass
@@ -294,15 +243,6 @@ def without_paths(text: str) -> str:
         return f"{option}{equals}FOLDER" if local else word
 
     return " ".join(map(hidden, text.split(" ")))
-
-
-def as_words(options: dict) -> list[str]:
-    """Values as the command line takes them; a list is one option with several values."""
-    words = []
-    for name, value in options.items():
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return words
 
 
 def chosen(variants: list[Variant], only: list[str] | None) -> list[Variant]:

@@ -8,57 +8,30 @@ It says what it chose and why before it starts; the rules are in livt_hf/budget.
 holding plan.json and the runs of its stages, that of the last with its report. Evaluation comes on top of the hours.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from datasets import Dataset
 
 from livt_hf import budget
 from livt_hf.backbones import build_classifier, input_facts, serving_processor
-from livt_hf.commands import EXIT_UNFINISHED, run_command
+from livt_hf.commands import EXIT_UNFINISHED, WITHIN_TRAIN, run_command
 from livt_hf.data import load_data
 from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.recipes.sweep import as_words
+from livt_hf.recipes.settings import TrainSettings, as_words
 from livt_hf.records import read_record, write_values
-from livt_hf.runs import Run, claiming, next_number, runs_folder
-from livt_hf.settings import DataSettings, FinetuneSettings, option
+from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
+from livt_hf.settings import FinetuneSettings
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
-
-PLAN = "plan.json"
-
-
-@dataclass
-class TrainSettings(DataSettings):
-    """Train on a dataset for some hours: both stages, or a pretrained backbone."""
-
-    stage: ClassVar[str] = "train"
-
-    dataset: str = option(
-        "glyphs", "benchmark name, image folder, table of labels, or Hub dataset", positional=True, place=True
-    )
-    hours: float = option(1.0, "hours of training; evaluation comes on top")
-    pretrained: str | None = option(
-        None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
-    )
-    seed: int = option(0, "seed of everything random except the split")
-    validation_fraction: float | None = option(None, "as for `livt finetune`")
-    output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
-    resume: str | None = option(None, "go on with an interrupted run: its folder", place=True)
-    launch: str = option("", 'options of accelerate launch, such as "--num_processes 1"')
-    threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
-
-    def data_words(self) -> list[str]:
-        """What both stages are told about the data."""
-        return as_words(self.said_of_data() | {"dataset": self.dataset, "seed": self.seed})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stage, words in plan["stages"].items():
         place = ["--output_dir", str(folder / stage), "--resume", "auto"]
         if not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads]):
-            print(f"Or, to go on with all that is left:\n  livt train --resume {shell_line([folder])}")
+            print(f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}")
             raise Interrupted
     run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
     print(f"Next, try it in the browser:\n  {shell_line(['livt', 'demo', folder / 'finetune'])}")
@@ -85,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_livt(words: list[str]) -> bool:
     """Run a command; whether it was stopped and saved. It gets every wish to stop that this process gets."""
-    command = subprocess.Popen([sys.executable, "-m", "livt_hf.recipes.cli", *words])
+    environment = os.environ | {WITHIN_TRAIN: "1"}
+    command = subprocess.Popen([sys.executable, "-m", "livt_hf.recipes.cli", *words], env=environment)
     wishes = signal.SIGINT, signal.SIGTERM
 
     def pass_on(wish: int, _frame) -> None:

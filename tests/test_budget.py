@@ -9,6 +9,7 @@ from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import budget
+from livt_hf.commands import WITHIN_TRAIN, resume_message, what_next
 from livt_hf.data import eval_processor
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes import train
@@ -130,12 +131,20 @@ def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, 
     assert (full.tune, full.hours, head.tune, head.hours) == ("full", 1.0, "head", None)
 
 
+def test_a_stage_within_livt_train_names_no_next_command_of_its_own(monkeypatch):
+    assert "livt eval" in what_next("Next", "eval")
+    monkeypatch.setenv(WITHIN_TRAIN, "1")
+    assert what_next("Next", "eval") == ""
+    assert resume_message(Run(Path("run")), "finetune") == "Stopped and saved."
+
+
 @pytest.mark.slow
 def test_train_runs_both_stages_and_the_evaluation(tmp_path):
     words = [make_pictures(tmp_path / "pictures"), "--hours", 2 / 3600, "--threads", 1]
     done = RecipeRun("train", tmp_path / "run", *words)
     assert done.wait() == 0, done.printed
     assert (tmp_path / "run" / "finetune" / "report" / "report.html").exists()
+    assert done.printed.count("Next, ") == 1  # what it does by itself is not to be done
 
 
 def test_compiling_pays_on_a_gpu_and_after_half_an_hour_of_a_cpu():

@@ -242,6 +242,12 @@ def test_a_run_on_a_benchmark_has_a_licence_and_one_on_other_data_or_weights_nee
         assert Publication("org/name", license="mit").licensed(results).license == "mit"
 
 
+@pytest.mark.parametrize("repo_id", ["leaves", "me/my leaves", "a/b/c", "https://hub/me/leaves", ""])
+def test_a_repository_is_named_by_its_owner_and_its_name(repo_id):
+    with pytest.raises(LiVTError, match="is no repository on the Hub; name it organisation/name"):
+        Publication(repo_id)
+
+
 def test_the_hub_accepts_every_card(api):
     cards = [card_of(), card_of(PRETRAINING)]
     cards += [card_of(form="timm")]

@@ -42,6 +42,23 @@ def test_help_lists_every_command(capsys, monkeypatch):
     assert all(f"  {name}" in printed for name in cli.COMMANDS)
 
 
+def test_help_of_every_command_and_a_misspelt_option_are_answered_without_torch():
+    code = """
+import contextlib, io, sys
+from livt_hf.errors import LiVTError
+from livt_hf.recipes import cli
+for command in cli.COMMANDS:
+    for launcher, word in (["--num_processes=2"], "--help"), ([], "--hlep"):
+        sys.argv = ["livt", *launcher, command, word]
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit, LiVTError):
+            cli.main()
+        assert ("usage: livt " + command in printed.getvalue()) == (word == "--help")
+print([name for name in ("torch", "transformers", "datasets", "numpy") if name in sys.modules])
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (answer.stdout, answer.stderr) == ("[]\n", "")
+
+
 def test_an_unknown_command_suggests_the_nearest():
     assert cli.without_command(["pretrian"]) == "error: there is no command 'pretrian'; did you mean pretrain?"
 
@@ -95,19 +112,29 @@ def test_one_process_needs_no_launcher(monkeypatch, words, processes):
     assert layout == processes or launch_command_parser().parse_args([*layout, "script.py"]).num_processes == processes
 
 
+def test_several_processes_that_were_asked_for_are_launched_without_an_accelerator_too(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    asked = launch_command_parser().parse_args([*cli.several_on_cpus(["--num_processes", "2", "--cpu"]), "script.py"])
+    assert (asked.multi_gpu, asked.num_processes, asked.cpu) == (True, 2, False)
+    assert cli.several_on_cpus(["--num_processes", "1"]) == ["--num_processes", "1"]
+
+
 @needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [[], ["--threads", "1"]], ids=["a process per core", "one process"])
 def test_a_signal_to_livt_alone_saves_the_run(pictures, tmp_path, threads):
     options = ["--dataset", pictures, *TINY[:-2], "--output_dir", tmp_path / "run", "--log_steps", 1, *threads]
     command = [sys.executable, "-m", "livt_hf.recipes.cli", "pretrain", *map(str, options)]
-    livt = subprocess.Popen([*command, "--epochs", "1000"], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    livt = subprocess.Popen([*command, "--epochs", "1000"], text=True, **pipes)
     while not (tmp_path / "run" / "log.jsonl").exists():
         assert livt.poll() is None
         time.sleep(0.05)
     livt.terminate()
-    printed, _ = livt.communicate(timeout=120)
+    printed, told = livt.communicate(timeout=120)
     assert livt.returncode == EXIT_UNFINISHED and "Stopped and saved." in printed
+    assert "death signal" not in told and told.count("stopping after this update") == 1
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

@@ -465,7 +465,7 @@ def test_the_command_wants_the_dataset_where_the_head_does_not_tell_it(tmp_path,
     ("options", "message"),
     [
         (["no.pth", "out"], "no.pth is not a complete PyTorch checkpoint"),
-        (["no.pth", "out", "--class_counts", "no.json"], "no.json is not readable JSON"),
+        (["no.pth", "out", "--class_counts", "no.json"], "the file no.json does not exist"),
         (["no.pth", "out", "--labels", "names.json"], "names.json holds a dict, not a JSON list"),
         (["./no run", "out", "--to", "beit"], "./no run could not be loaded as a checkpoint folder"),
     ],

@@ -295,7 +295,7 @@ def test_a_malformed_prior_is_refused(workplace, refused, tmp_path, content, com
 
 def test_a_prior_file_that_does_not_exist_is_refused(workplace, refused, tmp_path):
     sentence = refused("--model", workplace.finetuned, "--prior", tmp_path / "nowhere.json")
-    assert "nowhere.json is not readable JSON: [Errno 2] No such file" in sentence
+    assert "nowhere.json does not exist; correct its name." in sentence
 
 
 def test_no_prior_is_estimated_from_smoothed_labels_or_scores(workplace, refused, tmp_path):
@@ -323,6 +323,22 @@ def test_shot_groups_are_those_of_the_images_the_model_was_trained_on(workplace,
 def test_all_images_of_another_place_are_measured_also_where_they_have_no_split(workplace, evaluate):
     result = evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "train", "--split", "all")
     assert result.summary["split"] == "all" and result.summary["rules"][PAPER]["num_images"] == 30 + 18 + 10 + 6
+
+
+def test_all_images_are_measured_without_setting_some_aside(workplace, evaluate, caplog):
+    evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "train", "--split", "all")
+    assert "set aside" not in caplog.text
+
+
+def test_the_report_on_a_model_that_is_no_run_leaves_its_folder_as_it_is(workplace, evaluate, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    downloaded = saved(tmp_path / "downloaded", LiViTForImageClassification.from_pretrained(workplace.finetuned))
+    before = sorted(downloaded.rglob("*"))
+    for probe in ([], ["--probe"]):
+        evaluate("--model", downloaded, "--dataset", workplace.pictures, *probe, report=None)
+    assert sorted(downloaded.rglob("*")) == before
+    reports = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert reports == {"report-downloaded", "report-downloaded-2"}
 
 
 def test_a_loss_without_posterior_is_measured_by_the_paper_s_rule_alone(workplace, evaluate, tmp_path):

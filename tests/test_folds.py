@@ -255,7 +255,7 @@ def test_identical_images_on_both_sides_are_named_before_training(tmp_path, capl
         caplog.clear()
         with pytest.raises(LiVTError, match="batch_size is 512"):
             finetune.main([*options, *more])
-        assert "images are in two splits:" in caplog.text and "0.png of " in caplog.text
+        assert "in two splits:" in caplog.text and "0.png of " in caplog.text
 
 
 def test_what_is_refused_leaves_no_folder_behind(labels, backbone, tmp_path):

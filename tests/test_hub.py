@@ -560,7 +560,7 @@ def test_a_folder_becomes_a_private_dataset_whose_card_says_how_it_was_divided(a
 
 @pytest.mark.parametrize(
     ("words", "refusal"),
-    [(["glyphs"], "livt publish-data DATASET organisation/name"), ([".", "org/own"], r"\. holds .* --license")],
+    [(["glyphs"], "livt publish-data DATASET organisation/name"), ([".", "org/own"], "holds images .* --license")],
 )
 def test_a_dataset_command_that_lacks_something_is_refused_with_what_it_lacks(words, refusal):
     with pytest.raises(LiVTError, match=refusal):
@@ -582,6 +582,18 @@ def test_a_table_may_name_links_to_train_on_but_what_they_lead_to_is_not_publish
     assert sum(map(len, load_data(PublishDataSettings.parse(command)).values())) == 6
     with pytest.raises(LiVTError, match="1 images are links to files outside of .*/own, the first is .*/own/0.png"):
         publish_data(command)
+
+
+def test_a_dataset_with_a_broken_image_is_not_published_until_it_is_left_out(tmp_path, capsys):
+    for number in range(10):
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "ab"[number % 2] / f"{number}.png")
+    (tmp_path / "a/broken.png").write_bytes(b"no image")
+    command = [str(tmp_path), "org/own", "--license", "mit", "--dry_run"]
+    with pytest.raises(LiVTError, match="a/broken.png cannot be read: .* --on_broken skip"):
+        publish_data(command)
+    publish_data([*command, "--on_broken", "skip"])
+    assert "Nothing was uploaded." in capsys.readouterr().out
 
 
 def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):

@@ -14,10 +14,13 @@ from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
 from livt_hf.backbones import build_classifier, lent_by_checkpoint
 from livt_hf.commands import check_publishing, resume_message
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.losses import LOSSES
 from livt_hf.plugins import find_module, load_plugin
+from livt_hf.recipes.settings import COMMANDS
 from livt_hf.records import read_values
 from livt_hf.results import Results
 from livt_hf.runs import (
+    PLAN,
     Run,
     find_pretraining,
     lent_by_pretraining,
@@ -160,7 +163,7 @@ def test_yaml_of_another_shape_is_refused(text, message, tmp_path):
 
 
 def test_a_config_that_does_not_exist_is_named():
-    with pytest.raises(LiVTError, match="the config file nowhere.yaml does not exist"):
+    with pytest.raises(LiVTError, match="nowhere.yaml does not exist"):
         PretrainSettings.parse(["--config", "nowhere.yaml"])
 
 
@@ -383,7 +386,8 @@ def test_every_list_of_options_comes_from_their_declarations():
 
 def test_help_names_the_choices_and_defaults():
     text = " ".join(make_parser(FinetuneSettings).format_help().split())
-    assert "one of bal_bce, bal_ce, bal_nt_bce" in text and "one of exponential, pareto, balanced" in text
+    assert "one of exponential, pareto, balanced" in text
+    assert set(LOSSES) <= set(re.findall(r"\w+", text))
     assert "(default: 0.75)" in text and "(default: )" not in text and "one of true, false, auto" in text
 
 
@@ -416,3 +420,31 @@ def test_what_is_no_name_of_a_module_is_no_plugin():
         with pytest.raises(LiVTError, match="is not an installed module"):
             load_plugin(name)
         assert find_module(name.split(".")[0]) is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["eval --model {}", "eval --compare {} other", "calibrate {}", "predict {} image.png", "demo {} other"]
+    + ["publish {} owner/name", "convert {} out"],
+)
+def test_the_folder_of_a_whole_training_stands_for_its_fine_tuning(command, tmp_path):
+    (tmp_path / "finetune").mkdir()
+    (tmp_path / "finetune" / "config.json").write_text("{}")
+    name, *words = command.format(tmp_path).split()
+    settings = COMMANDS[name]
+    [given] = [value for name, value in settings.asked(words).items() if name in settings.names("trained")]
+    assert given in (str(tmp_path / "finetune"), [str(tmp_path / "finetune"), "other"])
+
+
+def test_of_a_file_that_is_not_there_the_one_with_nearly_its_name_is_named(tmp_path):
+    (tmp_path / "prior.json").write_text("[1, 2]")
+    with pytest.raises(LiVTError, match=r"priors.json does not exist; .* Did you mean .*/prior.json\?$"):
+        read_values(tmp_path / "priors.json")
+    with pytest.raises(LiVTError, match=r"other.yaml does not exist; correct its name.$"):
+        read_values(tmp_path / "other.yaml")
+
+
+def test_the_folder_of_a_whole_training_is_resumed_by_livt_train(tmp_path):
+    (tmp_path / PLAN).write_text("{}")
+    with pytest.raises(LiVTError, match=f"livt train --resume {tmp_path}$"):
+        unfinished_run(PretrainSettings(resume=str(tmp_path)))

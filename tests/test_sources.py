@@ -20,6 +20,7 @@ from livt_hf.data import (
     exponential_counts,
     has_carved_test,
     label_statistics,
+    load_data,
     load_long_tailed,
     normalization,
     register_dataset,
@@ -273,7 +274,7 @@ def test_folders_that_are_neither_a_split_nor_a_class_are_refused_by_name(tmp_pa
 
 def test_an_empty_class_folder_is_refused_or_dropped(tmp_path, caplog):
     write_images(tmp_path / "birds", {"finch": 5, "ghost": 0, "owl": 5})
-    with pytest.raises(LiVTError, match="1 classes have no training image.*ghost.*--drop_empty"):
+    with pytest.raises(LiVTError, match="1 class has no training image.*ghost.*--drop_empty"):
         load_long_tailed(str(tmp_path / "birds"))
     data = load_long_tailed(str(tmp_path / "birds"), drop_empty=True)
     assert data["train"].features["label"].names == ["finch", "owl"] and "ghost" in caplog.text
@@ -657,3 +658,19 @@ def test_a_cache_without_room_is_not_called_damaged_files(tmp_path, monkeypatch)
     monkeypatch.setattr("livt_hf.data.opening.load_dataset", full)
     with pytest.raises(OSError, match="No space left on device"):
         load_long_tailed(str(tmp_path))
+
+
+def test_runs_in_the_folder_of_the_images_are_no_class(tmp_path, monkeypatch):
+    write_images(tmp_path / "birds", {"finch": 5, "owl": 5, "runs/data-birds": 2})
+    (tmp_path / "birds/runs/predictions.parquet").write_bytes(b"")
+    monkeypatch.chdir(tmp_path / "birds")
+    settings = DataSettings(dataset=".")
+    assert Path(settings.dataset).name == "birds"
+    assert load_data(settings)["train"].features["label"].names == ["finch", "owl"]
+
+
+def test_the_folder_of_a_model_is_no_dataset(tmp_path):
+    write_images(tmp_path / "run", {"report": 2})
+    (tmp_path / "run/config.json").write_text("{}")
+    with pytest.raises(LiVTError, match="run is the folder of a model or a run; name the folder of its images"):
+        load_long_tailed(str(tmp_path / "run"))

@@ -166,7 +166,7 @@ def test_places_of_windows_are_not_published(tmp_path):
 
 def test_a_signal_is_passed_on_only_where_the_system_sends_signals(monkeypatch):
     class Command:
-        def __init__(self, words):
+        def __init__(self, _words, env):
             self.got = []
 
         def send_signal(self, number):

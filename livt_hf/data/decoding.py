@@ -255,7 +255,8 @@ def copies_in_words(splits: Mapping[str, Dataset]) -> str | None:
     pairs = find_copies(splits)
     if not pairs:
         return None
-    found = f"{len(pairs)} images are in two splits:{listed(' = '.join(pair) for pair in pairs)}"
+    number = "1 image is" if len(pairs) == 1 else f"{len(pairs)} images are"
+    found = f"{number} in two splits:{listed(' = '.join(pair) for pair in pairs)}"
     return f"{found}\nRemove one of each pair, or give both the same group: a test must not show what was trained on."
 
 
@@ -280,6 +281,12 @@ def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
     """The path of each image, where it has one, and a digest of its bytes as they are stored."""
     for index, image in enumerate(stored_images(dataset)):
         yield image["path"], _of_stored(image, index, lambda data: hashlib.sha256(data).digest())
+
+
+def refuse_broken(dataset: Dataset, which: str = "") -> None:
+    """Read every image now, where a broken one would otherwise come to light too late."""
+    if broken := find_broken(dataset):
+        raise BrokenImageError(f"{which}{next(iter(broken.values()))}", WAY_OUT)
 
 
 def without_broken(dataset: Dataset) -> Dataset:

@@ -129,7 +129,8 @@ def refuse_empty_classes(train: Dataset) -> None:
     empty = np.flatnonzero(class_counts(train) == 0)
     if len(empty):
         names = [class_feature(train).names[c] for c in empty[:5]]
+        number = "1 class has" if len(empty) == 1 else f"{len(empty)} classes have"
         raise LiVTError(
-            f"{len(empty)} classes have no training image, so their prior is undefined (such as {', '.join(names)}): "
+            f"{number} no training image, so the prior is undefined (such as {', '.join(names)}): "
             "pass --drop_empty (in Python drop_empty=True) to remove them, or other counts."
         )

@@ -14,6 +14,7 @@ from PIL import Image
 from livt_hf.data.labels import Labels
 from livt_hf.data.tables import SPLIT_OF_WORD, dataset_of_paths
 from livt_hf.errors import LiVTError
+from livt_hf.system import is_of_runs
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +105,9 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
                     _refuse_stray_link(entry, real_root)
                 suffix = os.path.splitext(entry.name)[1].lower()
                 if entry.is_dir():
-                    folders.append(path)
-                    waiting.append(f"{path}/")
+                    if not is_of_runs(entry.path, root):
+                        folders.append(path)
+                        waiting.append(f"{path}/")
                 elif suffix in suffixes:
                     images.append(path)
                 elif place:

@@ -24,9 +24,10 @@ from livt_hf.data.tables import (
     is_image_list,
     read_list,
 )
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
+from livt_hf.system import is_of_runs
 
 SPLITS = ("train", "validation", "test")
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
@@ -131,8 +132,9 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         splits = _load(KINDS.get(path.suffix, ""), {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
-    elif where.startswith((".", "/", "~")) or "\\" in where or where.count("/") > 1 or path.suffix.lower() in TABLES:
-        raise LiVTError(f"{where} does not exist: pass an image folder, a table, a list or a Hub id.")
+    elif means_a_place(where) or path.suffix.lower() in TABLES:
+        pass_one = "pass an image folder, a table, a list or a Hub id"
+        raise LiVTError(f"{where} does not exist: {pass_one}.{perhaps_meant(where)}")
     else:
         splits = _open_hub(where, settings, streaming)
     if streaming:  # what is stored as paths becomes one too
@@ -163,6 +165,7 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
             away += ": without internet or access rights, pass a local copy with --source FOLDER."
         else:
             away = f"there is no folder {where}, and {away}: correct the name, or give the folder of a local copy."
+            away += perhaps_meant(where)
         raise LiVTError(away) from error
     if builder.name != "parquet":
         raise LiVTError(
@@ -176,12 +179,14 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
 
 
 def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
+    if any((path / name).is_file() for name in ("config.json", "arguments.yaml")):
+        raise LiVTError(f"{path} is the folder of a model or a run; name the folder of its images.")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         with _reading_dataset(path):
             stored = load_from_disk(path).with_format(None)  # a format may hide columns
         return dict(stored) if isinstance(stored, DatasetDict) else {"train": stored}
     for suffix in (".parquet", ".arrow"):
-        files = sorted(str(file) for file in path.rglob(f"*{suffix}"))
+        files = sorted(str(file) for file in path.rglob(f"*{suffix}") if not is_of_runs(file, path))
         if files:
             return _load(KINDS[suffix], _by_split(files, path), streaming)
     lists = find_lists(path)

@@ -115,7 +115,7 @@ def load_images(settings: DataSettings, streaming: bool = False) -> Images:
         splits = {"train": pooled(splits)}
     elif settings.group_column is not None and len(splits) > 1:
         warn_of_shared_groups(splits)
-    if "test" not in splits and settings.fold is None:
+    if "test" not in splits and settings.fold is None and settings.test_fraction is not None:
         splits |= carved_test(splits, settings)
     if settings.rule is not None and not benchmark.own_tail:
         splits["train"] = thinned(splits["train"], settings)

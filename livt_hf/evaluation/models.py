@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from livt_hf.data import class_counts, load_long_tailed
-from livt_hf.data.labels import class_feature
+from livt_hf.data.labels import class_feature, first_names
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
@@ -137,9 +137,11 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
     """Refuse to measure a model on classes that are not its own."""
     names, known = class_feature(dataset).names, class_names(model)
     if len(names) != len(known):
+        odd = sorted(set(names) ^ set(known)) if set(names) & set(known) else []
+        which = f" (only one of them has {first_names(odd)})" if odd else ""
         raise LiVTError(
-            f"the model has {len(known)} classes and the data {len(names)}; fine-tune it on them first, or measure "
-            "its features (livt eval --probe)."
+            f"the model has {len(known)} classes and the data {len(names)}{which}; fine-tune it on them first, or "
+            "measure its features (livt eval --probe)."
         )
     unnamed = known == [f"LABEL_{i}" for i in range(len(known))]
     if not unnamed and known != names:

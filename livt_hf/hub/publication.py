@@ -1,5 +1,6 @@
 """What a publication is: where it goes, under which licence, and how much of it is shown."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -26,6 +27,13 @@ class Publication:
     public: bool = False
     with_pictures: bool = False
     tag: str | None = None
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repo_id, re.ASCII):
+            raise LiVTError(
+                f"{self.repo_id!r} is no repository on the Hub; name it organisation/name, or with your user name "
+                "before the slash, in letters, digits, hyphens, points and underscores."
+            )
 
     @property
     def name(self) -> str:

@@ -23,7 +23,8 @@ def bootstrap_intervals(
     level: float = 0.95,
     resamples: int = 1000,
 ) -> dict[str, tuple[float, float] | None]:
-    """Intervals of the accuracies and of macro F1; None where a shot group has no test image.
+    """Intervals of the accuracies and of macro F1; None where a shot group has no test image, or where all its images
+    are right, or all wrong: no resample then differs, which tells nothing of another test set.
 
     `labels` and `predictions` are class ids of all test images; a prediction of -1 is none. `shots` says the group of
     each class. Images of one cluster (patient, site, sequence) resemble each other, so whole clusters are drawn where
@@ -37,9 +38,10 @@ def bootstrap_intervals(
     rng = np.random.default_rng(0)
     values = np.array([_measured(labels, predictions, shots.numpy(), *draw(rng)) for _ in range(resamples)])
     tails = [(1 - level) / 2, (1 + level) / 2]
+    finite = {name: column[np.isfinite(column)] for name, column in zip(NAMES, values.T, strict=True)}
     return {
-        name: tuple(np.nanquantile(column, tails).tolist()) if np.isfinite(column).any() else None
-        for name, column in zip(NAMES, values.T, strict=True)
+        name: tuple(np.quantile(column, tails).tolist()) if len(np.unique(column)) > 1 else None
+        for name, column in finite.items()
     }
 
 

@@ -27,7 +27,7 @@ from livt_hf.reports.comparison import CLASSES, write_classes
 from livt_hf.reports.shifts import accuracy_by_shift, shift_rows
 from livt_hf.reports.verdict import Measured, first_screen, first_screen_text
 from livt_hf.results import percent
-from livt_hf.runs import FOLD, LOG
+from livt_hf.runs import FOLD, LOG, Run, runs_folder
 from livt_hf.settings import EvalSettings
 
 Pictures, Tables = dict[str, Path], dict[str, list[dict]]
@@ -40,13 +40,20 @@ NUMBERS += ("shifts.png",)
 
 
 def choose_folder(settings: EvalSettings) -> Path:
-    """Where the report goes: the folder asked for, if there is none yet, or report, report-2, ... beside the model."""
+    """Where the report goes: the folder asked for, if there is none yet, or report, report-2, ... in that of a run.
+
+    The report on any other model, which may be a download, goes where runs go.
+    """
     if settings.report is not None:
         if Path(settings.report).exists():
             raise LiVTError(f"the report folder {settings.report} exists; pass another --report.")
         return Path(settings.report)
-    folder = Path(settings.model, "report") if Path(settings.model).is_dir() else Path("report")
-    folder = Path("comparison") if settings.compare else folder
+    if settings.compare:
+        folder = Path("comparison")
+    elif Run(Path(settings.model)).started:
+        folder = Path(settings.model, "report")
+    else:
+        folder = runs_folder() / f"report-{Path(settings.model).name}"
     numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
     return next(path for path in itertools.chain([folder], numbered) if not path.exists())
 

@@ -179,10 +179,10 @@ def first_screen(measured: Measured) -> str:
 
 
 def _card(group: Mapping) -> str:
-    low, high = (100 * bound for bound in group["interval"])
+    low_high = "" if group["interval"] is None else " to ".join(f"{100 * bound:.1f}" for bound in group["interval"])
     name, share = group["group"], 100 * group["accuracy"]
     return (
-        f'<div class="card"><b>{share:.1f} %</b> <span>({low:.1f} to {high:.1f})</span>'
+        f'<div class="card"><b>{share:.1f} %</b> <span>{low_high and f"({low_high})"}</span>'
         f'<div class="track"><div style="width: {share:.1f}%; background: {GROUP_COLOURS[name]}"></div></div>'
         f"<div>{name}: {group['classes']:,} classes with {group['words']}</div></div>"
     )

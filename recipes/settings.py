@@ -1,0 +1,321 @@
+"""What each command beyond the two stages and their evaluation can be told, and all commands by name.
+
+Like livt_hf/settings.py this imports no torch, so that `livt` answers `--help` and refuses a misspelt option at once.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.errors import LiVTError
+from livt_hf.runs import runs_folder
+from livt_hf.settings import (
+    REQUIRED,
+    CommandSettings,
+    DataSettings,
+    EvalSettings,
+    FinetuneSettings,
+    PretrainSettings,
+    option,
+)
+from livt_hf.system import shell_words
+
+CONFIGS = Path(__file__).parent / "configs"
+STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
+WAYS = ("scratch", "head", "lora", "full")
+_DATASET = DataSettings.__dataclass_fields__["dataset"]
+
+
+def sweep_names() -> tuple[str, ...]:
+    from livt_hf.recipes.paper.sweeps import SWEEPS  # imports torch
+
+    return tuple(SWEEPS)
+
+
+@dataclass
+class TrainSettings(DataSettings):
+    """Train a classifier on your images in a given time: both stages, or a pretrained backbone."""
+
+    stage: ClassVar[str] = "train"
+
+    dataset: str = option(
+        "glyphs", "benchmark name, image folder, table of labels, or Hub dataset", positional=True, place=True
+    )
+    hours: float = option(1.0, "hours of training; evaluation comes on top")
+    pretrained: str | None = option(
+        None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
+    )
+    seed: int = option(0, "seed of everything random except the split")
+    validation_fraction: float | None = option(None, "as for `livt finetune`")
+    output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
+    resume: str | None = option(None, "go on with an interrupted run: its folder", place=True)
+    launch: str = option("", 'options of accelerate launch, such as "--num_processes 1"')
+    threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
+
+    def data_words(self) -> list[str]:
+        """What both stages are told about the data."""
+        return as_words(self.said_of_data() | {"dataset": self.dataset, "seed": self.seed})
+
+
+@dataclass(kw_only=True)
+class CalibrateSettings(DataSettings):
+    """Make the class probabilities of a trained model right, on images it was not trained on."""
+
+    stage: ClassVar[str] = "calibrate"
+
+    model: str = option(
+        REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True, trained=True
+    )
+    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
+    split: str = option("validation", "labelled images that the model was not trained on")
+    batch_size: int = option(256, "images per forward pass", at_least=1)
+    threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
+
+
+@dataclass(kw_only=True)
+class PredictSettings(CommandSettings):
+    """Classify image files."""
+
+    stage: ClassVar[str] = "predict"
+
+    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", positional=True, place=True, trained=True)
+    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", positional="+", place=True)
+    prior: str | None = option(
+        None,
+        "how frequent each class is where the model serves: training, uniform, or a JSON or YAML file; "
+        "default: the largest logit until the model is calibrated, and then its own test prior",
+        place=True,
+    )
+    top_k: int = option(5, "classes to print per image", at_least=1)
+    format: Literal["table", "jsonl", "csv"] = option("table", "what a line looks like")
+    output: str | None = option(
+        None, "also write the scores of all classes for each file, to a .parquet or .csv file", place=True
+    )
+    batch_size: int = option(32, "images per forward pass", at_least=1)
+    device: str | None = option(None, "cuda, mps or cpu; default: the first of them that is there")
+    threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
+
+
+@dataclass(kw_only=True)
+class DemoSettings(CommandSettings):
+    """Try models in the browser, on this machine."""
+
+    stage: ClassVar[str] = "demo"
+
+    models: list[str] = option(
+        REQUIRED, "run folders, checkpoints or Hub ids", positional="+", place=True, trained=True
+    )
+    images: str | None = option(None, "folder of example images; default: images of the run's test split", place=True)
+    report: str | None = option(
+        None, "report folder with predictions.parquet; default: the newest one in the run's folder", place=True
+    )
+    port: int | None = option(None, "port on this machine; default: the first free one from 7860 on", at_least=1)
+    share: bool = option(False, "also make a public link, through Gradio's servers")
+    browser: bool = option(True, "open the page in the browser")
+    device: str | None = option(None, "cuda, mps or cpu; default: the first of them that is there")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.report is not None and len(self.models) > 1:
+            raise LiVTError(f"--report {self.report} belongs to one model; name only that one.")
+
+
+@dataclass
+class PublishSettings(CommandSettings):
+    """Put a finished run on the Hub, with its model card."""
+
+    stage: ClassVar[str] = "publish"
+
+    run: str | None = option(None, "folder of a finished run", positional="?", place=True, trained=True)
+    repo_id: str | None = option(None, "organisation/name on the Hub", positional="?")
+    license: str | None = option(
+        None,
+        "licence of the weights, as the Hub spells it; must be named for weights trained on own data or started from "
+        "a checkpoint on the Hub; default for this package's benchmarks: apache-2.0",
+    )
+    public: bool = option(False, "make the repository public; without it the repository is private")
+    with_pictures: bool = option(
+        False,
+        "also upload the pictures that show images of the dataset (report page, best and worst classes, "
+        "reconstructions); without it only plots of numbers are uploaded",
+    )
+    form: Literal["transformers", "timm"] = option("transformers", "library that is to load the classifier")
+    tag: str | None = option(None, "git tag of this version, for instance v1.0")
+    folder: str | None = option(None, "write what would be uploaded to this folder and upload nothing", place=True)
+    space: bool = option(False, "also publish a Gradio Space of the same name that serves the model under any prior")
+    dry_run: bool = option(False, "list the files that would be uploaded and upload nothing")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.run is None or self.repo_id is None:
+            raise LiVTError("publish needs the folder of a run and a repository: livt publish RUN organisation/name.")
+
+
+@dataclass
+class PublishDataSettings(DataSettings):
+    """Put a long-tailed dataset on the Hub, with its card."""
+
+    stage: ClassVar[str] = "publish-data"
+
+    dataset: str | None = dataclasses.field(default=None, metadata=_DATASET.metadata | {"positional": "?"})
+    repo_id: str | None = option(None, "organisation/name on the Hub", positional="?")
+    license: str | None = option(
+        None, "licence of the images, as the Hub spells it; must be named for images of your own"
+    )
+    public: bool = option(False, "make the repository public; without it the repository is private")
+    dry_run: bool = option(False, "say what would be uploaded and upload nothing")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dataset is None or self.repo_id is None:
+            raise LiVTError(
+                "publish-data needs a dataset and a repository: livt publish-data DATASET organisation/name."
+            )
+        if self.license is None and self.dataset not in BENCHMARKS and Path(self.dataset).expanduser().exists():
+            raise LiVTError(
+                f"{self.dataset} holds images of your own; name their licence as the Hub spells it, for instance "
+                "--license cc-by-nc-4.0."
+            )
+
+
+@dataclass(kw_only=True)
+class ConvertSettings(CommandSettings):
+    """Convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export."""
+
+    stage: ClassVar[str] = "convert"
+
+    source: str = option(
+        REQUIRED, "a .pth file of the authors, or a run folder or Hub id", positional=True, trained=True
+    )
+    output: str = option(REQUIRED, "folder to write", positional=True)
+    to: Literal["livit", "beit", "timm", "onnx", "torch-export"] = option(
+        "livit", "form to write; livit is for the authors' files"
+    )
+    prior: str | None = option(
+        None, "of onnx and torch-export: give class probabilities under this prior: training, uniform, or a file",
+        place=True,
+    )  # fmt: skip
+    dataset: str | None = option(
+        None, "what an authors' file was trained on, where its number of classes does not tell: sets the normalisation"
+    )
+    class_counts: str | None = option(None, "JSON list with the number of training images per class")
+    labels: str | None = option(None, "JSON list with one name per class")
+    keep_class_order: bool = option(False, "leave the heads of iNat18 in the authors' order")
+
+
+@dataclass
+class LookSettings(DataSettings):
+    """Look at a dataset before training on it: its table, its broken images, and two pictures."""
+
+    stage: ClassVar[str] = "data"
+
+    dataset: str = dataclasses.field(default=_DATASET.default, metadata=_DATASET.metadata | {"positional": "?"})
+    output: str | None = option(
+        None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", place=True
+    )
+    check_images: bool = option(
+        True, "read every image to find broken ones and copies in two splits, which takes as long as an epoch"
+    )
+
+
+@dataclass(kw_only=True)
+class CompareSettings(DataSettings):
+    """Which way for your images: from scratch, or a pretrained backbone's head, LoRA or all of it."""
+
+    stage: ClassVar[str] = "compare"
+
+    dataset: str = option(REQUIRED, "the images, as for `livt finetune`", positional=True, place=True)
+    pretrained: str | None = option(None, "checkpoint folder or Hub id of the backbone", place=True)
+    ways: list[str] | None = option(None, f"some of {', '.join(WAYS)}; default: all")
+    minutes: float = option(30.0, "time of each way on this machine; a head that needs less takes less", at_least=0.1)
+    image_size: int | None = option(None, "pixels of the backbone's images; default: its own", at_least=1)
+    loss: str = option("bal_bce", "loss of every way")
+    seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
+    validation_fraction: float | None = option(None, "as for `livt finetune`")
+    output_dir: str | None = option(None, "default: runs/compare/<dataset>-<backbone>-<minutes>", place=True)
+    dry_run: bool = option(False, "print the commands and run nothing")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.pretrained is None:
+            raise LiVTError(f"name a backbone to start from: livt compare {self.dataset} --pretrained CHECKPOINT.")
+        self.ways = list(self.ways or WAYS)
+        unknown = [way for way in self.ways if way not in WAYS]
+        if unknown:
+            raise LiVTError(f"there is no way {unknown[0]!r}; choose from {', '.join(WAYS)}.")
+
+    @property
+    def folder(self) -> Path:
+        name = f"{Path(self.dataset).name}-{Path(self.pretrained).name}-{self.minutes:g}"
+        return Path(self.output_dir or runs_folder() / "compare" / name)
+
+
+@dataclass
+class SweepSettings(CommandSettings):
+    """The paper's ablations, one command each."""
+
+    stage: ClassVar[str] = "sweep"
+
+    sweep: str | None = option(
+        None, "which ablation; without one they are listed", choices=sweep_names, positional=True
+    )
+    only: list[str] | None = option(None, "some of its variants, by their labels")
+    dataset: str = option("glyphs", "its configs are the base of every variant", place=True)
+    source: str | None = option(None, "local copy of the dataset; of another one: --pretrain '--source F'", place=True)
+    imbalance_factor: str | None = option(None, "largest class over smallest class")
+    model_size: Literal["micro", "tiny", "small", "base", "large"] | None = option(
+        None, "preset of every variant; default: that of the checkpoint or of the configs"
+    )
+    pretrained: str | None = option(None, "start every variant from this checkpoint instead of an MGP run", place=True)
+    seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
+    pretrain: str = option("", 'further options of the first stage, such as "--epochs 50"')
+    finetune: str = option("", "further options of the second stage")
+    launch: str = option("", 'options of accelerate launch, such as "--multi_gpu"')
+    jobs: int = option(1, "runs at a time, each with its share of the cores", at_least=1)
+    output_dir: str | None = option(None, "default: runs/sweeps/<dataset>[-<size>][-<factor>]", place=True)
+    dry_run: bool = option(False, "print the commands and run nothing")
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, (Path(self.dataset).name, self.model_size, self.imbalance_factor)))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir or runs_folder() / "sweeps" / self.name)
+
+    def words(self, stage: str, options: dict) -> list[str]:
+        """What a run is told: what all runs on its dataset are, then what its stage is, then its own options."""
+        further = {"pretrain": shell_words(self.pretrain), "finetune": shell_words(self.finetune)}
+        asked = {name: STAGES[name].asked(words) for name, words in further.items()}
+        dataset = options.get("dataset", asked[stage].get("dataset", self.dataset))
+        shared = {"dataset": dataset, "plugin": self.plugin}
+        if dataset == self.dataset:
+            shared |= {"source": self.source, "imbalance_factor": self.imbalance_factor}
+        elif stage == "finetune":  # on the data of the first stage
+            shared |= {name: asked["pretrain"].get(name) for name in ("source", "lists")}
+        if self.model_size is not None:
+            of_this_size = CONFIGS / f"{stage}-{dataset}-{self.model_size}.yaml"
+            own = of_this_size.exists() and "tune" not in options  # what is tuned has a config of its own
+            shared |= {"config": of_this_size if own else None, "model_size": self.model_size}
+        return [*as_words(shared), *further[stage], *as_words(options)]
+
+
+def as_words(options: dict) -> list[str]:
+    """Values as the command line takes them; a list is one option with several values."""
+    words = []
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+COMMANDS: dict[str, type[CommandSettings]] = {
+    settings.stage: settings
+    for settings in (
+        TrainSettings, PretrainSettings, FinetuneSettings, EvalSettings, CalibrateSettings, PredictSettings,
+        DemoSettings, PublishSettings, PublishDataSettings, ConvertSettings, LookSettings, CompareSettings,
+        SweepSettings,
+    )
+}  # fmt: skip
