@@ -20,7 +20,7 @@ class Interrupted(Exception):
 
 def means_a_place(name: str) -> bool:
     """Whether a name can only be that of a place on this machine and no id on the Hub."""
-    return _HUB_ID.fullmatch(name) is None or ("/" in name and Path(name).parent.is_dir())
+    return _HUB_ID.fullmatch(name) is None
 
 
 def perhaps_meant(place: str | Path) -> str:

@@ -29,7 +29,7 @@ from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.division import is_carved
 from livt_hf.data.sources import Images
 from livt_hf.data.tables import read_list
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, means_a_place
 from livt_hf.settings import DataSettings
 
 needs_data = pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="needs real data (LIVT_DATA)")
@@ -575,6 +575,11 @@ def test_labels_without_a_name_or_without_a_value_are_refused(tmp_path):
     file = parquet_of(tmp_path, rows([0, None, 1]), {"image": Image(), "label": Value("int64")})
     with pytest.raises(ValueError, match="row 1 .*has no label"):
         load_long_tailed(file)
+
+
+def test_only_what_cannot_be_an_id_of_the_hub_is_a_place():
+    assert all(map(means_a_place, ("runs/finetune-birds/1", "./birds", "~/birds", "/birds", "my birds/x", r"a\b")))
+    assert not any(map(means_a_place, ("timm/resnet50.a1_in1k", "gpt2", "uoft-cs/cifar100:fine")))
 
 
 def test_a_hub_dataset_that_cannot_be_reached_asks_for_a_local_copy(monkeypatch):
