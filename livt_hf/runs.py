@@ -174,14 +174,12 @@ def unfinished_run(settings: TrainingSettings) -> Run | None:
     """What --resume means: the run named; for "auto" the one in output_dir, or the newest unfinished of its group."""
     if settings.resume not in (None, "auto"):
         run = Run(Path(str(settings.resume)))
+        if run.started:
+            return run
         if (run.folder / PLAN).exists():
-            raise LiVTError(
-                f"{run.folder} is the folder of a whole training; go on with: livt train --resume "
-                f"{shell_line([run.folder])}"
-            )
-        if not run.started:
-            raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
-        return run
+            whole = f"livt train --resume {shell_line([run.folder])}"
+            raise LiVTError(f"{run.folder} is the folder of a whole training; go on with: {whole}")
+        raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
     if settings.output_dir is not None:
         run = Run(Path(settings.output_dir))
         return run if run.started else None
