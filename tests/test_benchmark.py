@@ -5,6 +5,7 @@ import json
 import math
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,19 @@ def test_a_ratio_of_several_runs_is_their_median_and_says_its_range():
     assert recipe.ratio_words(row) == "1.10 (0.90 to 1.20, no difference)"
     assert recipe.ratio_words(recipe.merged([rows[0], rows[2]])) == "1.15 (1.10 to 1.20)"
     assert recipe.ratio_words(rows[0]) == "1.20"
+
+
+def test_only_what_every_run_measured_is_reported(monkeypatch):
+    """Whether there are rows of bf16 is a trial's to say, in each run."""
+    runs = iter([["step", "bf16"], ["step"], ["bf16", "step"]])
+
+    def run(command: list[str], **_) -> None:
+        rows = [{"question": q, "peer_name": "p", "ours": 2.0, "peer": 1.0, "ratio": 2.0} for q in next(runs)]
+        Path(command[command.index("--output") + 1]).write_text(json.dumps(rows))
+
+    monkeypatch.setattr(recipe.subprocess, "run", run)
+    (row,) = recipe.answered("pretrain", quick=True, runs=3)
+    assert (row["question"], row["runs"]) == ("step", 3)
 
 
 def test_ways_take_turns_and_end_when_they_have_taken_long_enough(monkeypatch):
