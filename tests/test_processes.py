@@ -187,7 +187,7 @@ def test_a_launched_run_saves_itself_when_the_whole_group_is_signalled(start, wo
             assert launched.poll() is None
         os.killpg(launched.pid, number)
         printed, _ = launched.communicate(timeout=120)
-    assert f"recipes/finetune.py --resume {folder}" in printed
+    assert f"livt finetune --resume {folder}" in printed
     assert not (folder / "results.json").exists()
     assert_close_runs(start("finetune", folder.name, "--resume").finish().folder, alone)
 

@@ -202,6 +202,8 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_ou
         if own is not None and own.names == names == new_names:
             columns |= {label_column: "label"}
         chosen = dataset.select_columns(list(columns)).rename_columns(columns)
+        if chosen.features["image"] == Value("large_binary"):  # of which older datasets make no image
+            chosen = chosen.cast_column("image", Value("binary"))
         if chosen.features["image"] != Image():
             chosen = chosen.cast_column("image", Image())
         relabelled, kept = labels[split].relabelled(new_id)
