@@ -1,7 +1,5 @@
-"""What a hospital exports, through the three commands of the README."""
+"""What a hospital exports, from the table to a report of five folds."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,7 @@ from livt_hf.recipes import data as look
 from livt_hf.recipes import finetune, pretrain
 from livt_hf.runs import Run
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-COMMANDS = re.findall(
-    r"^livt (data|pretrain|finetune) (.*(?:labels\.csv|--folds 5).*?)(?:  +#.*)?$", README, re.MULTILINE
-)
+OF_PATIENTS = ["labels.csv", "--group_column", "patient"]
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +31,19 @@ def test_the_export_is_what_hospitals_have(export):
 
 
 @pytest.mark.slow
-def test_three_commands_of_the_readme_lead_from_the_table_to_a_report_of_five_folds(
-    export, monkeypatch, capsys, caplog
-):
+def test_three_commands_lead_from_the_table_to_a_report_of_five_folds(export, monkeypatch, capsys, caplog):
     """With a smaller model, for time."""
     monkeypatch.chdir(export.parent)
     monkeypatch.setenv("LIVT_RUNS", str(export.parent / "runs"))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    assert [name for name, _ in COMMANDS] == ["data", "pretrain", "finetune"]
     smaller = "--epochs 1 --batch_size 32 --threads 1".split()
-    words = [shlex.split(options) for _, options in COMMANDS]
-    look.main(words[0])
+    look.main(OF_PATIENTS)
     printed = capsys.readouterr().out
     assert "Broken images in train" in printed and "groups" in printed
     assert "6  the file is missing" in caplog.text and "4  the label is empty" in caplog.text
-    pretrain.main([*words[1], *smaller, "--model_size", "micro", "--image_size", "16"])
-    finetune.main([*words[2], *smaller])
+    sizes = ["--model_size", "micro", "--image_size", "16"]
+    pretrain.main(["--dataset", *OF_PATIENTS, "--on_broken", "skip", *smaller, *sizes])
+    finetune.main([*smaller, "--folds", "5"])
     printed = capsys.readouterr().out
     assert "diagnosis 13 (4)" in caplog.text and "mean ± deviation" in printed
     (folder,) = (export.parent / "runs").glob("finetune-*/1")
