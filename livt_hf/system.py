@@ -1,6 +1,7 @@
 """What Linux, macOS and Windows do differently: asked of the system as what it can do, here and nowhere else."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,8 @@ SENDS_SIGNALS = hasattr(os, "killpg")
 LAUNCHES_SEVERAL = hasattr(os, "fork")
 # Seconds after which a file that another program holds open is tried again.
 _PATIENCE = 0.1, 0.3, 1.0, 3.0
+# What the commands put into the folder of runs.
+_IN_RUNS = re.compile(r"(pretrain|finetune|train|data|report)-.+|compare|sweeps|features")
 
 
 def flush(*paths: Path) -> None:
@@ -89,6 +92,9 @@ def runs_folder() -> Path:
 
 
 def is_of_runs(path: str | Path, root: str | Path) -> bool:
-    """Whether what lies below `root` is of runs: no data, also where one works in the folder of the images."""
-    runs = os.path.realpath(runs_folder())
-    return Path(os.path.realpath(path)).is_relative_to(runs) and not Path(os.path.realpath(root)).is_relative_to(runs)
+    """Whether what lies below `root` is of runs: no data, also where one works or worked in the folder of images."""
+    path, root, runs = (Path(os.path.realpath(place)) for place in (path, root, runs_folder()))
+    if path.is_relative_to(runs) and not root.is_relative_to(runs):
+        return True
+    earlier = root / "runs"
+    return path.is_relative_to(earlier) and all(_IN_RUNS.fullmatch(entry.name) for entry in earlier.iterdir())

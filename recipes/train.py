@@ -8,12 +8,13 @@ It says what it chose and why before it starts; the rules are in livt_hf/budget.
 holding plan.json and the runs of its stages, that of the last with its report. Evaluation comes on top of the hours.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -49,11 +50,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     launcher = shell_words(settings.launch)
     for stage, words in plan["stages"].items():
         place = ["--output_dir", str(folder / stage), "--resume", "auto"]
-        if not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads]):
+        with forgotten_unless_begun(folder, next(iter(plan["stages"]))):
+            stopped = not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads])
+        if stopped:
             print(f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}")
             raise Interrupted
     run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
     print(f"Next, try it in the browser:\n  {shell_line(['livt', 'demo', folder / 'finetune'])}")
+
+
+@contextlib.contextmanager
+def forgotten_unless_begun(folder: Path, first_stage: str) -> Iterator[None]:
+    """A plan whose first stage is refused before it begins is no run: the folder is free for another try."""
+    try:
+        yield
+    except SystemExit:
+        if not Run(folder / first_stage).started:
+            (folder / PLAN).unlink()
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        raise
 
 
 def run_livt(words: list[str]) -> bool:

@@ -1,6 +1,7 @@
 """How much training fits into a given time."""
 
 import contextlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,15 @@ def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys
     assert capsys.readouterr().out.endswith(f"  livt demo {folder / 'finetune'}\n")
     train.main(["--resume", str(folder)])
     assert [words[0] for words in commands[4:]] == ["eval"]
+
+
+def test_a_training_that_its_first_stage_refuses_leaves_the_folder_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "run_livt", lambda _words: sys.exit(1))
+    words = [str(make_pictures(tmp_path / "pictures")), "--output_dir", str(tmp_path / "run")]
+    for _ in range(2):  # the second try is not told that the folder holds another run
+        with pytest.raises(SystemExit, match="1"):
+            train.main(words)
+    assert not (tmp_path / "run").exists()
 
 
 def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, tmp_path, monkeypatch):

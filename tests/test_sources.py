@@ -674,6 +674,14 @@ def test_runs_in_the_folder_of_the_images_are_no_class(tmp_path, monkeypatch):
     assert load_data(settings)["train"].features["label"].names == ["finch", "owl"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "classes"), [("data-birds", ["finch", "owl"]), ("salmon", ["finch", "owl", "runs"])]
+)
+def test_runs_that_an_earlier_session_left_among_the_images_are_told_by_what_they_hold(tmp_path, folder, classes):
+    write_images(tmp_path / "birds", {"finch": 5, "owl": 5, f"runs/{folder}": 5})
+    assert load_long_tailed(tmp_path / "birds")["train"].features["label"].names == classes
+
+
 def test_the_folder_of_a_model_is_no_dataset(tmp_path):
     write_images(tmp_path / "run", {"report": 2})
     (tmp_path / "run/config.json").write_text("{}")
