@@ -10,9 +10,10 @@ from typing import get_type_hints
 from filelock import FileLock, Timeout
 
 from livt_hf.errors import LiVTError
+from livt_hf.options import save_settings
 from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
-from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings, save_settings
+from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings
 from livt_hf.system import runs_folder, shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from livt_hf import __version__
 from livt_hf.errors import LiVTError
+from livt_hf.options import command_line
 from livt_hf.recipes.settings import COMMANDS, CONFIGS
-from livt_hf.settings import command_line
 
 LAUNCHED = ("pretrain", "finetune", "eval")
 MOST_PROCESSES = 8

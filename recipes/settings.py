@@ -10,16 +10,9 @@ from typing import ClassVar, Literal
 
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
+from livt_hf.options import REQUIRED, CommandSettings, option
 from livt_hf.runs import runs_folder
-from livt_hf.settings import (
-    REQUIRED,
-    CommandSettings,
-    DataSettings,
-    EvalSettings,
-    FinetuneSettings,
-    PretrainSettings,
-    option,
-)
+from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
 from livt_hf.system import shell_words
 
 CONFIGS = Path(__file__).parent / "configs"

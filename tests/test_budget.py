@@ -13,11 +13,12 @@ from livt_hf import budget
 from livt_hf.commands import WITHIN_TRAIN, resume_message, what_next
 from livt_hf.data import eval_processor
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.options import read_settings
 from livt_hf.recipes import train
 from livt_hf.recipes.settings import CONFIGS, as_words
 from livt_hf.results import Results
 from livt_hf.runs import Run, parse_training
-from livt_hf.settings import FinetuneSettings, PretrainSettings, read_settings
+from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 STAGES = PretrainSettings, FinetuneSettings
 

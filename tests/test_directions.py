@@ -20,6 +20,7 @@ FORBIDDEN = {
     "metrics": (*ABOVE, "data", "training", "modeling", "settings", "runs"),
     "training": (*ABOVE, "data", "metrics", "modeling", "long_tail"),
     "reports": ("hub", "recipes", "training", "finetuning", "pretraining"),
+    "options.py": (*ABOVE, "data", "training", "modeling", "runs", "metrics", "settings"),
     "settings.py": (*ABOVE, "data", "training", "modeling", "runs", "metrics"),
     "": ("recipes",),
 }

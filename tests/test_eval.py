@@ -26,10 +26,11 @@ from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.metrics import long_tail_metrics
+from livt_hf.options import save_settings
 from livt_hf.recipes.calibrate import main as calibrate
 from livt_hf.recipes.eval import main
 from livt_hf.recipes.predict import main as predict
-from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings, save_settings
+from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 
 CLASSES = 4
 PICTURES = {"frequency.png", "classes.png", "confused.png", "reliability-0.png", "reliability-1.png", "training.png"}

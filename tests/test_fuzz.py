@@ -43,10 +43,11 @@ from livt_hf.data import eval_processor, load_long_tailed, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import lent_by_run, load_checkpoint, load_processor
 from livt_hf.long_tail.priors import read_numbers, read_prior
+from livt_hf.options import read_settings, save_settings
 from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
 from livt_hf.runs import Run, parse_training, read_log
-from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings, read_settings, save_settings
+from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 from livt_hf.training.checkpoints import Progress, independent_of_processes, save_checkpoint
 from livt_hf.training.checkpoints import load_checkpoint as go_on
 from livt_hf.tuning import DIGEST_BYTES, KeptFeatures

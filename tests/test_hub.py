@@ -25,10 +25,10 @@ from livt_hf.hub import Publication, PublishError, origin_of, prepare_publicatio
 from livt_hf.hub.repository import visible
 from livt_hf.hub.scrubbing import scrub_file
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.options import CommandSettings
 from livt_hf.recipes.publish import main
 from livt_hf.recipes.publish_data import PublishDataSettings
 from livt_hf.recipes.publish_data import main as publish_data
-from livt_hf.settings import CommandSettings
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4

@@ -19,10 +19,10 @@ from livt_hf.data import class_counts, eval_processor, load_long_tailed
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.options import CommandSettings, command_line
 from livt_hf.recipes import cli, convert
 from livt_hf.recipes.paper import tables
 from livt_hf.recipes.paper.sweeps import REPORTED
-from livt_hf.settings import CommandSettings, command_line
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"

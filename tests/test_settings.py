@@ -15,6 +15,7 @@ from livt_hf.backbones import build_classifier, lent_by_checkpoint
 from livt_hf.commands import check_publishing, resume_message
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.options import REQUIRED, CommandSettings, command_line, make_parser, option, save_settings
 from livt_hf.plugins import find_module, load_plugin
 from livt_hf.recipes.settings import COMMANDS
 from livt_hf.records import read_values
@@ -28,18 +29,7 @@ from livt_hf.runs import (
     parse_training,
     unfinished_run,
 )
-from livt_hf.settings import (
-    REQUIRED,
-    CommandSettings,
-    DataSettings,
-    EvalSettings,
-    FinetuneSettings,
-    PretrainSettings,
-    command_line,
-    make_parser,
-    option,
-    save_settings,
-)
+from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
 
 
 @pytest.fixture

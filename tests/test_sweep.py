@@ -14,12 +14,13 @@ from recipe_runs import RECIPES, TINY, make_pictures
 from livt_hf.backbones import lent_by_checkpoint
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.errors import LiVTError
+from livt_hf.options import save_settings
 from livt_hf.recipes import sweep as recipe
 from livt_hf.recipes.paper import figures
 from livt_hf.recipes.paper.sweeps import DEIT, MAE, SWEEPS, VIT, Sweep, Variant, summarise, table_rows
 from livt_hf.results import Results
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneSettings, PretrainSettings, save_settings
+from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 CONFIGS = RECIPES / "configs"
 
