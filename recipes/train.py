@@ -110,17 +110,17 @@ def begin(settings: TrainSettings) -> Path:
 
 
 def plan_scratch(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
-    choice = scratch_within(settings.hours, train)
+    choice = scratch_within(settings.hours, train, settings.threads)
     stages = choice.options(settings.hours)
     return choice.why(settings.hours), {
         stage: [*settings.data_words(), *as_words(options)] for stage, options in stages.items()
     }
 
 
-def scratch_within(hours: float, train: Dataset) -> budget.Scratch:
-    """What this machine can train from scratch on these images."""
+def scratch_within(hours: float, train: Dataset, threads: int | None = None) -> budget.Scratch:
+    """What this machine, or so many of its cores, can train from scratch on these images."""
     side = min(StoredImages(train.select(range(1))).images([0])[0].shape[-2:])
-    per_second = available_cores() * budget.CORE_FLOPS
+    per_second = (threads or available_cores()) * budget.CORE_FLOPS
     if torch.accelerator.is_available():
         per_second = torch.accelerator.device_count() * budget.GPU_FLOPS
     return budget.Scratch(len(train), side, 3600 * hours * per_second)
@@ -131,7 +131,7 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
     model_settings = FinetuneSettings.parse([*words, "--tune", "head"])
     model = build_classifier(model_settings, train).eval()
     size = input_facts(serving_processor(model_settings, train, model)).size
-    seconds = forward_seconds(model, size)
+    seconds = forward_seconds(model, size, settings.threads)
     tune = budget.tuning_within(3600 * settings.hours, len(train), seconds)
     epoch = 3 * seconds * len(train)
     chosen = {
@@ -147,10 +147,10 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
 
 
 @torch.inference_mode()
-def forward_seconds(model: torch.nn.Module, size: int, images: int = 8) -> float:
+def forward_seconds(model: torch.nn.Module, size: int, threads: int | None, images: int = 8) -> float:
     """Of one image, by the second of two batches."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    use_all_cores(device)
+    use_all_cores(device, threads)
     model, pixels = model.to(device), torch.randn(images, 3, size, size, device=device)
     for _ in range(2):
         began = time.perf_counter()

@@ -11,7 +11,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import budget
 from livt_hf.commands import WITHIN_TRAIN, resume_message, what_next
-from livt_hf.data import eval_processor
+from livt_hf.data import eval_processor, load_long_tailed
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.options import read_settings
 from livt_hf.recipes import train
@@ -118,6 +118,12 @@ def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys
     assert capsys.readouterr().out.endswith(f"  livt demo {folder / 'finetune'}\n")
     train.main(["--resume", str(folder)])
     assert [words[0] for words in commands[4:]] == ["eval"]
+
+
+def test_a_share_of_the_cores_is_what_the_model_is_chosen_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "available_cores", lambda: 8)
+    images = load_long_tailed(make_pictures(tmp_path / "pictures"))["train"]
+    assert train.scratch_within(1, images).flops == 4 * train.scratch_within(1, images, threads=2).flops
 
 
 def test_a_training_that_its_first_stage_refuses_leaves_the_folder_free(tmp_path, monkeypatch):
