@@ -147,7 +147,9 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
         elif get_origin(kind) is list:
             shape = {"nargs": "+"}
         if facts.get("positional"):
-            shape = {"nargs": "?"} if declared.default is not REQUIRED else shape
+            if declared.default is not REQUIRED:
+                shape = {"nargs": "?"}
+                parser.add_argument(f"--{declared.name}", help=argparse.SUPPRESS)  # as other commands have it
             parser.add_argument(declared.name, help=_described(cls, declared), **shape)
         else:
             metavar = declared.name.upper()

@@ -1,7 +1,7 @@
 """Calibrate a classifier on labelled images that it was not trained on.
 
     livt calibrate RUN                                     # on the validation split of the data it was trained on
-    livt calibrate RUN --dataset FOLDER --split validation
+    livt calibrate RUN --dataset FOLDER --split all        # on all images of another folder
 
 Fits a temperature and one offset per class by maximum likelihood (livt_hf/long_tail/calibration.py) and writes them
 into the config of the model, where `probabilities`, `livt eval` and `livt predict` use them. Weights stay as they are.
@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from livt_hf.commands import run_command
-from livt_hf.data import eval_loader, load_data
+from livt_hf.data import eval_loader, load_to_measure
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.models import (
@@ -26,6 +26,7 @@ from livt_hf.evaluation.models import (
 )
 from livt_hf.recipes.settings import CalibrateSettings
 from livt_hf.records import read_record, write_values
+from livt_hf.runs import Run
 from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
 from livt_hf.training.machine import use_all_cores
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise LiVTError(f"{settings.model} is no folder with a config.json to write to; download the model first.")
     model, processor = load_classifier(settings.model).to(accelerator.device), load_processor(settings.model)
     check_posterior(model)
-    data = load_data(settings)
+    check_not_trained_on(settings)
+    data = load_to_measure(settings, settings.split)
     check_split(settings, list(data))
     check_classes_match(model, data[settings.split])
 
@@ -57,14 +59,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("Measured on these same images, its probabilities will look better than they are; use others.")
 
 
+def check_not_trained_on(settings: CalibrateSettings) -> None:
+    run = Run(Path(settings.model))
+    own = run.started and run.arguments.get("dataset") == settings.dataset
+    if settings.split == "train" or (settings.split == "all" and own):
+        raise LiVTError("a model is too sure of the images it was trained on; calibrate it on others.")
+
+
 def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
-    if settings.split == "train":
-        raise LiVTError("a model is too sure of the images it was trained on; calibrate it on another split.")
     if settings.split not in splits:
         raise LiVTError(
             f"{settings.dataset} has no split {settings.split!r}; it has {', '.join(splits)}. Name one with --split "
-            "that the model was not trained on, and that its results are not measured on; or train again with "
-            "--validation_fraction 0.1, which holds such images out and calibrates on them."
+            "that the model was not trained on, and that its results are not measured on; or give such images with "
+            "--dataset FOLDER --split all; or train again with --validation_fraction 0.1, which holds such images "
+            "out and calibrates on them."
         )
 
 

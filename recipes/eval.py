@@ -15,20 +15,19 @@
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict, concatenate_datasets
+from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from livt_hf.backbones import load_backbone
 from livt_hf.commands import accuracy_line, run_command
-from livt_hf.data import eval_loader, load_data
+from livt_hf.data import eval_loader, load_to_measure
 from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_options(model, settings, accelerator.num_processes)
     model.to(accelerator.device)
     with accelerator.main_process_first():
-        data = splits_of(settings)
+        data = load_to_measure(settings, settings.split)
     check_data(model, data, settings)
 
     def loader(split: str) -> DataLoader:
@@ -133,15 +132,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_table(settings, model, outputs, rules, dataset)
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
-
-
-def splits_of(settings: EvalSettings) -> DatasetDict:
-    """The data by split; `all`, where it is asked for, is all of them together, and then none is made."""
-    if settings.split != "all":
-        return load_data(settings)
-    data = load_data(dataclasses.replace(settings, test_fraction=None, validation_fraction=0.0))
-    data["all"] = concatenate_datasets(list(data.values()))
-    return data
 
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:

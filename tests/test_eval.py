@@ -605,6 +605,13 @@ def test_a_calibrated_model_is_judged_and_served_by_its_posterior(workplace, eva
     assert rules[UNIFORM]["ece"] < before["posterior"]["ece"]  # on the images it was calibrated on
 
 
+def test_all_images_of_a_folder_without_splits_calibrate(workplace, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
+    folder = saved(tmp_path / "model", LiViTForImageClassification.from_pretrained(workplace.finetuned))
+    calibrate([str(folder), "--dataset", str(workplace.pictures / "test"), "--split", "all", "--threads", "1"])
+    assert "on 44 images" in capfd.readouterr().out
+
+
 def test_the_published_form_is_calibrated_in_place_and_stays_what_it_is(workplace, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
     to_beit(LiViTForImageClassification.from_pretrained(workplace.finetuned)).save_pretrained(tmp_path)
@@ -623,6 +630,8 @@ def test_calibration_wants_images_that_were_held_out(workplace, monkeypatch):
         calibrate([str(workplace.finetuned)])
     with pytest.raises(LiVTError, match="too sure of the images it was trained on"):
         calibrate([str(workplace.finetuned), "--split", "train"])
+    with pytest.raises(LiVTError, match="too sure of the images it was trained on"):
+        calibrate([str(workplace.finetuned), "--split", "all"])
     with pytest.raises(LiVTError, match="is a pretraining"):
         calibrate([str(workplace.pretrained)])
 

@@ -9,7 +9,7 @@ _NAMES = {
     "division": ("has_carved_test",),
     "labels": ("class_counts", "label_statistics"),
     "loading": ("eval_loader", "train_loader"),
-    "sources": ("load_data", "load_long_tailed"),
+    "sources": ("load_data", "load_long_tailed", "load_to_measure"),
     "splits": ("balanced_counts", "exponential_counts", "long_tail_indices", "pareto_counts"),
     "transforms": ("DeviceTransform", "FinetuneAugmentation", "PretrainAugmentation", "eval_processor"),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import without_broken
@@ -63,6 +63,15 @@ def load_data(settings: DataSettings, streaming: bool = False) -> DatasetDict | 
     """The dataset that the settings describe; `load_long_tailed` explains it."""
     images = load_images(settings, streaming)
     return IterableDatasetDict(images.splits) if streaming else images.divided(settings)
+
+
+def load_to_measure(settings: DataSettings, split: str) -> DatasetDict:
+    """The data by split; if that is asked for, `all` is all of them together, and then none is made."""
+    if split != "all":
+        return load_data(settings)
+    data = load_data(dataclasses.replace(settings, test_fraction=None, validation_fraction=0.0))
+    data["all"] = concatenate_datasets(list(data.values()))
+    return data
 
 
 @dataclass(frozen=True)

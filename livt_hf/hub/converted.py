@@ -150,7 +150,8 @@ def _limits(dataset: str) -> str:
 
 
 def _training(setting: str) -> str:
-    return f"By the authors: {setting}. Converted from their `.pth` file with `livt convert official` of livt_hf."
+    command = "`livt convert FILE.pth OUT` of livt_hf"
+    return f"By the authors: {setting}. To be converted from their `.pth` file with {command}."
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def photos(folder: Path, quick: bool) -> list[dict]:
             ),
             "datasets, set_transform and Pillow": lambda t=theirs: set_transform_batches(dataset, t),
         }
-        question = f"{stage} input, 500x375 JPEG at 224 px, a core"
+        question = f"{stage} input, 500x375 JPEG at 224 px, per core"
         say(f"{question}: three ways in turn, {count} images each")
         rows += compared(question, rates(makers, count, repeats), "images/s")
         if stage == "MGP":
@@ -145,7 +145,7 @@ def small_images(quick: bool) -> list[dict]:
     }
     first = f"time to the first batch, {count} CIFAR-size images (ours decodes all)"
     return [
-        *compared("CIFAR-size input, a core", rates(makers, count, repeats), "images/s"),
+        *compared("CIFAR-size input, per core", rates(makers, count, repeats), "images/s"),
         *compared(first, latencies(makers, repeats), "s", smaller_is_better=True),
     ]
 

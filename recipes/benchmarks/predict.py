@@ -34,7 +34,7 @@ def run(quick: bool = False) -> list[dict]:
             folder = Path(temporary) / name.split()[0]
             to_beit(LiViTForImageClassification(config)).save_pretrained(folder)
             eval_processor(224, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]).save_pretrained(folder)
-            question = f"file to label, {name}, 500x375 JPEG at 224 px, a core"
+            question = f"file to label, {name}, 500x375 JPEG at 224 px, per core"
             say(f"{question}: three ways in turn, {count} images each")
             times = median_seconds(ways(folder, files[:count]), 3 if quick else repeats, processor_seconds)
             rows += compared(question, {way: count / time for way, time in times.items()}, "images/s")
