@@ -68,7 +68,9 @@ def build_classifier(settings: FinetuneSettings, train: Dataset) -> PreTrainedMo
             encoder["patch_size"] = settings.patch_size
         return LiViTForImageClassification(LiViTConfig.preset(settings.model_size, **encoder, **head, **labels))
     with reading_checkpoint(settings.pretrained):
-        model = LiViTForImageClassification.from_pretrained(settings.pretrained, **encoder, **head, **labels)
+        model = LiViTForImageClassification.from_pretrained(
+            settings.pretrained, dtype=torch.float32, **encoder, **head, **labels
+        )
     found = size_name(model.config.to_dict())
     if found != settings.model_size:
         raise LiVTError(f"{settings.pretrained} is of size {found}; leave --model_size out.")
@@ -141,7 +143,9 @@ def load_backbone(path: str) -> PreTrainedModel:
 
 def _image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     """The image classifier of a checkpoint, whose classifier alone may be missing or of other labels."""
-    options = dict(config=config, ignore_mismatched_sizes=True, use_safetensors=True, output_loading_info=True)
+    # Weights that were saved in half precision are trained in full: small updates would be rounded away.
+    options = dict(config=config, dtype=torch.float32, use_safetensors=True)
+    options |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise LiVTError(
             f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; name one "

@@ -50,6 +50,10 @@ def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
         raise LiVTError(f"loss {settings.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
     if settings.tune == "head" and (settings.mixup or settings.cutmix or settings.erase):
         raise LiVTError("features of a frozen backbone cannot be mixed; pass --mixup 0 --cutmix 0 --erase 0.")
+    if settings.tune == "head" and settings.normalised_classifier:
+        raise LiVTError(
+            "features of a frozen backbone are standardised, which cosines are not; leave --normalised_classifier out."
+        )
     if settings.tune == "head" and settings.pretrained == "none":
         raise LiVTError("--tune head needs a pretrained model; name one with --pretrained.")
     if not 0 < settings.keep_ratio <= 1:

@@ -180,7 +180,9 @@ class FrozenBackbone:
         batches = shared_batches(64, self.accelerator, settings.num_workers)
         numbers = range(1 if augmentation is None else settings.views)
         mine = [digests[row] for rows in batches.in_order(len(dataset)) for row in rows]
-        kept.write(np.stack([self._view(dataset, batches, augmentation, number) for number in numbers]), mine)
+        if mine:  # of few images, some processes have none
+            kept.write(np.stack([self._view(dataset, batches, augmentation, number) for number in numbers]), mine)
+        self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
     def _view(self, dataset: Dataset, batches: Batches, augmentation, number: int) -> np.ndarray:

@@ -16,6 +16,8 @@ from datasets import Dataset
 
 from livt_hf.commands import run_command
 from livt_hf.data import load_data
+from livt_hf.data.labels import is_multi_label
+from livt_hf.errors import LiVTError
 from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
 from livt_hf.recipes.settings import CompareSettings, SweepSettings, as_words
 from livt_hf.recipes.sweep import Plan, carried_out
@@ -39,6 +41,11 @@ class Ways(Plan):
 def main(argv: Sequence[str] | None = None) -> None:
     settings = CompareSettings.parse(argv)
     train = load_data(settings)["train"]
+    if is_multi_label(train):
+        raise LiVTError(
+            "ways are compared by accuracy, which images with several labels do not have; train each way "
+            "with livt finetune and compare their reports."
+        )
     plan = Ways(as_sweep(settings), [variant_of(way, settings, train) for way in settings.ways])
     if carried_out(plan):
         report(settings, plan)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 
 import pytest
 import torch
@@ -368,3 +369,18 @@ def test_pooled_features_are_what_the_classifier_turns_into_logits(family):
     model, batch = build(family), inputs(family)
     torch.testing.assert_close(classifier_of(model)(pooled_features(model, **batch)), model(**batch).logits)
     assert not classifier_of(model)._forward_pre_hooks
+
+
+def test_features_are_those_of_the_own_thread_while_another_uses_the_model():
+    model, batch = build("resnet"), inputs("resnet")
+    alone = pooled_features(model, **batch)
+
+    def meanwhile(_, arguments):  # a second visitor, whose pass ends first
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=lambda: model(**{name: value[:1] for name, value in batch.items()}))
+            other.start()
+            other.join()
+
+    hook = model.register_forward_pre_hook(meanwhile)
+    torch.testing.assert_close(pooled_features(model, **batch), alone)
+    hook.remove()

@@ -64,6 +64,13 @@ def test_a_comparison_ends_in_a_table_and_a_picture_and_runs_what_is_done_no_mor
     assert len(runs.commands) == 6
 
 
+def test_images_with_several_labels_are_refused_before_anything_is_trained(place):
+    rows = [f"{path},{'a|b' if n % 2 else 'a'}" for n, path in enumerate(sorted((place / "pictures").rglob("*.png")))]
+    (place / "labels.csv").write_text("\n".join(["path,label", *rows]))
+    with pytest.raises(LiVTError, match="several labels"):
+        recipe.main([str(place / "labels.csv"), "--label_separator", "|", "--pretrained", str(place / "backbone")])
+
+
 def test_unknown_ways_and_a_missing_backbone_are_refused(place):
     with pytest.raises(LiVTError, match="no way 'heads'; choose from scratch, head, lora, full"):
         compared(place, "--ways", "heads")

@@ -605,6 +605,13 @@ def test_a_calibrated_model_is_judged_and_served_by_its_posterior(workplace, eva
     assert rules[UNIFORM]["ece"] < before["posterior"]["ece"]  # on the images it was calibrated on
 
 
+def test_the_images_that_a_default_run_held_out_are_found_again(tmp_path):
+    save_settings(FinetuneSettings(dataset="birds", test_fraction=0.3), tmp_path / "arguments.yaml")
+    (tmp_path / "results.json").touch()
+    lent = lent_by_run({"model": str(tmp_path)})
+    assert (lent["validation_fraction"], lent["test_fraction"]) == (None, 0.3)  # None: a tenth of own datasets
+
+
 def test_all_images_of_a_folder_without_splits_calibrate(workplace, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
     folder = saved(tmp_path / "model", LiViTForImageClassification.from_pretrained(workplace.finetuned))

@@ -14,6 +14,7 @@ from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 from PIL import Image
+from recipe_runs import make_pictures
 from test_cards import PRETRAINING, RESULTS
 from torchvision.transforms.functional import to_pil_image
 from transformers import AutoImageProcessor, ViTMAEForPreTraining, pipeline
@@ -594,6 +595,12 @@ def test_a_dataset_with_a_broken_image_is_not_published_until_it_is_left_out(tmp
         publish_data(command)
     publish_data([*command, "--on_broken", "skip"])
     assert "Nothing was uploaded." in capsys.readouterr().out
+
+
+def test_the_card_of_a_balanced_dataset_names_its_images_per_class(tmp_path):
+    pictures = make_pictures(tmp_path / "pictures")
+    settings = PublishDataSettings(dataset=str(pictures), repo_id="org/x", rule="balanced", license="mit")
+    assert origin_of(load_data(settings), settings).rule == "Every class keeps 6 training images."
 
 
 def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):

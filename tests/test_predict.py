@@ -144,6 +144,12 @@ def test_a_command_says_nothing_of_how_timm_models_keep_their_processor(pictures
     assert said.stream.getvalue() == ""
 
 
+def test_what_pillow_only_writes_is_no_image_of_a_folder(tmp_path):
+    for name in ("a.jpg", "b.MPO", "invoice.pdf", "notes.txt"):
+        (tmp_path / name).touch()
+    assert find_images([str(tmp_path)]) == [tmp_path / "a.jpg", tmp_path / "b.MPO"]
+
+
 def test_a_livit_and_its_published_form_get_equal_probabilities(livit, pictures, tmp_path):
     to_beit(LiViTForImageClassification.from_pretrained(livit)).save_pretrained(tmp_path)
     eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(tmp_path)

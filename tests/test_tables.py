@@ -99,6 +99,12 @@ def test_a_path_may_leave_out_the_suffix_and_begin_with_the_source(tmp_path, ten
     assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
 
 
+def test_absolute_paths_stay_within_a_source_that_is_the_whole_disk(tmp_path, ten):
+    file = write_table(tmp_path / "own.csv", {"path": [str(tmp_path / path) for path in ten], "label": ["a", "b"] * 5})
+    data = load_long_tailed(file, source="/")
+    assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
+
+
 @pytest.mark.parametrize("path", ["../secret.png", "img/../../secret.png", "/etc/secret.png", "C:\\secret.png"])
 def test_a_path_that_leads_out_of_the_source_is_refused(tmp_path, ten, path):
     file = write_table(tmp_path / "own.csv", {"path": [*ten[:9], path], "label": ["a", "b"] * 5})

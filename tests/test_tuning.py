@@ -28,7 +28,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from livt_hf import balance
+from livt_hf import balance, tuning
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, resized, serving_processor
 from livt_hf.data import Batches, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
@@ -224,6 +224,22 @@ def test_a_part_of_kept_features_that_was_interrupted_counts_for_nothing(tmp_pat
     assert kept.missing(digests) == [0, 1, 2, 3]
 
 
+def test_a_process_that_has_none_of_the_missing_images_computes_nothing(frozen, tmp_path, monkeypatch):
+    settings, train, _, backbone = frozen
+    monkeypatch.setattr(tuning, "shared_batches", lambda *_: Batches(64, rank=0, world_size=2))
+    kept = KeptFeatures(tmp_path / "features")
+    backbone._compute(train.select([0]), [bytes(32)], kept, settings, None)
+    assert not kept.folder.exists()
+
+
+def test_weights_in_half_precision_are_trained_and_served_in_full(pictures, tmp_path):
+    checkpoint = resnet(tmp_path / "resnet")
+    AutoModelForImageClassification.from_pretrained(checkpoint).to(torch.bfloat16).save_pretrained(checkpoint)
+    settings = FinetuneSettings(dataset=str(pictures), pretrained=str(checkpoint), tune="full")
+    for model in (build_classifier(settings, load_long_tailed(pictures)["train"]), load_checkpoint(str(checkpoint))):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(frozen):
     settings, train, model, backbone = frozen
     settings.views = 3
@@ -298,6 +314,7 @@ def test_an_interrupted_head_run_goes_on_to_the_same_weights(pictures, tmp_path)
     [
         (["--tune", "head", "--mixup", "0.2"], "features of a frozen backbone cannot be mixed"),
         (["--tune", "head", "--image_size", "1"], "does not take images of 1 pixels"),
+        (["--tune", "head", "--normalised_classifier"], "leave --normalised_classifier out"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(pictures, tmp_path, options, complaint):

@@ -70,10 +70,12 @@ def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, 
     if fraction == 0:
         return {}
     rows, held_rows = _divided(train, "validation", fraction, settings)
-    logger.info(
-        "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps them",
-        *(len(held_rows), len(train)),
-    )
+    if settings.stage not in ("eval", "calibrate"):  # of a training that is over, nobody needs to be told
+        logger.info(
+            "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps "
+            "them",
+            *(len(held_rows), len(train)),
+        )
     return carved(train, rows, "validation", held_rows)
 
 

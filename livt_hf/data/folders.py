@@ -23,9 +23,9 @@ SPLIT_FOLDER = re.compile(rf"({'|'.join(SPLIT_OF_WORD)})([\W_]*(images|set|data)
 
 
 def image_suffixes() -> set[str]:
-    """How the files are named that Pillow opens: .jpg, .png and so on."""
+    """How the files are named that Pillow opens: .jpg, .png and so on. It opens an .mpo as the JPEG that it is."""
     Image.init()
-    return {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    return {suffix for suffix, kind in Image.registered_extensions().items() if kind in {*Image.OPEN, "MPO"}}
 
 
 def holds_images(folder: Path) -> bool:

@@ -371,7 +371,7 @@ def _class_order(names: list[str]) -> list[str]:
 def _relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
     """Paths below the root, with slashes; one that leads out of it is refused."""
     paths = pc.replace_substring(pc.utf8_trim_whitespace(paths), "\\", "/")
-    paths = pc.replace_substring_regex(paths, f"^({re.escape(root.as_posix())}/|(\\./)+)", "")
+    paths = pc.replace_substring_regex(paths, f"^({re.escape(root.as_posix().rstrip('/'))}/|(\\./)+)", "")
     outside = pc.match_substring_regex(paths, r"^(/|[A-Za-z]:)|(^|/)\.\.(/|$)").fill_null(False)
     if pc.any(outside).as_py():
         first = paths.filter(outside)[0]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
+from livt_hf.data.folders import image_suffixes
 from livt_hf.demo.classes import ROWS
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
@@ -115,7 +115,8 @@ def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
         raise LiVTError(f"no prior can be estimated with this model. {why}")
     if served.doubt:
         raise LiVTError(f"no prior can be estimated with this model: {served.doubt}; calibrate it (livt calibrate).")
-    files = [path for path in map(Path, files) if path.suffix.lower() in Image.registered_extensions()]
+    suffixes = image_suffixes()
+    files = [path for path in map(Path, files) if path.suffix.lower() in suffixes]
     if not files:
         raise LiVTError("there is no image among these files; choose a folder with images.")
     read = list(served.predictor.predict(files))

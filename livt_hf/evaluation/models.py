@@ -39,10 +39,10 @@ def load_checkpoint(path: str) -> PreTrainedModel:
             hint = f"; did you mean {within[0]}?" if within else "."
             raise LiVTError(f"{path} holds no model: it has no config.json with a model_type{hint}")
         if kind == "vit_mae":
-            return LiViTForPreTraining.from_pretrained(path).eval()
+            return LiViTForPreTraining.from_pretrained(path, dtype=torch.float32).eval()
         if kind == "livit" or "livit" in config:
-            return LiViTForImageClassification.from_pretrained(path).eval()
-        model = AutoModelForImageClassification.from_pretrained(path, use_safetensors=True).eval()
+            return LiViTForImageClassification.from_pretrained(path, dtype=torch.float32).eval()
+        model = AutoModelForImageClassification.from_pretrained(path, dtype=torch.float32, use_safetensors=True).eval()
         return balance(model) if config.get("long_tail") else model
 
 
@@ -176,7 +176,7 @@ def lent_by_run(asked: dict) -> dict:
             raise LiVTError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
         saved = run.arguments
         names = set(DataSettings.names()) - {"plugin"}
-        lent |= {name: saved[name] for name in names if saved.get(name) is not None}
+        lent |= {name: saved[name] for name in names if name in saved}
     if "plugin" not in asked:
         lent["plugin"] = lent_plugin(run.folder)
     return lent

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers.image_processing_backends import TorchvisionBackend
 
 from livt_hf.data.decoding import DAMAGED, decode_rgb
+from livt_hf.data.folders import image_suffixes
 from livt_hf.evaluation.models import (
     choose_device,
     class_names,
@@ -132,7 +132,7 @@ class Predictor:
 
 def find_images(arguments: Sequence[str]) -> list[Path]:
     """Files as named (also those that do not exist), every image below a folder, and what a pattern matches."""
-    suffixes = set(Image.registered_extensions())
+    suffixes = image_suffixes()
     found: dict[Path, None] = {}
     for argument in arguments:
         pattern = glob.has_magic(argument) and not Path(argument).exists()

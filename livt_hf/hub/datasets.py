@@ -47,7 +47,8 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     made = with_defaults(settings, benchmark)
     rule = "The training images are those of the dataset."
     if made.rule is not None:
-        rule = RULES[made.rule].format(gamma=made.imbalance_factor, count=made.images_per_class)
+        largest = made.images_per_class or class_counts(splits["train"]).max()
+        rule = RULES[made.rule].format(gamma=made.imbalance_factor, count=largest)
     if has_carved_test(splits):
         rule += " The test split is not the dataset's own: it was set aside from the training images before that."
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub

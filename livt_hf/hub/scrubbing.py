@@ -56,7 +56,8 @@ def scrub_value(value, hub_ids: Collection[str] = ()):
 
 def _is_place(name: str, value, hub_ids: Collection[str]) -> bool:
     """Fields that name places are shortened also when they are relative, unless the place is on the Hub."""
-    return name in PLACES and isinstance(value, str) and re.search(r"[/\\]", value) and value not in hub_ids
+    a_path = isinstance(value, str) and value != "/" and re.search(r"[/\\]", value)
+    return name in PLACES and a_path and value not in hub_ids
 
 
 def named_places(record: Mapping, hub_ids: Collection[str] = ()) -> set[str]:

@@ -3,6 +3,8 @@
 For transformers' classes and, through their wrapper, for the models of timm.
 """
 
+import threading
+
 import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
@@ -28,9 +30,18 @@ def classifier_of(model: PreTrainedModel) -> nn.Linear:
 
 
 def pooled_features(model: PreTrainedModel, pixel_values: Tensor, **inputs) -> Tensor:
-    """What the classifier of a model sees of these images. (B, D)"""
+    """What the classifier of a model sees of these images. (B, D)
+
+    Another thread, such as that of a second visitor of the demo, may be using the model at the same time.
+    """
     seen: list[Tensor] = []
-    hook = classifier_of(model).register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    here = threading.get_ident()
+
+    def see(_, arguments: tuple[Tensor, ...]) -> None:
+        if threading.get_ident() == here:
+            seen.append(arguments[0])
+
+    hook = classifier_of(model).register_forward_pre_hook(see)
     try:
         model(pixel_values, **inputs)
     finally:

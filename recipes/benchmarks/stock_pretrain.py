@@ -10,14 +10,14 @@ from torchvision import transforms
 from transformers import ViTMAEForPreTraining
 
 from livt_hf import pretraining_config
-from livt_hf.data import glyphs, load_long_tailed
+from livt_hf.data import load_long_tailed, normalization
 
 steps = int(sys.argv[1])
 augment = transforms.Compose(
     [
         transforms.RandomResizedCrop(32, scale=(0.6, 1.0), interpolation=transforms.InterpolationMode.BICUBIC),
         transforms.ToTensor(),
-        transforms.Normalize(glyphs.MEAN, glyphs.STD),
+        transforms.Normalize(*normalization("glyphs")),
     ]
 )
 dataset = load_long_tailed("glyphs")["train"].with_transform(

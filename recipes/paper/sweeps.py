@@ -246,7 +246,7 @@ def summarise(
     for label, runs in results.items():
         row = {"variant": label, "seeds": len(runs)}
         for name in REPORTED:
-            values = [100 * run.metrics[name] for run in runs if run.metrics[name] is not None]
+            values = [100 * run.metrics[name] for run in runs if run.metrics.get(name) is not None]
             row[name] = statistics.fmean(values) if values else None
             row[f"{name}_deviation"] = statistics.stdev(values) if len(values) > 1 else None
         posterior = [100 * run.posterior["accuracy"] for run in runs if run.posterior]
