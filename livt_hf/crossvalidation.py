@@ -139,7 +139,7 @@ def _pooled_scores(answers: pa.Table, classes: int) -> tuple[dict[str, Rule], to
 
 def _of_fold(exam: Exam, rules: dict[str, Rule], chosen: torch.Tensor) -> dict:
     first = dict(list(rules.items())[:1])
-    measured, _ = exam.metrics(first, chosen.nonzero()[:, 0])
+    measured = exam.metrics(first, chosen.nonzero()[:, 0])
     return next(iter(measured.values())).compute()
 
 

@@ -184,7 +184,7 @@ def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, 
     if model.head.multi_label:
         given = partial(given_labels, model)
         return {"metrics": evaluate_multi_label(batches, accelerator, counts, given).compute(), "posterior": None}
-    measured, _ = evaluate_rules(batches, accelerator, counts, standard_rules(model))
+    measured = evaluate_rules(batches, accelerator, counts, standard_rules(model))
     fields = {"metrics": PAPER, "posterior": UNIFORM, "own_prior": OWN}
     return {field: measured[rule].compute() if rule in measured else None for field, rule in fields.items()}
 

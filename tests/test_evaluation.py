@@ -162,11 +162,10 @@ def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    measured, pairs = evaluated(batches(), counts, {"z": None, "posterior": head.posterior})
+    measured = evaluated(batches(), counts, {"z": None, "posterior": head.posterior})
     done.set()
     watcher.join()
     assert all(metric.num_images == images for metric in measured.values())
-    assert len(pairs.top(20)) == 20
     assert (peak - before) / 2**20 < 200
 
 
@@ -175,8 +174,7 @@ def test_nan_logits_count_as_wrong_and_are_counted():
     logits[3, 2] = torch.nan
     head = LongTailHead(LiViTConfig(class_counts=[9, 3, 1]))
     batch = {"pixel_values": logits, "labels": torch.tensor([0, 1, 2, 0])}
-    measured, pairs = evaluated([batch], [9, 3, 1], {"z": None, "posterior": head.posterior})
-    assert pairs.top() == []  # no answer is not another class
+    measured = evaluated([batch], [9, 3, 1], {"z": None, "posterior": head.posterior})
     for metric in measured.values():
         metrics = metric.compute()
         assert (metrics["accuracy"], metrics["num_nan"], metrics["num_images"]) == (0.75, 1, 4)

@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import pickle
 import re
 import socket
 import subprocess
@@ -15,10 +14,10 @@ from needs import needs_linux
 
 import livt_hf.metrics
 from livt_hf.metrics import (
-    ConfusionPairs,
     LongTailMetrics,
     MultiLabelMetrics,
     bootstrap_intervals,
+    confusions,
     group_sizes,
     long_tail_metrics,
     one_against_rest,
@@ -251,18 +250,17 @@ def test_two_processes_that_reduce_their_states_report_the_whole_test_set(tmp_pa
 def test_the_size_of_inat18_is_evaluated_in_less_than_200_mb():
     code = (
         "import resource, torch\n"
-        "from livt_hf.metrics import ConfusionPairs, LongTailMetrics\n"
+        "from livt_hf.metrics import LongTailMetrics\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         "draw = lambda n: (torch.randn(n, 8142), torch.randint(8142, (n,)))\n"
         "draw(256)\n"
         "before = peak()\n"
-        "metrics, pairs = LongTailMetrics([50] * 8142), ConfusionPairs([50] * 8142)\n"
+        "metrics = LongTailMetrics([50] * 8142)\n"
         "for start in range(0, 24426, 256):\n"
         "    logits, labels = draw(min(256, 24426 - start))\n"
         "    metrics.update(logits, labels)\n"
-        "    pairs.update(logits.argmax(-1), labels)\n"
         "assert metrics.compute()['num_images'] == 24426\n"
-        "metrics.per_class(), pairs.top()\n"
+        "metrics.per_class()\n"
         "print(peak() - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -417,26 +415,20 @@ def test_settings_that_mean_nothing_are_refused():
         LongTailMetrics(COUNTS).load_state_tensor(LongTailMetrics(COUNTS, bins=10).state_tensor())
 
 
-def test_confusion_pairs_count_who_is_taken_for_whom_in_any_number_of_parts():
+def test_confusions_count_who_is_taken_for_whom():
     predictions, labels = torch.tensor([1, 1, 0, 2, 2, 1]), torch.tensor([0, 0, 0, 0, 2, 2])
-    whole, first, second = (ConfusionPairs([9, 8, 7]) for _ in range(3))
-    whole.update(predictions, labels)
-    first.update(predictions[:3], labels[:3])
-    second.update(predictions[3:], labels[3:])
-    first.merge(pickle.loads(pickle.dumps(second)))
-    assert first.top() == whole.top()
-    assert [(r["label"], r["predicted"], r["images"], r["share"]) for r in whole.top()] == [
+    found = confusions(predictions, labels, [9, 8, 7], ["cat", "dog", "eel"])
+    assert [(r["label"], r["predicted"], r["images"], r["share"]) for r in found] == [
         (0, 1, 2, 0.5),
         (0, 2, 1, 0.25),
         (2, 1, 1, 0.5),
     ]
-    assert whole.top(1, ["cat", "dog", "eel"])[0]["predicted_name"] == "dog"
+    assert (found[0]["label_name"], found[0]["predicted_name"], found[0]["predicted_count"]) == ("cat", "dog", 8)
 
 
 def test_an_image_without_a_prediction_is_no_confusion_and_counts_among_those_of_its_label():
-    pairs = ConfusionPairs([9, 8])
-    pairs.update(torch.tensor([1, -1]), torch.tensor([0, 0]))
-    assert [(row["predicted"], row["images"], row["share"]) for row in pairs.top()] == [(1, 1, 0.5)]
+    found = confusions(torch.tensor([1, -1]), torch.tensor([0, 0]), [9, 8])
+    assert [(row["predicted"], row["images"], row["share"]) for row in found] == [(1, 1, 0.5)]
 
 
 def test_average_precision_equals_scikit_learns_also_with_equal_scores():

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from livt_hf.errors import LiVTError
-from livt_hf.metrics import GROUPS, ConfusionPairs, LongTailMetrics
+from livt_hf.metrics import GROUPS, LongTailMetrics, confusions
 from livt_hf.recipes.eval import main
 from livt_hf.reports.comparison import difference, write_classes
 from livt_hf.reports.verdict import Measured, actions, doubtful, first_screen, first_screen_text, groups
@@ -29,8 +29,7 @@ def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> Measured:
         metrics[f"rule {number}"] = LongTailMetrics(counts, confidence="given", **thresholds)
         metrics[f"rule {number}"].update(scores, label)
         if pairs is None:
-            pairs = ConfusionPairs(counts)
-            pairs.update(predicted, label)
+            pairs = confusions(predicted, label, counts, names)
     return Measured(metrics, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9)))
 
 
@@ -100,15 +99,13 @@ def test_thousands_of_classes_still_fit_one_screen():
     counts = (1000 * 500 ** (-np.arange(classes) / (classes - 1))).astype(int).tolist()
     label = np.arange(classes).repeat(2)
     predicted = np.where(rng.random(len(label)) < 0.5, label, rng.integers(classes, size=len(label)))
-    metric, pairs = LongTailMetrics(counts, confidence="given"), ConfusionPairs(counts)
+    metric, names = LongTailMetrics(counts, confidence="given"), [f"species {i}" for i in range(classes)]
     for start in range(0, len(label), 1000):
         rows = torch.zeros(len(label[start : start + 1000]), classes)
         rows[torch.arange(len(rows)), torch.from_numpy(predicted[start : start + 1000])] = 0.5
         metric.update(rows, torch.from_numpy(label[start : start + 1000]))
-    pairs.update(torch.from_numpy(predicted), torch.from_numpy(label))
-    page = first_screen(
-        Measured({"rule": metric}, pairs, [f"species {i}" for i in range(classes)], dict.fromkeys(GROUPS, (0.1, 0.9)))
-    )
+    pairs = confusions(torch.from_numpy(predicted), torch.from_numpy(label), counts, names)
+    page = first_screen(Measured({"rule": metric}, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9))))
     assert page.count("<li>") <= 9 and "more, in the table of classes" in page
 
 

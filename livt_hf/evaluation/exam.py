@@ -18,9 +18,9 @@ from livt_hf.evaluation.models import head_of
 from livt_hf.evaluation.running import Outputs, Rule, evaluate_rules, on_disk, scores_under
 from livt_hf.long_tail.priors import PriorEstimate
 from livt_hf.metrics import (
-    ConfusionPairs,
     LongTailMetrics,
     bootstrap_intervals,
+    confusions,
     one_against_rest,
     ranking_means,
     shot_groups,
@@ -57,9 +57,7 @@ class Exam:
         """Those of all processes."""
         return self._gathered(self.outputs.labels)
 
-    def metrics(
-        self, rules: dict[str, Rule], chosen: Tensor | None = None
-    ) -> tuple[dict[str, LongTailMetrics], ConfusionPairs]:
+    def metrics(self, rules: dict[str, Rule], chosen: Tensor | None = None) -> dict[str, LongTailMetrics]:
         batches = self.outputs.batches(chosen)
         return evaluate_rules(batches, self.accelerator, self.train_counts, rules, **self.thresholds)
 
@@ -115,7 +113,7 @@ class Findings:
 
     summary: dict
     measured: dict[str, LongTailMetrics]
-    pairs: ConfusionPairs | None
+    pairs: list[dict] | None
     per_class: list[dict]
     answers: dict[str, Answers] = field(default_factory=dict)
     index: Tensor | None = None
@@ -123,11 +121,12 @@ class Findings:
 
 def examine(exam: Exam, rules: dict[str, Rule], names: Sequence[str], summary: dict) -> Findings:
     """All numbers of the test set as it is: under every rule, and class by class under the first."""
-    measured, pairs = exam.metrics(rules)
+    measured = exam.metrics(rules)
     rankings, answers = exam.rankings(next(iter(rules.values()))), exam.answers(rules)
     summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
     summary["intervals"] = exam.intervals(answers)
     summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
+    pairs = confusions(next(iter(answers.values())).labels, exam.labels, exam.train_counts, names)
     per_class = next(iter(measured.values())).per_class(names)
     for row in per_class:
         values = {name: values[row["class"]].item() for name, values in rankings.items()}

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from livt_hf.metrics import ConfusionPairs, LongTailMetrics, MultiLabelMetrics
+from livt_hf.metrics import LongTailMetrics, MultiLabelMetrics
 
 # A decision rule turns logits into class probabilities; None is the paper's: rank by the logits, softmax for
 # confidence.
@@ -91,8 +91,8 @@ def run_model(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator
 
 def evaluate_rules(
     batches: Batches, accelerator: Accelerator, class_counts, rules: dict[str, Rule], **thresholds: int
-) -> tuple[dict[str, LongTailMetrics], ConfusionPairs]:
-    """Metrics under every rule and the confusions of the first one, over all processes, each image counted once.
+) -> dict[str, LongTailMetrics]:
+    """Metrics under every rule, over all processes, each image counted once.
 
     Memory grows with the classes and not with the images. `thresholds` are those of the shot groups: `many_above` and
     `few_below`.
@@ -101,27 +101,14 @@ def evaluate_rules(
         name: LongTailMetrics(class_counts, confidence="softmax" if rule is None else "given", **thresholds)
         for name, rule in rules.items()
     }
-    pairs = ConfusionPairs(class_counts)
     for logits, batch in batches:
         labels = batch["labels"].to(logits.device)
-        for position, (name, rule) in enumerate(rules.items()):
-            scores = logits if rule is None else rule(logits)
-            metrics[name].update(scores, labels)
-            if position == 0:
-                pairs.update(scores.argmax(-1).masked_fill(scores.isnan().any(-1), -1), labels)
+        for name, rule in rules.items():
+            metrics[name].update(logits if rule is None else rule(logits), labels)
     if accelerator.num_processes > 1:
         for metric in metrics.values():
             metric.load_state_tensor(accelerator.reduce(metric.state_tensor().to(accelerator.device), "sum").cpu())
-        pairs = _merged(pairs)
-    return metrics, pairs
-
-
-def _merged(mine):
-    """The union of what every process counted."""
-    first, *others = gather_object([mine])
-    for other in others:
-        first.merge(other)
-    return first
+    return metrics
 
 
 def evaluate_multi_label(
@@ -134,4 +121,8 @@ def evaluate_multi_label(
     metrics = MultiLabelMetrics(class_counts, **thresholds)
     for logits, batch in batches:
         metrics.update(logits, batch["labels"], given(logits))
-    return _merged(metrics) if accelerator.num_processes > 1 else metrics
+    if accelerator.num_processes > 1:
+        metrics, *others = gather_object([metrics])
+        for other in others:
+            metrics.merge(other)
+    return metrics

@@ -76,6 +76,6 @@ def measure_shift(exam: Exam, shifted: ShiftedSet) -> dict:
             result["estimate"] = {"error": error, "shift": estimate.shift, "variation": estimate.variation}
             if estimate.reliable:
                 rules[ESTIMATED] = posterior_rule(exam.model, estimate.prior)
-    measured, _ = exam.metrics(rules, chosen)
+    measured = exam.metrics(rules, chosen)
     computed = {name: metric.compute() for name, metric in measured.items()}
     return result | {"rules": {name: {key: row[key] for key in _KEPT} for name, row in computed.items()}}

@@ -2,18 +2,18 @@
 
 from livt_hf.metrics.bootstrap import bootstrap_intervals
 from livt_hf.metrics.classification import LongTailMetrics, long_tail_metrics
-from livt_hf.metrics.confusion import ConfusionPairs
+from livt_hf.metrics.confusion import confusions
 from livt_hf.metrics.groups import GROUPS, group_sizes, shot_groups
 from livt_hf.metrics.multilabel import MultiLabelMetrics, best_thresholds
 from livt_hf.metrics.ranking import one_against_rest, ranking_means
 
 __all__ = [
     "GROUPS",
-    "ConfusionPairs",
     "LongTailMetrics",
     "MultiLabelMetrics",
     "best_thresholds",
     "bootstrap_intervals",
+    "confusions",
     "group_sizes",
     "long_tail_metrics",
     "one_against_rest",

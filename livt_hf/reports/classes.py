@@ -1,7 +1,7 @@
 """Pictures of an evaluation: calibration, accuracy from head to tail, confusions, the best and the worst classes.
 
 They draw what `livt_hf.metrics` tells: `LongTailMetrics.bins`, `LongTailMetrics.per_class(names)` and
-`ConfusionPairs.top(k, names)`.
+`confusions`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -88,7 +88,7 @@ def _of_one_label(folder: Path, found: Findings, dataset: Dataset) -> tuple[Pict
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
         "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
     }
-    confused = found.pairs.top(20, class_feature(dataset).names)
+    confused = found.pairs[:20]
     if confused:
         pictures["Most confused classes"] = confused_classes(confused, folder / "confused.png")
     for number, (rule, metric) in enumerate(found.measured.items()):

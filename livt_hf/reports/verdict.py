@@ -5,7 +5,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from livt_hf.metrics import GROUPS, ConfusionPairs, LongTailMetrics
+from livt_hf.metrics import GROUPS, LongTailMetrics
 from livt_hf.reports.style import GROUP_COLOURS
 from livt_hf.results import PAPER, percent
 
@@ -22,7 +22,7 @@ class Measured:
     """What a report knows about a model: metrics by rule, the first being the one it is judged by, and confusions."""
 
     rules: Mapping[str, LongTailMetrics]
-    pairs: ConfusionPairs
+    pairs: Sequence[dict]  # as `livt_hf.metrics.confusions` gives them
     names: Sequence[str]
     intervals: Mapping[str, tuple[float, float] | None]  # of the first rule's accuracies
 
@@ -34,7 +34,7 @@ class Measured:
     def classes(self) -> list[dict]:
         """Rows of the classes that have test images, each with the class it is taken for most often, or None."""
         confused: dict[int, dict] = {}
-        for pair in self.pairs.top(self.first.num_images, self.names):
+        for pair in self.pairs:
             confused.setdefault(pair["label"], pair)
         rows = [row for row in self.first.per_class(self.names) if row["images"]]
         return [row | {"confused": confused.get(row["class"])} for row in rows]
@@ -137,7 +137,7 @@ def _more_training(measured: Measured) -> list[tuple[float, str]]:
 
 def _look_alikes(measured: Measured) -> list[tuple[float, str]]:
     images = measured.first.num_images
-    pairs = [pair for pair in measured.pairs.top(50, measured.names) if pair["share"] >= CONFUSED]
+    pairs = [pair for pair in measured.pairs[:50] if pair["share"] >= CONFUSED]
     if not pairs:
         return []
     pair = pairs[0]
