@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from livt_hf.configuration_livit import LiViTConfig, size_name
-from livt_hf.data import eval_processor, label_statistics, normalization
+from livt_hf.data import class_counts, eval_processor, normalization
 from livt_hf.data.labels import class_feature, is_multi_label
 from livt_hf.data.sampling import seen_counts
 from livt_hf.errors import LiVTError
@@ -81,13 +81,13 @@ def build_classifier(settings: FinetuneSettings, train: Dataset) -> PreTrainedMo
 
 def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
     """The fields of a `LongTailConfig`: those that are options, and what the training images say."""
-    counts, num_images = label_statistics(train)
+    counts = class_counts(train)
     names, several = class_feature(train).names, is_multi_label(train)
     empty = [names[label] for label in np.flatnonzero(counts == 0)[:10]]
     if empty:
         raise LiVTError(f"classes {empty} have no training image, so their prior is undefined; leave them out.")
     head = {name: getattr(settings, name) for name in LongTailConfig.names() if name in settings.names()}
-    head |= {"class_counts": counts.tolist(), "num_train_images": num_images if several else None}
+    head |= {"class_counts": counts.tolist(), "num_train_images": len(train) if several else None}
     softened = {"mixup": settings.mixup, "cutmix": settings.cutmix}
     head["trained_with"] = {name: alpha for name, alpha in softened.items() if alpha}
     if settings.sampler != "natural":

@@ -99,9 +99,6 @@ class HeadOnly(BalancedClassifier, nn.Module):
     def parameter_depths(self) -> dict[str, int]:
         return {name: 0 for name, _ in self.named_parameters()}
 
-    def no_weight_decay(self) -> set[str]:
-        return {name for name, parameter in self.named_parameters() if parameter.ndim <= 1}
-
     @torch.no_grad()
     def unstandardise(self) -> None:
         """Fold the standardisation into the classifier, so that it fits the backbone's own features."""

@@ -1,6 +1,7 @@
 """Calibration and the estimated prior where the densities are known: Gaussian classes and a network of seconds."""
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -216,7 +217,7 @@ def test_nan_posteriors_and_no_images_are_refused():
 
 @pytest.fixture
 def calibration() -> dict:
-    return Calibration(1.5, 0.3, [0.1, -0.2, 0.0], 40).to_dict()
+    return asdict(Calibration(1.5, 0.3, [0.1, -0.2, 0.0], 40))
 
 
 def test_probabilities_use_the_calibration_which_is_saved_and_loaded(tiny, calibration, tmp_path):

@@ -11,10 +11,10 @@ from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, eval_result_files, model_card
-from livt_hf.hub.converted import converted_card, converted_names
 from livt_hf.hub.paper import paper_result, paper_table
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.recipes.paper.cards import converted_card, converted_names
 from livt_hf.results import UNIFORM, Results
 from livt_hf.stages import is_local
 

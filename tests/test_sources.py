@@ -19,7 +19,6 @@ from livt_hf.data import (
     class_counts,
     exponential_counts,
     has_carved_test,
-    label_statistics,
     load_data,
     load_long_tailed,
     normalization,
@@ -547,7 +546,7 @@ def test_several_labels_per_image_are_kept_as_lists(tmp_path, kind):
     lists = lists if isinstance(kind, ClassLabel) else [[names[i] for i in row] for row in lists]
     data = load_long_tailed(parquet_of(tmp_path, rows(lists), {"image": Image(), "label": List(kind)}))
     assert data["train"].features["label"] == List(ClassLabel(names=names))
-    counts = sum(label_statistics(part)[0] for part in data.values())
+    counts = sum(class_counts(part) for part in data.values())
     assert counts.tolist() == [8, 8, 8] and len(data["train"]) == 16
     with pytest.raises(ValueError, match="one label per image"):
         load_long_tailed(str(tmp_path / "own.parquet"), imbalance_factor=10)

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -287,9 +288,9 @@ def test_no_loss_wants_float64_of_the_device(tiny, loss):
 @pytest.mark.parametrize("several", [False, True])
 def test_no_posterior_wants_float64_of_the_device(tiny, several):
     calibration = Calibration(1.1, 0.0 if several else 0.3, [0.1, 0.0, -0.1], 12)
-    head = head_on_mps(tiny, several, calibration=calibration.to_dict())
+    head = head_on_mps(tiny, several, calibration=asdict(calibration))
     logits, prior = torch.randn(4, 3), torch.tensor([0.2, 0.5, 0.3])
-    plain = head_on_mps(tiny, several, calibration=calibration.to_dict()).cpu()
+    plain = head_on_mps(tiny, several, calibration=asdict(calibration)).cpu()
     for given in (None, on_mps(prior), prior.tolist()):
         expected = plain.posterior(logits, prior if given is not None else None)
         torch.testing.assert_close(head.posterior(on_mps(logits), given).cpu(), expected)

@@ -7,7 +7,7 @@ _NAMES = {
     "benchmarks": ("normalization", "register_dataset"),
     "decoding": ("find_broken", "find_copies", "read_rgb"),
     "division": ("has_carved_test",),
-    "labels": ("class_counts", "label_statistics"),
+    "labels": ("class_counts",),
     "loading": ("eval_loader", "train_loader"),
     "sources": ("load_data", "load_long_tailed", "load_to_measure"),
     "splits": ("balanced_counts", "exponential_counts", "long_tail_indices", "pareto_counts"),

@@ -173,11 +173,6 @@ def class_counts(dataset: Dataset) -> np.ndarray:
     return labels_of(dataset).counts(number_of_classes(dataset))
 
 
-def label_statistics(dataset: Dataset) -> tuple[np.ndarray, int]:
-    """Images per class and the number of images: the prior of class j is counts[j] / number, also for multi-label."""
-    return class_counts(dataset), len(dataset)
-
-
 def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
     """The splits with the columns `image`, `label` and perhaps `group` alone, and one list of class names.
 

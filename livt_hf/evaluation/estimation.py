@@ -54,4 +54,6 @@ def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accel
 
 
 def _keep(model: PreTrainedModel, calibration: Calibration) -> None:
-    model.config.long_tail = LongTailConfig.from_dict({**model.config.long_tail, "calibration": calibration.to_dict()})
+    model.config.long_tail = LongTailConfig.from_dict(
+        {**model.config.long_tail, "calibration": dataclasses.asdict(calibration)}
+    )

@@ -13,7 +13,7 @@ which is exact for a head that fitted well, to 1, the log-odds, by which sigmoid
 Where an image may have several labels, each class is a question of its own, asked in log-odds.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,6 @@ class Calibration:
     offsets: list[float]
     num_images: int
     thresholds: list[float] | None = None
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def calibrated(log_posterior: Tensor, calibration: Calibration, prior: Tensor) -> Tensor:

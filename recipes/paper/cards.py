@@ -1,6 +1,6 @@
 """Cards of the authors' released weights after conversion: their numbers, their terms.
 
-`python -m livt_hf.hub.converted model_cards` writes them again.
+python recipes/paper/cards.py model_cards    # writes them again
 """
 
 import sys
@@ -49,7 +49,7 @@ def converted_names() -> list[str]:
     return [f"livt-base-{dataset}{suffix}" for dataset in DATA for suffix in ("", "-384", "-mgp")]
 
 
-def converted_card(name: str, organisation: str = "org") -> ModelCard:
+def converted_card(name: str) -> ModelCard:
     """The card of one of `converted_names()`; every number in it is the paper's."""
     if name not in converted_names():
         raise LiVTError(f"{name!r} is none of the authors' checkpoints; they are {', '.join(converted_names())}.")
@@ -59,7 +59,7 @@ def converted_card(name: str, organisation: str = "org") -> ModelCard:
     stage = "pretrain" if pretraining else "finetune"
     results = Results(stage=stage, dataset=dataset, image_size=size, split="validation", **DATA[dataset])
     common = dict(
-        repo_id=f"{organisation}/{name}",
+        repo_id=f"org/{name}",
         title=name,
         terms=TERMS.format(url=SOURCE_URL, data=DATA_TERMS[dataset]),
         data=f"{dataset_names(results)[0]}, training split.",
