@@ -228,7 +228,9 @@ class FinetuneSettings(TrainingSettings):
     views: int = option(1, "views per image that a frozen backbone keeps; all but the first are augmented", at_least=1)
     min_lr: float = option(1e-6, "floor of the cosine, not scaled by the batch", at_least=0)
     adam_beta2: float = option(0.99, "AdamW's second beta")
-    optimizer: Literal["adamw", "lamb"] = option("adamw", "lamb is DeiT III's")
+    optimizer: Literal["adamw", "lamb", "muon"] = option(
+        "adamw", "adamw is the paper's, lamb DeiT III's; muon learns faster from scratch, and leaves vectors to AdamW"
+    )
     layer_decay: float = option(0.75, "learning rate factor from each layer to the one below")
     drop_path: float = option(0.1, "stochastic depth of the last layer")
     keep_ratio: float = option(

@@ -9,12 +9,14 @@ from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List
 from hub_server import hub_server
 from PIL import Image as Pictures
+from recipe_runs import TINY, assert_same_weights, make_pictures
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.backbones import build_classifier, serving_processor
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
-from livt_hf.errors import LiVTError
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.finetuning import BestWeights, check_options, kept_patches, measure, plan_course, selection_metric
+from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.checkpoints import Progress, read_state
@@ -199,6 +201,17 @@ def test_a_number_that_cannot_select_is_refused(metric, several, complaint):
 def test_a_selection_metric_without_selection_is_refused():
     with pytest.raises(LiVTError, match="pass --select best with it"):
         check_options(options("--select_metric", "few", "--batch_size", "8"), DatasetDict(train=split_of([50, 30, 5])))
+
+
+def test_a_run_with_muon_goes_on_to_the_weights_of_one_that_was_not_stopped(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    words = ["--dataset", make_pictures(tmp_path / "pictures"), "--pretrained", "none", "--optimizer", "muon", *TINY]
+    words = [str(word) for word in words]
+    finetune.main([*words, "--output_dir", str(tmp_path / "whole")])
+    with pytest.raises(Interrupted):
+        finetune.main([*words, "--output_dir", str(tmp_path / "cut"), "--max_hours", "0"])
+    finetune.main(["--resume", str(tmp_path / "cut"), "--max_hours", "1"])
+    assert_same_weights(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_the_patches_that_are_kept_belong_to_the_image_and_the_epoch():

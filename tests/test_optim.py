@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
-from livt_hf.training.optim import WarmupCosine, layer_decay_groups, scaled_lr, warmup_cosine
+from livt_hf.training.optim import WarmupCosine, layer_decay_groups, muon_groups, scaled_lr, warmup_cosine
 
 
 @pytest.fixture
@@ -50,6 +50,16 @@ def test_vectors_tokens_and_positions_have_no_weight_decay(twelve_layers):
 
 def test_twelve_layers_make_28_groups(twelve_layers):
     assert len(layer_decay_groups(twelve_layers, 0.05, 0.75)) == 28
+
+
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_what_follows_them(twelve_layers):
+    for decay in (1.0, 0.75):
+        groups = by_parameter(
+            twelve_layers, muon_groups(twelve_layers, layer_decay_groups(twelve_layers, 0.05, decay))
+        )
+        assert set(groups) == {name for name, _ in twelve_layers.named_parameters()}
+        late = {"vit.fc_norm.weight", "vit.fc_norm.bias", "classifier.weight", "classifier.bias"}
+        assert {name for name, group in groups.items() if group["use_fallback"]} == late
 
 
 def test_frozen_parameters_are_in_no_group(twelve_layers):

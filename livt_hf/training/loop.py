@@ -35,7 +35,7 @@ from livt_hf.training.checkpoints import (
     saving,
 )
 from livt_hf.training.machine import StopOnSignal, check_distribution, check_processes, choose_precision, use_all_cores
-from livt_hf.training.optim import WarmupCosine, layer_decay_groups, scaled_lr
+from livt_hf.training.optim import WarmupCosine, layer_decay_groups, muon_groups, scaled_lr
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +111,15 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.
     groups = layer_decay_groups(model, settings.weight_decay, getattr(settings, "layer_decay", 1.0))
     lr = scaled_lr(settings.base_lr, settings.batch_size)
     betas = 0.9, settings.adam_beta2
-    if getattr(settings, "optimizer", "adamw") == "lamb":
+    optimizer = getattr(settings, "optimizer", "adamw")
+    if optimizer == "lamb":
         from timm.optim import Lamb
 
         return Lamb(groups, lr=lr, betas=betas)
+    if optimizer == "muon":
+        from timm.optim import Muon  # scaled so that rates and decay of AdamW fit it too
+
+        return Muon(muon_groups(model, groups), lr=lr, betas=betas, nesterov=True)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 

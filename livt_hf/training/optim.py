@@ -40,6 +40,20 @@ def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: fl
     return [groups[key] for key in sorted(groups)]
 
 
+def muon_groups(model: LayeredModel, groups: list[dict]) -> list[dict]:
+    """The groups, with what follows the blocks marked for AdamW: Muon is for matrices between features."""
+    depths = model.parameter_depths()
+    last = max(depths.values())
+    after = {id(parameter) for name, parameter in model.named_parameters() if depths[name] == last}
+    marked = []
+    for group in groups:
+        for fallback in (False, True):
+            parameters = [parameter for parameter in group["params"] if (id(parameter) in after) == fallback]
+            if parameters:
+                marked.append(group | {"params": parameters, "use_fallback": fallback})
+    return marked
+
+
 def warmup_cosine(step: float, warmup: float, total: float, peak: float, floor: float) -> float:
     """The rate of update `step` (from 0): linear from 0 to `peak`, then half a cosine down to `floor`."""
     if step < warmup:

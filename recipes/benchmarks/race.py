@@ -258,7 +258,8 @@ def run_ours(row: Row, **changed) -> dict:
 
 PEERS: dict[str, tuple[str, Callable[[Row], dict]]] = {
     "ours": ("livt train", run_ours),
-    "ours-all": ("the same with all patches in fine-tuning", partial(run_ours, keep_ratio=1.0)),
+    "ours-adamw": ("the same with AdamW in fine-tuning", partial(run_ours, optimizer="adamw")),
+    "ours-all": ("and with all patches", partial(run_ours, optimizer="adamw", keep_ratio=1.0)),
     "ours-patch4": (
         "the same with a quarter of patches of 4",
         partial(run_ours, patch_size=4, decode_ratio=0.25, keep_ratio=0.25),
