@@ -169,7 +169,10 @@ def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConf
     values = base if isinstance(base, dict) else base.to_dict()
     kind = values.get("model_type")
     if kind not in _ENCODER_TYPES:
-        raise LiVTError(f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}.")
+        raise LiVTError(
+            f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}. Load it with "
+            "AutoModelForImageClassification and pass it to livt_hf.balance."
+        )
     if kind == "beit":
         if "livit" not in values:
             raise LiVTError(f"{path} is a BEiT that was not exported by livt_hf; its attention is not a plain ViT's.")

@@ -172,8 +172,11 @@ def _holds_another(folder: Path) -> LiVTError:
 
 
 def unfinished_run(settings: TrainingSettings) -> Run | None:
-    """What --resume means: the run named; for "auto" the one in output_dir, or the newest unfinished of its group."""
-    if settings.resume not in (None, "auto"):
+    """What --resume means: the run named, else the one in output_dir, or the newest unfinished of its group.
+
+    Where there is none of these, "auto" is a new run.
+    """
+    if settings.resume not in (None, "auto", "newest"):
         run = Run(Path(str(settings.resume)))
         if run.started:
             return run
@@ -184,7 +187,11 @@ def unfinished_run(settings: TrainingSettings) -> Run | None:
     if settings.output_dir is not None:
         run = Run(Path(settings.output_dir))
         return run if run.started else None
-    return next((run for run in reversed(numbered_runs(group_folder(settings))) if not run.finished), None)
+    group = group_folder(settings)
+    run = next((run for run in reversed(numbered_runs(group)) if not run.finished), None)
+    if run is None and settings.resume == "newest":
+        raise LiVTError(f"there is no unfinished run under {group}; name one, or start anew without --resume.")
+    return run
 
 
 def parse_training(
@@ -241,7 +248,9 @@ def _settled(settings: TrainingSettings) -> list[str]:
 
 def newest_finished(cls: type[TrainingSettings], **settings) -> Run | None:
     """The run of a stage, with these settings, that was finished last."""
-    found = sorted(runs_folder().glob(f"{cls.stage}-*/*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
+    by_itself, of_train = f"{cls.stage}-*/*/{RESULTS}", f"train-*/*/{cls.stage}/{RESULTS}"
+    found = [*runs_folder().glob(by_itself), *runs_folder().glob(of_train)]
+    found.sort(key=lambda path: path.stat().st_mtime)
     runs = (Run(path.parent) for path in reversed(found))
     return next((run for run in runs if settings.items() <= run.settings_of(cls).items()), None)
 

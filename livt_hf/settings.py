@@ -156,8 +156,8 @@ class TrainingSettings(DataSettings):
     )
     resume: str | None = option(
         None,
-        "go on with an interrupted run: its folder, or auto (the newest unfinished one)",
-        alone="auto",
+        "go on with an interrupted run: its folder; alone: the newest unfinished one; auto: that or a new run",
+        alone="newest",
         place=True,
         free=True,
     )

@@ -7,14 +7,16 @@ Fits a temperature and one offset per class by maximum likelihood (livt_hf/long_
 into the config of the model, where `probabilities`, `livt eval` and `livt predict` use them. Weights stay as they are.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from accelerate import Accelerator
-from transformers import PreTrainedModel
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.commands import run_command
-from livt_hf.data import eval_loader, load_to_measure
+from livt_hf.data import eval_loader, load_data, load_to_measure
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.models import (
@@ -24,9 +26,13 @@ from livt_hf.evaluation.models import (
     load_classifier,
     load_processor,
 )
+from livt_hf.evaluation.rules import headline
+from livt_hf.finetuning import measure
 from livt_hf.recipes.settings import CalibrateSettings
 from livt_hf.records import read_record, write_values
+from livt_hf.results import Results
 from livt_hf.runs import Run
+from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
 from livt_hf.training.machine import use_all_cores
@@ -48,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
     calibration = calibrate(model, eval_loader(data[settings.split], processor, batches), accelerator)
+    results = measured_again(settings.model, model, processor, accelerator)
     write_calibration(config, model)
+    if results is not None:
+        Run(Path(settings.model)).write_results(results)
     low, high = min(calibration.offsets), max(calibration.offsets)
     print(
         f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.dataset} ({settings.split}): "
@@ -74,6 +83,20 @@ def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
             "--dataset FOLDER --split all; or train again with --validation_fraction 0.1, which holds such images "
             "out and calibrates on them."
         )
+
+
+def measured_again(
+    path: str, model: PreTrainedModel, processor: BaseImageProcessor, accelerator: Accelerator
+) -> Results | None:
+    """The results of a finished run with the numbers of its calibrated model: they are what its card will say."""
+    run = Run(Path(path))
+    if not run.finished:
+        return None
+    own = EvalSettings.parse(["--model", path], inherit=lent_by_run)
+    batches = shared_batches(own.batch_size, accelerator, own.num_workers)
+    test = eval_loader(load_data(own)["test"], processor, batches)
+    counts = np.asarray(model.config.long_tail.class_counts)
+    return dataclasses.replace(run.results, **measure(model, test, accelerator, counts), headline=headline(model))
 
 
 def write_calibration(path: Path, model: PreTrainedModel) -> None:

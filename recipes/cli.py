@@ -1,5 +1,6 @@
 """`livt COMMAND ...`: every recipe as a command of the installed package."""
 
+import argparse
 import difflib
 import importlib
 import logging
@@ -65,24 +66,38 @@ def without_command(words: Sequence[str]) -> str | None:
 def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     """Run a stage under Accelerate; what the stage refuses ends with its sentence, without the launcher's trace."""
     import torch.distributed.run  # noqa: F401  with all loggers of the launcher
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands import launch as accelerated
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from livt_hf.commands import EXIT_UNFINISHED
+    from livt_hf.system import SENDS_SIGNALS
 
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "accelerate.commands.launch")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     words = [*launcher, "--module", f"livt_hf.recipes.{command}", *argv]
+    if SENDS_SIGNALS:
+        accelerated.simple_launcher = become_the_training
     try:
-        launch_command(launch_command_parser().parse_args(words))
+        accelerated.launch_command(accelerated.launch_command_parser().parse_args(words))
     except subprocess.CalledProcessError as error:
         sys.exit(error.returncode)
     except ChildFailedError as error:
         sys.exit(error.get_first_failure()[1].exitcode)
     except SignalException:  # raised when the processes, which got the signal too, are gone
         sys.exit(EXIT_UNFINISHED)
+
+
+def become_the_training(arguments: argparse.Namespace) -> None:
+    """Accelerate starts a single process as a child and passes no signal on: a SIGTERM would end the launcher alone,
+    and the training would go on. So the launcher becomes the training.
+    """
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    words, environment = prepare_simple_launcher_cmd_env(arguments)
+    sys.stdout.flush()
+    os.execvpe(words[0], words, environment)
 
 
 def chosen_layout(command: str, argv: Sequence[str]) -> list[str] | None:

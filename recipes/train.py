@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan = read_record(folder / PLAN, {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]})
     if not {"why", "stages"} <= plan.keys():
         raise LiVTError(f"{folder / PLAN} is damaged: it holds no stages and why; begin a new run.")
-    print(plan["why"], flush=True)
+    trained = all(Run(folder / stage).finished for stage in plan["stages"])
+    print(f"{folder} is trained; it is measured again." if trained else plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
     launcher = shell_words(settings.launch)
     for stage, words in plan["stages"].items():

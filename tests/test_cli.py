@@ -122,10 +122,14 @@ def test_several_processes_that_were_asked_for_are_launched_without_an_accelerat
 
 @needs_unix
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [[], ["--threads", "1"]], ids=["a process per core", "one process"])
-def test_a_signal_to_livt_alone_saves_the_run(pictures, tmp_path, threads):
+@pytest.mark.parametrize(
+    ("launcher", "threads"),
+    [([], []), ([], ["--threads", "1"]), (["--num_processes", "1"], [])],
+    ids=["a process per core", "one process", "one launched process"],
+)
+def test_a_signal_to_livt_alone_saves_the_run(pictures, tmp_path, launcher, threads):
     options = ["--dataset", pictures, *TINY[:-2], "--output_dir", tmp_path / "run", "--log_steps", 1, *threads]
-    command = [sys.executable, "-m", "livt_hf.recipes.cli", "pretrain", *map(str, options)]
+    command = [sys.executable, "-m", "livt_hf.recipes.cli", *launcher, "pretrain", *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     livt = subprocess.Popen([*command, "--epochs", "1000"], text=True, **pipes)
     while not (tmp_path / "run" / "log.jsonl").exists():

@@ -125,7 +125,7 @@ def test_the_file_of_a_world_is_read_back_and_is_what_the_option_prior_takes(thr
 def test_a_file_of_another_model_is_refused_with_the_classes_that_differ(three, tmp_path):
     path = tmp_path / "prior.json"
     path.write_text('{"cat": 1, "dog": 2, "wolf": 3}')
-    with pytest.raises(LiVTError, match="disagree on the classes .*newt.*wolf"):
+    with pytest.raises(LiVTError, match="lacks the classes .*newt.*unknown .*wolf"):
         three.read(path)
 
 

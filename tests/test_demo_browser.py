@@ -213,7 +213,7 @@ def test_what_cannot_be_used_is_said_and_the_demo_goes_on(tmp_path, tiny):
         page.upload("#image", tmp_path / "notes.png")
         assert page.message("notes.png is not an image that can be read")
         page.upload("#open", tmp_path / "other.json")
-        assert page.message("disagree on the classes")
+        assert page.message("lacks the classes")
         page.clear()
         page.upload("#image", tmp_path / "large.jpg")
         assert page.wait(page.bars)

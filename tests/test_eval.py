@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,8 @@ from livt_hf.options import save_settings
 from livt_hf.recipes.calibrate import main as calibrate
 from livt_hf.recipes.eval import main
 from livt_hf.recipes.predict import main as predict
+from livt_hf.results import Results
+from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 
 CLASSES = 4
@@ -194,6 +197,11 @@ def test_without_a_model_the_newest_finished_finetuning_is_measured_on_its_own_d
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     with pytest.raises(LiVTError, match="no finished fine-tuning under"):
         lent_by_run({})
+    whole = tmp_path / "train-pictures" / "1" / "finetune"
+    whole.mkdir(parents=True)
+    (whole / "arguments.yaml").write_text((workplace.finetuned / "arguments.yaml").read_text())
+    (whole / "results.json").write_text("{}")
+    assert lent_by_run({})["model"] == str(whole)  # what `livt train` ends with is one too
     for number in (1, 2):
         run = tmp_path / "finetune-pictures-micro" / str(number)
         run.mkdir(parents=True)
@@ -285,7 +293,10 @@ def test_a_prior_may_be_given_as_frequencies_by_class_name(workplace, evaluate, 
         ([0.5, 0.5], "must hold 4 numbers"),
         (["a", "b", "c", "d"], "must hold 4 numbers"),
         ([0.5, 0.75, -0.25, 0], "none negative"),
-        ({"class0": 1, "class9": 1}, r"disagree on the classes \['class1', 'class2', 'class3', 'class9'\]"),
+        (
+            {"class0": 1, "class9": 1},
+            r"lacks .* \['class1', 'class2', 'class3'\] and has unknown .* \['class9'\]",
+        ),
     ],
 )
 def test_a_malformed_prior_is_refused(workplace, refused, tmp_path, content, complaint):
@@ -610,6 +621,19 @@ def test_the_images_that_a_default_run_held_out_are_found_again(tmp_path):
     (tmp_path / "results.json").touch()
     lent = lent_by_run({"model": str(tmp_path)})
     assert (lent["validation_fraction"], lent["test_fraction"]) == (None, 0.3)  # None: a tenth of own datasets
+
+
+def test_the_results_of_a_run_are_those_of_its_calibrated_model(workplace, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
+    run = Run(shutil.copytree(workplace.finetuned, tmp_path / "run"))
+    measured = json.loads((run.folder / "results.json").read_text())
+    run.write_results(Results.from_dict({"stage": "finetune", "dataset": "pictures", "seconds": 5.0} | measured))
+    before = run.results
+    calibrate([str(run.folder), "--dataset", str(workplace.pictures / "test"), "--split", "all", "--threads", "1"])
+    after = run.results
+    assert (before.headline, after.headline) == (PAPER, UNIFORM)
+    assert after.metrics == before.metrics and after.posterior["ece"] < before.posterior["ece"]
+    assert (after.seconds, after.dataset) == (5.0, "pictures")
 
 
 def test_all_images_of_a_folder_without_splits_calibrate(workplace, tmp_path, monkeypatch, capfd):

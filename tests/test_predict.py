@@ -183,7 +183,7 @@ def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
     with pytest.raises(ValueError, match="must hold 3 numbers"):
         read_prior(str(tmp_path / "short.json"), NAMES)
     (tmp_path / "wrong.yaml").write_text("newt: 1\ncat: 6\ncow: 3\n")
-    with pytest.raises(ValueError, match=r"\['cow', 'dog'\]"):
+    with pytest.raises(ValueError, match=r"lacks the classes \['dog'\] and has unknown classes \['cow'\]"):
         read_prior(str(tmp_path / "wrong.yaml"), NAMES)
 
 

@@ -12,11 +12,13 @@ from accelerate.commands.launch import launch_command_parser
 from datasets import config as datasets_config
 from PIL import Image
 from recipe_runs import make_pictures
+from test_tuning import wrapped_timm
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.data import class_counts, eval_processor, load_long_tailed
+from livt_hf.data import class_counts, eval_processor, load_long_tailed, read_rgb
 from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings, command_line
@@ -177,6 +179,22 @@ def test_a_graph_is_asked_as_the_how_to_says(tmp_path, monkeypatch, tiny, capsys
     predictor = Predictor("model", prior="uniform")
     [(_, scores)] = predictor.predict([Path("picture.png")])
     assert capsys.readouterr().out.strip() == "abc"[scores.argmax()]
+
+
+@pytest.mark.slow
+def test_the_graph_of_a_timm_model_is_asked_as_the_how_to_says(tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    model = load_checkpoint(str(wrapped_timm(tmp_path / "timm"))).eval()
+    Image.effect_mandelbrot((60, 50), (-2, -1.5, 1, 1.5), 50).convert("RGB").save("picture.png")
+    convert.main(["timm", "OUT", "--to", "onnx"])
+    names = {"session": onnxruntime.InferenceSession("OUT/model.onnx"), "processor": load_processor("timm")}
+    exec(python_block("Export a model to ONNX", HOW_TO, number=1), names)
+    pixels = names["processor"]([read_rgb("picture.png")], return_tensors="pt").pixel_values
+    with torch.no_grad():
+        expected = model(pixels).logits
+    torch.testing.assert_close(torch.from_numpy(names["probabilities"]), expected, atol=1e-3, rtol=0)
 
 
 def test_the_tree_names_only_what_exists():

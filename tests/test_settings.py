@@ -233,8 +233,10 @@ def test_a_run_of_an_older_version_goes_on_without_the_options_that_are_gone(run
     assert (settings.epochs, resumed) == (3, run)
 
 
-def test_resume_auto_means_the_newest_unfinished_run_or_a_new_one(runs):
-    assert unfinished_run(PretrainSettings.parse(["--resume"])) is None
+def test_resume_means_the_newest_unfinished_run_and_auto_that_or_a_new_one(runs):
+    assert unfinished_run(PretrainSettings.parse(["--resume", "auto"])) is None
+    with pytest.raises(LiVTError, match="there is no unfinished run under .*pretrain-glyphs-base"):
+        unfinished_run(PretrainSettings.parse(["--resume"]))
     first, second = started(), started()
     assert unfinished_run(PretrainSettings.parse(["--resume", "auto"])) == second
     second.write_results(Results(stage="pretrain", dataset="glyphs"))

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
 from datasets.exceptions import DatasetGenerationError
+from huggingface_hub.errors import HTTPError
 from needs import needs_linux
 from PIL import Image as PILImage
 
@@ -589,6 +590,21 @@ def test_a_hub_dataset_that_cannot_be_reached_asks_for_a_local_copy(monkeypatch)
         load_long_tailed("own/birds")
 
 
+def test_a_misspelt_folder_is_answered_after_one_question_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaves").mkdir()
+    asked = []
+
+    def unreachable(_api, name, timeout):
+        asked.append((name, timeout))
+        raise HTTPError("no way there")
+
+    monkeypatch.setattr("livt_hf.data.opening.HfApi.dataset_info", unreachable)
+    with pytest.raises(LiVTError, match="there is no folder leavs, .*no way there.* Did you mean leaves"):
+        load_long_tailed("leavs")
+    assert asked == [("leavs", 10)]
+
+
 def test_a_table_that_does_not_exist_is_named_whatever_its_source(tmp_path):
     with pytest.raises(LiVTError, match="labels.csv does not exist"):
         load_long_tailed(str(tmp_path / "labels.csv"), source=str(tmp_path))
@@ -600,6 +616,9 @@ def test_places_that_do_not_exist_or_hold_nothing_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no folders with images"):
         load_long_tailed(str(tmp_path / "empty"))
+    (tmp_path / "empty" / "a").mkdir()
+    with pytest.raises(ValueError, match="empty holds no folders with images"):
+        load_long_tailed(str(tmp_path / "empty"), drop_empty=True)
     (tmp_path / "x.zip").write_text("a,b")
     with pytest.raises(ValueError, match="x.zip is not a table"):
         load_long_tailed(str(tmp_path / "x.zip"))

@@ -42,7 +42,7 @@ def open_image_folder(folder: Path) -> dict[str, Dataset]:
     root = os.path.abspath(folder)
     images, folders = _walk(root)
     tops = [place for place in folders if "/" not in place]
-    if not tops:
+    if not tops or not images:
         raise LiVTError(
             f"{root} holds no folders with images, no parquet, arrow or tar files and no image lists; a table of "
             "labels is passed by its own name, such as labels.csv."

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.folders import holds_images, open_image_folder
@@ -154,18 +156,21 @@ def named_splits(splits: Mapping, where: str) -> dict:
 
 def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
     repository, _, config = where.partition(":")
+    near = perhaps_meant(where)
     try:
+        if near and "/" not in where:  # perhaps a misspelt folder: one short question, where loading asks many times
+            HfApi().dataset_info(repository, timeout=10)
         if not streaming:
             return dict(load_dataset(repository, config or None))
         builder = load_dataset_builder(repository, config or None)
         streams = builder.as_streaming_dataset()
-    except (ConnectionError, FileNotFoundError) as error:
+    except (ConnectionError, FileNotFoundError, HTTPError) as error:
         away = f"{repository} could not be loaded from the Hub ({error})"
         if settings.dataset in BENCHMARKS:
             away += ": without internet or access rights, pass a local copy with --source FOLDER."
         else:
             away = f"there is no folder {where}, and {away}: correct the name, or give the folder of a local copy."
-            away += perhaps_meant(where)
+            away += near
         raise LiVTError(away) from error
     if builder.name != "parquet":
         raise LiVTError(

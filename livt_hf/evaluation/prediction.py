@@ -16,6 +16,7 @@ from livt_hf.data.folders import image_suffixes
 from livt_hf.evaluation.models import (
     choose_device,
     class_names,
+    is_calibrated,
     load_classifier,
     load_processor,
     why_no_posterior,
@@ -60,6 +61,8 @@ class Predictor:
             given = f"; a star marks the labels that are given, at {self._threshold_words}"
         if self.rule is not None and self.rule_name != BY_LOGIT:
             doubt = why_uncalibrated(self.model)
+            if doubt is None and not is_calibrated(self.model):
+                doubt = "they are not calibrated; `livt calibrate` does that"
             doubt = f"; beware: {doubt}" if doubt else ""
             return f"{self.rule_name}: scores are class probabilities{given}{doubt}"
         kind = "softmax" if self.rule is None else "sigmoid"

@@ -84,11 +84,11 @@ def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
     content = read_values(Path(path))
     if isinstance(content, dict):
         names = {str(name): value for name, value in content.items()}
-        wrong = sorted(set(labels) ^ set(names))
-        if wrong:
-            raise LiVTError(
-                f"the {what} in {path} and the model disagree on the classes {wrong[:10]}; name each class once."
-            )
+        missing, unknown = sorted(set(labels) - set(names)), sorted(set(names) - set(labels))
+        if missing or unknown:
+            told = {"lacks the classes": missing[:10], "has unknown classes": unknown[:10]}
+            wrong = " and ".join(f"{words} {classes}" for words, classes in told.items() if classes)
+            raise LiVTError(f"{path} ({what}) {wrong}; name each class of the model once.")
         content = [names[label] for label in labels]
     if not fits(content, list[float]) or len(content) != len(labels):
         raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
