@@ -31,7 +31,7 @@ from livt_hf.data import eval_loader, load_to_measure
 from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.exam import Exam, Findings, examine
+from livt_hf.evaluation.exam import Exam, Findings, accuracy_under_prior, examine
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
@@ -124,6 +124,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
     rules = chosen_rules(exam, settings, summary)
     found = examine(exam, rules, class_names(model), summary)
+    if settings.prior is not None:
+        prior = serving_prior(settings.prior, model)
+        summary["under_prior"] = {"prior": prior_words(settings.prior)} | accuracy_under_prior(found.measured, prior)
     if shifted:
         summary["shifted"] = [measure_shift(exam, one) for one in shifted]
     if accelerator.is_main_process:
@@ -237,6 +240,10 @@ def print_findings(found: Findings, exam: Exam) -> None:
     shown = (f"{name} {percent(low)} to {percent(high)}" for name, (low, high) in intervals.items())
     over = "over images" if exam.clusters is None else "over groups"
     print(f"  {first}, 95 % intervals {over}: {', '.join(shown)}")
+    if "under_prior" in summary:
+        (_, words), *accuracies = summary["under_prior"].items()
+        shown = ", ".join(f"{rule} {percent(accuracy)}" for rule, accuracy in accuracies)
+        print(f"  Accuracy where classes are as frequent as the {words} says (percent): {shown}")
     if bad:
         print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / images)} %)")
     if why_uncalibrated(exam.model):

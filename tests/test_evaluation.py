@@ -15,6 +15,7 @@ from livt_hf import LiViTConfig
 from livt_hf.data import exponential_counts
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import estimated_prior
+from livt_hf.evaluation.exam import accuracy_under_prior
 from livt_hf.evaluation.probes import Features, knn_scores, linear_probe_scores
 from livt_hf.evaluation.running import evaluate_rules, logits_of, on_disk, run_model
 from livt_hf.evaluation.shifts import shifted_sets
@@ -167,6 +168,13 @@ def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes()
     watcher.join()
     assert all(metric.num_images == images for metric in measured.values())
     assert (peak - before) / 2**20 < 200
+
+
+def test_accuracy_under_a_prior_weighs_the_classes_by_it_whatever_the_test_set_has():
+    # Three of four images of the first class are right, the one image of the second is wrong; the third has none.
+    logits = torch.eye(3)[torch.tensor([0, 0, 0, 1, 0])]
+    measured = evaluated([{"pixel_values": logits, "labels": torch.tensor([0, 0, 0, 0, 1])}], [9, 3, 1])
+    assert accuracy_under_prior(measured, torch.tensor([0.2, 0.2, 0.6])) == {"z": pytest.approx(0.375)}
 
 
 def test_nan_logits_count_as_wrong_and_are_counted():

@@ -119,6 +119,17 @@ class Findings:
     index: Tensor | None = None
 
 
+def accuracy_under_prior(measured: dict[str, LongTailMetrics], prior: Tensor) -> dict[str, float]:
+    """By rule, the accuracy where classes are as frequent as a prior says, of those that have test images."""
+    weighted = {}
+    for rule, metric in measured.items():
+        rows = [row for row in metric.per_class() if row["images"]]
+        weights = prior[[row["class"] for row in rows]]
+        right = torch.tensor([row["accuracy"] for row in rows], dtype=weights.dtype)
+        weighted[rule] = (weights @ right / weights.sum()).item()
+    return weighted
+
+
 def examine(exam: Exam, rules: dict[str, Rule], names: Sequence[str], summary: dict) -> Findings:
     """All numbers of the test set as it is: under every rule, and class by class under the first."""
     measured = exam.metrics(rules)

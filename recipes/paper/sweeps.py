@@ -134,6 +134,9 @@ SWEEPS: dict[str, Sweep] = {
             for start in ("prior", "zero")
         ],
     ),
+    "optimizer": Sweep(
+        "Which optimizer fine-tunes", [Variant(name, {"optimizer": name}) for name in ("adamw", "muon")], "optimizer"
+    ),
     "recipes": Sweep(
         "Training recipes",
         [VIT, DEIT, MAE, LIVT],
