@@ -114,7 +114,7 @@ class Scratch:
         second |= {"drop_path": 0.0, "erase": 0.0, "mixup": self.mixup, "cutmix": 0.0, "crop_scale": 0.3}
         second["augmentation"] = "pad_crop" if pixels == self.side else "crop"
         if size == "micro":
-            second |= {"keep_ratio": KEPT, "optimizer": "muon"}
+            second["keep_ratio"] = KEPT
         if self.model == SMALL_PATCHES:  # recipes/configs/*-cifar100-lt-long.yaml
             first["decode_ratio"] = 0.25
             second |= {"keep_all_epochs": 3, "cutmix": 1.0, "mixup_off_epochs": 8}

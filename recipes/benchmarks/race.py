@@ -41,7 +41,7 @@ from livt_hf.data.loading import StoredImages, train_loader
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.recipes.benchmarks.steps import create_timm_vit
-from livt_hf.recipes.settings import as_words
+from livt_hf.recipes.settings import STAGES, as_words
 from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
@@ -242,8 +242,9 @@ def run_ours(row: Row, **changed) -> dict:
     common |= {"seed": row.seed, "threads": 1, "save_minutes": 1000}
 
     def run(recipe: ModuleType, seconds: float, **own) -> None:
-        options = chosen[recipe.__name__.rsplit(".", 1)[-1]]
-        own |= {name: value for name, value in changed.items() if name in options}
+        stage = recipe.__name__.rsplit(".", 1)[-1]
+        options, known = chosen[stage], STAGES[stage].names()
+        own |= {name: value for name, value in changed.items() if name in known}
         recipe.main(as_words(common | options | own | {"hours": seconds / 3600}))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -258,8 +259,8 @@ def run_ours(row: Row, **changed) -> dict:
 
 PEERS: dict[str, tuple[str, Callable[[Row], dict]]] = {
     "ours": ("livt train", run_ours),
-    "ours-adamw": ("the same with AdamW in fine-tuning", partial(run_ours, optimizer="adamw")),
-    "ours-all": ("and with all patches", partial(run_ours, optimizer="adamw", keep_ratio=1.0)),
+    "ours-all": ("the same with all patches in fine-tuning", partial(run_ours, keep_ratio=1.0)),
+    "ours-muon": ("the same with Muon in fine-tuning", partial(run_ours, optimizer="muon")),
     "ours-patch4": (
         "the same with a quarter of patches of 4",
         partial(run_ours, patch_size=4, decode_ratio=0.25, keep_ratio=0.25),
