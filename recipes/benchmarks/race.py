@@ -338,14 +338,13 @@ def race_picture(rows: list[dict], path: Path) -> Path:
     ax = plain(
         figure.add_subplot(), "core-minutes", "accuracy on the balanced test set (%)", "CIFAR-100-LT, gamma 100"
     )
-    for (name, (words, _)), colour in zip(PEERS.items(), PALETTE, strict=False):
-        mine = [row for row in rows if row["entry"] == name]
-        if mine:
-            budgets = sorted({row["budget"] for row in mine})
-            groups = [[row for row in mine if row["budget"] == minutes] for minutes in budgets]
-            means = [[np.mean([row[key] for row in g]) for g in groups] for key in ("core_minutes", "accuracy")]
-            ax.plot(*means, color=colour, label=words)
-            ax.plot([r["core_minutes"] for r in mine], [r["accuracy"] for r in mine], "o", color=colour, markersize=5)
+    entries = {name: mine for name in PEERS if (mine := [row for row in rows if row["entry"] == name])}
+    for (name, mine), colour in zip(entries.items(), itertools.cycle(PALETTE)):
+        budgets = sorted({row["budget"] for row in mine})
+        groups = [[row for row in mine if row["budget"] == minutes] for minutes in budgets]
+        means = [[np.mean([row[key] for row in g]) for g in groups] for key in ("core_minutes", "accuracy")]
+        ax.plot(*means, color=colour, label=PEERS[name][0])
+        ax.plot([r["core_minutes"] for r in mine], [r["accuracy"] for r in mine], "o", color=colour, markersize=5)
     ax.set_xscale("log")
     ax.set_xticks(ticks := sorted({row["budget"] for row in rows}), [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
