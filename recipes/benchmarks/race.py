@@ -334,7 +334,7 @@ def race_table(rows: list[dict]) -> list[dict]:
 
 def race_picture(rows: list[dict], path: Path) -> Path:
     """Accuracy over what each row really used; the line goes through the means of its seeds."""
-    figure = new_figure(7, 4.2)
+    figure = new_figure(7, 5.2)
     ax = plain(
         figure.add_subplot(), "core-minutes", "accuracy on the balanced test set (%)", "CIFAR-100-LT, gamma 100"
     )
@@ -348,7 +348,8 @@ def race_picture(rows: list[dict], path: Path) -> Path:
     ax.set_xscale("log")
     ax.set_xticks(ticks := sorted({row["budget"] for row in rows}), [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
-    ax.legend(frameon=False)
+    below = {"loc": "upper left", "bbox_to_anchor": (-0.1, -0.13)}  # lines go everywhere
+    ax.legend(frameon=False, ncols=2, fontsize="small", **below)
     return save(figure, path)
 
 
