@@ -83,12 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)
     folder = choose_folder(settings)
-    pretraining = is_pretraining(settings.model)
-    settings.probe = settings.probe or pretraining  # which has no classifier of its own
-    model = load_backbone(settings.model) if settings.probe and not pretraining else load_checkpoint(settings.model)
-    if settings.class_counts is not None and not settings.probe:
-        model = told_its_counts(model, settings.class_counts, settings.trained_with)
-    processor = load_processor(settings.model)
+    model, processor = open_model(settings), load_processor(settings.model)
     check_options(model, settings, accelerator.num_processes)
     model.to(accelerator.device)
     with accelerator.main_process_first():
@@ -135,6 +130,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_table(settings, model, outputs, rules, dataset)
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
+
+
+def open_model(settings: EvalSettings) -> PreTrainedModel:
+    """The model to measure. A pretraining, which has no classifier of its own, is always probed."""
+    pretraining = is_pretraining(settings.model)
+    if settings.probe and not pretraining:
+        return load_backbone(settings.model)
+    settings.probe = pretraining
+    model = load_checkpoint(settings.model)
+    if settings.class_counts is not None and not pretraining:
+        model = told_its_counts(model, settings.class_counts, settings.trained_with)
+    return model
 
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:
