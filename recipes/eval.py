@@ -249,7 +249,7 @@ def print_findings(found: Findings, exam: Exam) -> None:
     print(f"  {first}, 95 % intervals {over}: {', '.join(shown)}")
     if "under_prior" in summary:
         (_, words), *accuracies = summary["under_prior"].items()
-        shown = ", ".join(f"{rule} {percent(accuracy)}" for rule, accuracy in accuracies)
+        shown = ", ".join(f"{rule} {percent(accuracy)}" for rule, accuracy in accuracies) or "no class has test images"
         print(f"  Accuracy where classes are as frequent as the {words} says (percent): {shown}")
     if bad:
         print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / images)} %)")

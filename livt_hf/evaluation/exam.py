@@ -120,13 +120,17 @@ class Findings:
 
 
 def accuracy_under_prior(measured: dict[str, LongTailMetrics], prior: Tensor) -> dict[str, float]:
-    """By rule, the accuracy where classes are as frequent as a prior says, of those that have test images."""
+    """By rule, the accuracy where classes are as frequent as a prior says, of those that have test images.
+
+    Empty where the prior allows for no class that has any.
+    """
     weighted = {}
     for rule, metric in measured.items():
         rows = [row for row in metric.per_class() if row["images"]]
         weights = prior[[row["class"] for row in rows]]
         right = torch.tensor([row["accuracy"] for row in rows], dtype=weights.dtype)
-        weighted[rule] = (weights @ right / weights.sum()).item()
+        if weights.any():
+            weighted[rule] = (weights @ right / weights.sum()).item()
     return weighted
 
 

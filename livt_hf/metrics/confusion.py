@@ -29,12 +29,12 @@ def confusions(
         {
             "label": label,
             "predicted": predicted,
-            "images": times,
-            "share": times / int(images[label]),
+            "images": confused,
+            "share": confused / int(images[label]),
             "label_name": names[label],
             "predicted_name": names[predicted],
             "label_count": int(counts[label]),
             "predicted_count": int(counts[predicted]),
         }
-        for (label, predicted), times in zip(pairs, times[order].tolist(), strict=True)
+        for (label, predicted), confused in zip(pairs, times[order].tolist(), strict=True)
     ]
