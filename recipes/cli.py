@@ -45,6 +45,11 @@ def main() -> None:
             return
     elif launcher:
         sys.exit(f"error: {launcher[0]} stands before {command}, which is not launched; put its options after it.")
+    run_here(command, argv)
+
+
+def run_here(command: str, argv: Sequence[str]) -> None:
+    """Run a command in this process."""
     from livt_hf.commands import run_command
 
     recipe = importlib.import_module(f"livt_hf.recipes.{command.replace('-', '_')}")
@@ -67,18 +72,30 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     """Run a stage under Accelerate; what the stage refuses ends with its sentence, without the launcher's trace."""
     import torch.distributed.run  # noqa: F401  with all loggers of the launcher
     from accelerate.commands import launch as accelerated
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from livt_hf.commands import EXIT_UNFINISHED
-    from livt_hf.system import SENDS_SIGNALS
+
+    by_mpi = accelerated.simple_launcher
+
+    def launch_one(arguments: argparse.Namespace) -> None:
+        """A single process is this one. Accelerate's would be a child that no signal reaches: the launcher would end
+        alone, and the training would go on.
+        """
+        words, environment = prepare_simple_launcher_cmd_env(arguments)
+        if words[0] != sys.executable:
+            by_mpi(arguments)
+            return
+        os.environ.update(environment)
+        run_here(command, argv)
 
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "accelerate.commands.launch")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     words = [*launcher, "--module", f"livt_hf.recipes.{command}", *argv]
-    if SENDS_SIGNALS:
-        accelerated.simple_launcher = become_the_training
+    accelerated.simple_launcher = launch_one
     try:
         accelerated.launch_command(accelerated.launch_command_parser().parse_args(words))
     except subprocess.CalledProcessError as error:
@@ -89,22 +106,8 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
         sys.exit(EXIT_UNFINISHED)
 
 
-def become_the_training(arguments: argparse.Namespace) -> None:
-    """Accelerate starts a single process as a child and passes no signal on: a SIGTERM would end the launcher alone,
-    and the training would go on. So the launcher becomes the training.
-    """
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-
-    words, environment = prepare_simple_launcher_cmd_env(arguments)
-    sys.stdout.flush()
-    os.execvpe(words[0], words, environment)
-
-
 def chosen_layout(command: str, argv: Sequence[str]) -> list[str] | None:
-    """Options of `accelerate launch` where none were given. None: one process, which is this one.
-
-    Accelerate would start it as a child and not pass on a signal: the launcher would die and the training go on.
-    """
+    """Options of `accelerate launch` where none were given. None: one process, which is this one."""
     import torch
     from accelerate.commands.config.config_args import default_config_file
 
