@@ -171,10 +171,10 @@ def _holds_another(folder: Path) -> LiVTError:
     )
 
 
-def unfinished_run(settings: TrainingSettings) -> Run | None:
-    """What --resume means: the run named, else the one in output_dir, or the newest unfinished of its group.
+def unfinished_run(settings: TrainingSettings, of_any_data: bool = False) -> Run | None:
+    """What --resume means: the run named, else the one in output_dir, or the newest unfinished one.
 
-    Where there is none of these, "auto" is a new run.
+    That is one of its group or, alone and where no data are named, of any. Where there is none, "auto" is a new run.
     """
     if settings.resume not in (None, "auto", "newest"):
         run = Run(Path(str(settings.resume)))
@@ -188,10 +188,12 @@ def unfinished_run(settings: TrainingSettings) -> Run | None:
         run = Run(Path(settings.output_dir))
         return run if run.started else None
     group = group_folder(settings)
-    run = next((run for run in reversed(numbered_runs(group)) if not run.finished), None)
-    if run is None and settings.resume == "newest":
-        raise LiVTError(f"there is no unfinished run under {group}; name one, or start anew without --resume.")
-    return run
+    groups = group.parent.glob(f"{settings.stage}-*") if of_any_data and settings.resume == "newest" else [group]
+    unfinished = [run for one in groups for run in numbered_runs(one) if not run.finished]
+    if not unfinished and settings.resume == "newest":
+        where = group.parent if of_any_data else group
+        raise LiVTError(f"there is no unfinished {settings.stage} run under {where}; start one without --resume.")
+    return max(unfinished, key=lambda run: (run.folder / ARGUMENTS).stat().st_mtime_ns, default=None)
 
 
 def parse_training(
@@ -204,7 +206,7 @@ def parse_training(
     asked = cls.asked(argv)
     run = None
     if "resume" in asked:
-        run = unfinished_run(cls.merged(asked, configs))
+        run = unfinished_run(cls.merged(asked, configs), of_any_data=not asked.keys() & {"dataset", "config"})
     settings = cls.merged(asked, configs, inherit(asked) if run is None else run.settings_of(cls))
     if run is not None:
         check_resumable(run, settings)

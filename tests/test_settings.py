@@ -235,8 +235,13 @@ def test_a_run_of_an_older_version_goes_on_without_the_options_that_are_gone(run
 
 def test_resume_means_the_newest_unfinished_run_and_auto_that_or_a_new_one(runs):
     assert unfinished_run(PretrainSettings.parse(["--resume", "auto"])) is None
-    with pytest.raises(LiVTError, match="there is no unfinished run under .*pretrain-glyphs-base"):
+    with pytest.raises(LiVTError, match="there is no unfinished pretrain run under .*pretrain-glyphs-base"):
         unfinished_run(PretrainSettings.parse(["--resume"]))
+    with pytest.raises(LiVTError, match="there is no unfinished pretrain run under .*; start one without --resume"):
+        parse_training(PretrainSettings, ["--resume"])
+    birds = started("--dataset", "birds")
+    assert parse_training(PretrainSettings, ["--resume"])[1] == birds  # where no data are named, of any
+    birds.write_results(Results(stage="pretrain", dataset="birds"))
     first, second = started(), started()
     assert unfinished_run(PretrainSettings.parse(["--resume", "auto"])) == second
     second.write_results(Results(stage="pretrain", dataset="glyphs"))

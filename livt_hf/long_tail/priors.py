@@ -87,8 +87,8 @@ def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
         missing, unknown = sorted(set(labels) - set(names)), sorted(set(names) - set(labels))
         if missing or unknown:
             told = {"lacks the classes": missing[:10], "has unknown classes": unknown[:10]}
-            wrong = " and ".join(f"{words} {classes}" for words, classes in told.items() if classes)
-            raise LiVTError(f"{path} ({what}) {wrong}; name each class of the model once.")
+            how = " and ".join(f"{words} {classes}" for words, classes in told.items() if classes)
+            raise LiVTError(f"{path} ({what}) {how}; name each class of the model once.")
         content = [names[label] for label in labels]
     if not fits(content, list[float]) or len(content) != len(labels):
         raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
