@@ -99,7 +99,7 @@ def in_browser(folder: Path, repeats: int) -> list[dict]:
                 paints[name] = driver.execute_script(PAINT)
             finally:
                 driver.quit()
-                blocks.close()
+                blocks.close(verbose=False)
     where = f"in a browser, {CLASSES:,} classes"
     return [
         *compared(f"a move of the demo's slider {where}", moves, "ms", smaller_is_better=True),
