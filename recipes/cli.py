@@ -5,9 +5,11 @@ import difflib
 import importlib
 import logging
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from livt_hf import __version__
@@ -31,6 +33,18 @@ processes as it has cores.
 """
 
 
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """While libraries are imported, Ctrl-C ends the process at once: half of an import would end in tracebacks."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # in the background of a shell, Ctrl-C is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def main() -> None:
     words = sys.argv[1:]
     place = next((number for number, word in enumerate(words) if word in COMMANDS), None)
@@ -38,8 +52,9 @@ def main() -> None:
         sys.exit(without_command(words))
     launcher, command, argv = words[:place], words[place], words[place + 1 :]
     command_line(COMMANDS[command], argv)  # --help and what is misspelt are answered before torch is imported
-    if command in LAUNCHED:
-        launcher = several_on_cpus(launcher) if launcher else chosen_layout(command, argv)
+    if command in LAUNCHED and "LOCAL_RANK" not in os.environ:  # else it has been launched
+        with ended_by_ctrl_c():
+            launcher = several_on_cpus(launcher) if launcher else chosen_layout(command, argv)
         if launcher is not None:
             launch(launcher, command, argv)
             return
@@ -50,9 +65,10 @@ def main() -> None:
 
 def run_here(command: str, argv: Sequence[str]) -> None:
     """Run a command in this process."""
-    from livt_hf.commands import run_command
+    with ended_by_ctrl_c():
+        from livt_hf.commands import run_command
 
-    recipe = importlib.import_module(f"livt_hf.recipes.{command.replace('-', '_')}")
+        recipe = importlib.import_module(f"livt_hf.recipes.{command.replace('-', '_')}")
     run_command(lambda: recipe.main(argv))
 
 
@@ -70,13 +86,14 @@ def without_command(words: Sequence[str]) -> str | None:
 
 def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     """Run a stage under Accelerate; what the stage refuses ends with its sentence, without the launcher's trace."""
-    import torch.distributed.run  # noqa: F401  with all loggers of the launcher
-    from accelerate.commands import launch as accelerated
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with ended_by_ctrl_c():
+        import torch.distributed.run  # noqa: F401  with all loggers of the launcher
+        from accelerate.commands import launch as accelerated
+        from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from livt_hf.commands import EXIT_UNFINISHED
+        from livt_hf.commands import EXIT_UNFINISHED
 
     by_mpi = accelerated.simple_launcher
 
@@ -94,7 +111,7 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "accelerate.commands.launch")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    words = [*launcher, "--module", f"livt_hf.recipes.{command}", *argv]
+    words = [*launcher, "--module", "livt_hf.recipes.cli", command, *argv]
     accelerated.simple_launcher = launch_one
     try:
         accelerated.launch_command(accelerated.launch_command_parser().parse_args(words))

@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = Accelerator()
     if settings.compare is not None:
         if accelerator.is_main_process:
-            print(f"Comparison: {compare(*settings.compare, choose_folder(settings))}")
+            sentence, page = compare(*settings.compare, choose_folder(settings))
+            print(f"{sentence}\nComparison: {page}")
         return
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)

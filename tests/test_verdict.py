@@ -30,7 +30,7 @@ def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> Measured:
         metrics[f"rule {number}"].update(scores, label)
         if pairs is None:
             pairs = confusions(predicted, label, counts, names)
-    return Measured(metrics, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9)))
+    return Measured("runs/my model", metrics, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9)))
 
 
 # Ten images per class: the frequent ones right, of the rare ones most are taken for a frequent one.
@@ -77,7 +77,9 @@ def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
     found = measured(WEAK, WEAK)
     named = replace(found, rules=dict(zip((PAPER, UNIFORM), found.rules.values(), strict=True)))
     calibrated = replace(named, rules=dict(reversed(named.rules.items())))
-    assert [any("livt calibrate" in words for words in actions(one)) for one in (named, calibrated)] == [True, False]
+    assert [
+        any("livt calibrate 'runs/my model'" in words for words in actions(one)) for one in (named, calibrated)
+    ] == [True, False]
 
 
 def test_a_perfect_model_has_nothing_to_be_done():
@@ -105,7 +107,7 @@ def test_thousands_of_classes_still_fit_one_screen():
         rows[torch.arange(len(rows)), torch.from_numpy(predicted[start : start + 1000])] = 0.5
         metric.update(rows, torch.from_numpy(label[start : start + 1000]))
     pairs = confusions(torch.from_numpy(predicted), torch.from_numpy(label), counts, names)
-    page = first_screen(Measured({"rule": metric}, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9))))
+    page = first_screen(Measured("model", {"rule": metric}, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9))))
     assert page.count("<li>") <= 9 and "more, in the table of classes" in page
 
 
@@ -129,7 +131,8 @@ def test_two_reports_stand_side_by_side_with_their_differences(tmp_path, monkeyp
     write_report(tmp_path / "one" / "report", 0.5)
     write_report(tmp_path / "other" / "report-2", 0.75)
     main(["--compare", "one", "other"])
-    assert capsys.readouterr().out == "Comparison: comparison/report.html\n"
+    sentence, page = capsys.readouterr().out.splitlines()
+    assert "50.0 %" in sentence and "75.0 %" in sentence and page == "Comparison: comparison/report.html"
     page = (tmp_path / "comparison" / "report.html").read_text()
     assert page.count("data:image/png") == 2 and "<script" not in page
     assert "50.0" in page and "75.0" in page and "+25.0" in page

@@ -76,8 +76,8 @@ def write_classes(rows: list[dict], path: Path) -> None:
         table.writerows(rows)
 
 
-def compare(first: str, second: str, folder: Path) -> Path:
-    """Write the page of a comparison into a new folder."""
+def compare(first: str, second: str, folder: Path) -> tuple[str, Path]:
+    """Write the page of a comparison into a new folder. Returns its first sentence and the page."""
     one, other = Report.of(first), Report.of(second)
     for name in ("dataset", "split"):
         if one.summary[name] != other.summary[name]:
@@ -96,9 +96,8 @@ def compare(first: str, second: str, folder: Path) -> Path:
     files = {caption: [report.folder / name for report in (one, other)] for caption, name in PICTURES.items()}
     pictures = {caption: paths for caption, paths in files.items() if all(path.is_file() for path in paths)}
     title = f"{first} and {second} on {one.summary['dataset']} ({one.summary['split']})"
-    return html_report(
-        folder, title, tables, pictures, f'<p class="lead">{difference(one.metrics, other.metrics)}</p>'
-    )
+    sentence = difference(one.metrics, other.metrics)
+    return sentence, html_report(folder, title, tables, pictures, f'<p class="lead">{sentence}</p>')
 
 
 def difference(first: dict, second: dict) -> str:

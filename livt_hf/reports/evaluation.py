@@ -75,7 +75,8 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
         write_classes(found.per_class, folder / CLASSES)
         facts, names = facts_of(image_facts(dataset, settings.split), found.index), class_feature(dataset).names
         write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
-        known = Measured(found.measured, found.pairs, names, next(iter(found.summary["intervals"].values())))
+        intervals = next(iter(found.summary["intervals"].values()))
+        known = Measured(settings.model, found.measured, found.pairs, names, intervals)
         text, page = [first_screen_text(known)], first_screen(known)
     text = [f"# {title}", *text, *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
     (folder / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from livt_hf.metrics import GROUPS, LongTailMetrics
 from livt_hf.reports.style import GROUP_COLOURS
 from livt_hf.results import PAPER, percent
+from livt_hf.system import shell_line
 
 DOUBTED, ACTIONS = 6, 3  # at most: one screen
 POOR = 0.5  # a class that is right less often is in doubt
@@ -21,6 +22,7 @@ WORTH = 0.01  # what an action must promise, as a share of right answers or of c
 class Measured:
     """What a report knows about a model: metrics by rule, the first being the one it is judged by, and confusions."""
 
+    model: str  # its folder or id
     rules: Mapping[str, LongTailMetrics]
     pairs: Sequence[dict]  # as `livt_hf.metrics.confusions` gives them
     names: Sequence[str]
@@ -121,7 +123,7 @@ def _calibration(measured: Measured) -> list[tuple[float, str]]:
     if next(iter(measured.rules)) != PAPER:  # a calibrated model is judged by another
         return []
     over = "sure" if numbers["mean_confidence"] > numbers["accuracy"] else "unsure"
-    words = f"Calibrate it (livt calibrate): it is too {over} of its answers, by"
+    words = f"Calibrate it (livt calibrate {shell_line([measured.model])}): it is too {over} of its answers, by"
     return [(numbers["ece"] / 2, f"{words} {percent(numbers['ece'])} points on average.")]
 
 
