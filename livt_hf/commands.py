@@ -96,11 +96,11 @@ def check_publishing(settings: TrainingSettings) -> None:
     """Of `--push_to_hub`: what would be refused after days of training is refused before."""
     if settings.push_to_hub:
         from livt_hf.hub import Publication
-        from livt_hf.stages import is_local
+        from livt_hf.stages import is_local, is_own
 
         start = getattr(settings, "pretrained", None)
         said = Results(stage=settings.stage, dataset=settings.dataset, pretrained=start)
-        said.pretrained_local = start in (None, "none") or is_local(start)
+        said.pretrained_local, said.pretrained_own = start in (None, "none") or is_local(start), is_own(start)
         Publication(settings.hub_model_id, license=settings.hub_license).licensed(said)
 
 

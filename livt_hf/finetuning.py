@@ -28,7 +28,7 @@ from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import common_results, counts_summary, is_local, shared_batches, training_batches
+from livt_hf.stages import common_results, counts_summary, is_local, is_own, shared_batches, training_batches
 from livt_hf.system import rename
 from livt_hf.training.checkpoints import checkpoints, read_state, read_weights, saving
 from livt_hf.training.loop import Loop, Moment
@@ -247,4 +247,5 @@ def results_of(
         selection="last epoch" if best is None else f"epoch of the best {name} on {watched}",
         pretrained=settings.pretrained,
         pretrained_local=is_local(settings.pretrained),
+        pretrained_own=is_own(settings.pretrained),
     )

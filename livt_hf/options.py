@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -50,6 +51,9 @@ class CommandSettings:
 
     def __post_init__(self):
         for declared in dataclasses.fields(self):
+            value = getattr(self, declared.name)
+            if declared.metadata.get("place") and isinstance(value, str):  # a shell expands ~, a YAML file does not
+                setattr(self, declared.name, os.path.expanduser(value))
             self._check(declared)
 
     def _check(self, declared: dataclasses.Field) -> None:
@@ -110,13 +114,17 @@ class CommandSettings:
 def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, Any]:
     """The options that were named, with their values."""
     parser = make_parser(cls)
-    named, unknown = parser.parse_known_args(_with_flags_said(cls, argv))
+    parsed, unknown = parser.parse_known_intermixed_args(_with_flags_said(cls, argv))
     if unknown:
         word = unknown[0].split("=")[0]
         names = [*cls.names(), "config"]
         raise LiVTError(f"there is no option {word!r}{_nearest(word.lstrip('-'), names, '--')}")
-    kinds = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}
-    return {name: _typed(name, kinds.get(name, str), text) for name, text in vars(named).items()}
+    kinds, named = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}, vars(parsed)
+    for name in cls.names("positional"):
+        if name in named and _AS_OPTION + name in named:
+            raise LiVTError(f"{name} is both {named[name]} and {named[_AS_OPTION + name]}; say it once.")
+    named = {name.removeprefix(_AS_OPTION): text for name, text in named.items()}
+    return {name: _typed(name, kinds.get(name, str), text) for name, text in named.items()}
 
 
 def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[str]:
@@ -126,6 +134,9 @@ def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[st
     flags = {f"--{f.name}" for f in dataclasses.fields(cls) if _kind(cls, f) is bool}
     pairs = itertools.zip_longest(argv, argv[1:], fillvalue="")
     return [f"{word}=true" if word in flags and after.lower() not in _TRUTHS else word for word, after in pairs]
+
+
+_AS_OPTION = "--"  # before the name of a positional argument that was given as an option
 
 
 class _Parser(argparse.ArgumentParser):
@@ -149,7 +160,8 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
         if facts.get("positional"):
             if declared.default is not REQUIRED:
                 shape = {"nargs": "?"}
-                parser.add_argument(f"--{declared.name}", help=argparse.SUPPRESS)  # as other commands have it
+                dest = _AS_OPTION + declared.name  # as other commands have it
+                parser.add_argument(f"--{declared.name}", dest=dest, help=argparse.SUPPRESS)
             parser.add_argument(declared.name, help=_described(cls, declared), **shape)
         else:
             metavar = declared.name.upper()

@@ -71,6 +71,7 @@ class Results:
     # Where things came from. `data/birds` could be a folder or a Hub id, and a card must not guess.
     dataset_local: bool = True
     pretrained_local: bool = True
+    pretrained_own: bool = True  # nothing but runs of this package lies behind it
     versions: dict[str, str] | None = None
     git_revision: str | None = None
 

@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from livt_hf.errors import LiVTError
 from livt_hf.options import save_settings
+from livt_hf.plugins import find_module
 from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings
@@ -271,19 +272,46 @@ def lent_by_pretraining(asked: dict) -> dict:
     if not run.finished:
         return {}
     saved = run.settings_of(PretrainSettings)
-    names = ["plugin"] if "dataset" in asked else DataSettings.names()
-    return {name: saved[name] for name in [*names, "model_size", "patch_size"]}
+    names = [] if "dataset" in asked else set(DataSettings.names()) - {"plugin"}
+    lent = {name: saved[name] for name in [*names, "model_size", "patch_size"]}
+    return lent if "plugin" in asked else lent | {"plugin": lent_plugin(run.folder)}
+
+
+def lent_plugin(folder: Path) -> str | None:
+    """The plugin a run was trained with, if the run is one's own and the plugin not a part of it.
+
+    Anything else may be a download, and code that comes with a model is not run unasked.
+    """
+    run = Run(folder)
+    plugin = run.arguments.get("plugin") if run.started else None
+    if plugin is None:
+        return None
+    if not folder.resolve().is_relative_to(runs_folder().resolve()) or _lies_in(plugin, folder):
+        raise LiVTError(
+            f"{folder} was trained with the plugin {plugin}, and code that comes with a model is not run unasked: "
+            f"read it, then pass --plugin {shell_line([plugin])}"
+        )
+    return plugin
+
+
+def _lies_in(plugin: str, folder: Path) -> bool:
+    if plugin.endswith(".py"):
+        places: list[str | None] = [plugin]
+    else:  # of a module `a.b` the package `a` is looked for, for importing it would already run its code
+        spec = find_module(plugin.split(".")[0])
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return any(Path(place).expanduser().resolve().is_relative_to(folder.resolve()) for place in places if place)
 
 
 def find_pretraining(settings: FinetuneSettings) -> str:
     """The checkpoint to start from: the one named, or the newest finished pretraining of the same images and size.
 
-    A pretraining of another split may have seen what is now the test set.
+    A pretraining of another split may have seen what is now the test set, and so may one of a stream.
     """
     if settings.pretrained is not None:
         return settings.pretrained
     same = {name: getattr(settings, name) for name in [*settings.names("selects_data"), "model_size"]}
-    run = newest_finished(PretrainSettings, **same)
+    run = newest_finished(PretrainSettings, streaming=False, **same)
     if run is None:
         wanted = ", ".join(f"{name} {value}" for name, value in same.items() if value not in (None, False))
         raise LiVTError(f"there is no finished pretraining with {wanted} under {runs_folder()}; {WITHOUT_PRETRAINING}")

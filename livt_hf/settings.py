@@ -77,7 +77,10 @@ class DataSettings(CommandSettings):
         None, "labels that are no classes, separated by commas, such as todo,Unknown", selects_data=True
     )
     min_images: int | None = option(
-        None, "smallest number of training images with which a class is kept", selects_data=True, at_least=1
+        None,
+        "smallest number of training images, before any are set aside, with which a class is kept",
+        selects_data=True,
+        at_least=1,
     )
     rare_classes: Literal["drop", "merge"] = option(
         "drop", "what to do with classes below min_images: leave them out or make them one class", selects_data=True

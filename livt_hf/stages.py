@@ -14,6 +14,7 @@ from livt_hf.data.loading import StoredImages
 from livt_hf.data.sampling import Sampler
 from livt_hf.metrics import group_sizes
 from livt_hf.results import provenance
+from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, TrainingSettings
 from livt_hf.training.loop import Loop
 
@@ -55,7 +56,15 @@ def counts_summary(counts: np.ndarray) -> dict:
 
 def is_local(name: str) -> bool:
     """Whether a dataset or checkpoint was read from a disk: `data/birds` could be either."""
-    return name not in BENCHMARKS and Path(name).expanduser().exists()
+    return name not in BENCHMARKS and Path(name).exists()
+
+
+def is_own(start: str | None) -> bool:
+    """Whether a training starts from nothing, or from a run that did so itself or through other runs."""
+    if start in (None, "none"):
+        return True
+    run = Run(Path(start))
+    return run.finished and run.results.pretrained_own
 
 
 def common_results(settings: TrainingSettings, loop: Loop, model: PreTrainedModel) -> dict:

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterable
@@ -49,9 +48,16 @@ def rename(path: Path, target: Path) -> Path:
 
 
 def shell_line(words: Iterable[str | Path]) -> str:
-    """Words as a line for the shell of this system: what has spaces is quoted."""
+    """Words as a line for the shell of this system: what it would not leave as it is, is quoted."""
     words = list(map(str, words))
-    return shlex.join(words) if os.sep == "/" else subprocess.list2cmdline(words)
+    return shlex.join(words) if os.sep == "/" else " ".join(map(_quoted_for_windows, words))
+
+
+def _quoted_for_windows(word: str) -> str:
+    """Programs there take a quote after a backslash for a letter, and the backslashes before a quote by twos."""
+    if re.fullmatch(r"[\w.:\\/=,+@-]+", word):
+        return word
+    return '"' + re.sub(r"(\\*)$", r"\1\1", re.sub(r'(\\*)"', r'\1\1\\"', word)) + '"'
 
 
 def shell_words(line: str) -> list[str]:
@@ -59,7 +65,7 @@ def shell_words(line: str) -> list[str]:
     lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters = True, ""
     if os.sep != "/":
-        lexer.escape = ""
+        lexer.escape, lexer.quotes = "", '"'
     return list(lexer)
 
 

@@ -101,12 +101,15 @@ def spent(run: Results) -> float:
 
 
 def verdict(results: dict[str, list[Results]]) -> str:
-    """The two best ways, by their first seeds, and whether the number of test images can tell them apart."""
-    accuracy = {label: statistics.fmean(run.metrics["accuracy"] for run in runs) for label, runs in results.items()}
-    best, *others = sorted(accuracy, key=lambda label: -accuracy[label])
+    """The two best ways, by the mean of their seeds, and whether the number of test images can tell them apart."""
+    means = {
+        label: runs[0].metrics | {"accuracy": statistics.fmean(run.metrics["accuracy"] for run in runs)}
+        for label, runs in results.items()
+    }
+    best, *others = sorted(means, key=lambda label: -means[label]["accuracy"])
     if not others:
         return f"Only {best!r} was run."
-    return f"Best: {best!r}, then {others[0]!r}. {difference(*(results[way][0].metrics for way in (best, others[0])))}"
+    return f"Best: {best!r}, then {others[0]!r}. {difference(means[best], means[others[0]])}"
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import lent_plugin
 from livt_hf.plugins import load_plugin
 from livt_hf.recipes.settings import DemoSettings
+from livt_hf.runs import lent_plugin
 
 
 def main(argv: Sequence[str] | None = None) -> None:

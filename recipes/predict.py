@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import lent_plugin
 from livt_hf.evaluation.prediction import Predictor, find_images
 from livt_hf.evaluation.rules import prior_words, serving_prior
 from livt_hf.evaluation.tables import SEPARATOR, PredictionTable, check_table
 from livt_hf.recipes.settings import PredictSettings
+from livt_hf.runs import lent_plugin
 from livt_hf.training.machine import use_all_cores
 
 

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 from livt_hf.commands import run_command
-from livt_hf.evaluation.models import lent_plugin
 from livt_hf.hub import Publication, listing, prepare_publication, prepare_space, publish, publish_space
 from livt_hf.recipes.settings import PublishSettings
+from livt_hf.runs import lent_plugin
 
 
 def recorded_plugin(asked: dict) -> dict:

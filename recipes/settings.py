@@ -13,7 +13,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.options import REQUIRED, CommandSettings, option
 from livt_hf.runs import runs_folder
 from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
-from livt_hf.system import shell_words
+from livt_hf.system import shell_line, shell_words
 
 CONFIGS = Path(__file__).parent / "configs"
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
@@ -144,6 +144,8 @@ class PublishSettings(CommandSettings):
         super().__post_init__()
         if self.run is None or self.repo_id is None:
             raise LiVTError("publish needs the folder of a run and a repository: livt publish RUN organisation/name.")
+        if self.space and self.form != "transformers":
+            raise LiVTError(f"a Space serves the transformers form of a model, not {self.form}; leave --form out.")
 
 
 @dataclass
@@ -166,7 +168,7 @@ class PublishDataSettings(DataSettings):
             raise LiVTError(
                 "publish-data needs a dataset and a repository: livt publish-data DATASET organisation/name."
             )
-        if self.license is None and self.dataset not in BENCHMARKS and Path(self.dataset).expanduser().exists():
+        if self.license is None and self.dataset not in BENCHMARKS and Path(self.dataset).exists():
             raise LiVTError(
                 f"{self.dataset} holds images of your own; name their licence as the Hub spells it, for instance "
                 "--license cc-by-nc-4.0."
@@ -233,7 +235,8 @@ class CompareSettings(DataSettings):
     def __post_init__(self):
         super().__post_init__()
         if self.pretrained is None:
-            raise LiVTError(f"name a backbone to start from: livt compare {self.dataset} --pretrained CHECKPOINT.")
+            words = shell_line(["livt", "compare", self.dataset, "--pretrained", "CHECKPOINT"])
+            raise LiVTError(f"name a backbone to start from: {words}")
         self.ways = list(self.ways or WAYS)
         unknown = [way for way in self.ways if way not in WAYS]
         if unknown:

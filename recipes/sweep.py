@@ -227,7 +227,7 @@ def command(settings: SweepSettings) -> str:
     defaults = vars(SweepSettings())
     shown = {name: value for name, value in said.items() if value not in (defaults[name], "")}
     for name in shown:
-        if name in settings.names("place") and Path(str(shown[name])).expanduser().exists():
+        if name in settings.names("place") and Path(str(shown[name])).exists():
             shown[name] = "FOLDER"
         elif isinstance(shown[name], str):
             shown[name] = without_paths(shown[name])
@@ -242,7 +242,7 @@ def without_paths(text: str) -> str:
         local = re.search(r"[/\\]", value) and (Path(value).is_absolute() or Path(value).exists())
         return f"{option}{equals}FOLDER" if local else word
 
-    return " ".join(map(hidden, text.split(" ")))
+    return shell_line(map(hidden, shell_words(text)))
 
 
 def chosen(variants: list[Variant], only: list[str] | None) -> list[Variant]:

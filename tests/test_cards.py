@@ -240,6 +240,9 @@ def test_a_run_on_a_benchmark_has_a_licence_and_one_on_other_data_or_weights_nee
         with pytest.raises(LiVTError, match="org/(birds|mae).*--license"):
             Publication("org/name").licensed(results)
         assert Publication("org/name", license="mit").licensed(results).license == "mit"
+    downloaded = replace(benchmark, pretrained="downloads/mae", pretrained_local=True, pretrained_own=False)
+    with pytest.raises(LiVTError, match="from the weights of downloads/mae.*--license"):
+        Publication("org/name").licensed(downloaded)
 
 
 @pytest.mark.parametrize("repo_id", ["leaves", "me/my leaves", "a/b/c", "https://hub/me/leaves", ""])

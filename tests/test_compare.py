@@ -17,6 +17,7 @@ from test_tuning import dinov2
 from livt_hf.errors import LiVTError
 from livt_hf.recipes import compare as recipe
 from livt_hf.recipes import sweep
+from livt_hf.results import Results
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 CONFIGS = Path(recipe.__file__).parent / "configs"
@@ -108,3 +109,15 @@ def test_a_real_comparison_measures_every_way(place, monkeypatch):
     rows = json.loads((folder / "compare.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == ["from scratch", "frozen, head only", "LoRA", "all of it"]
     assert all(row["minutes"] > 0 and row["accuracy"] is not None for row in rows)
+
+
+def test_ways_are_ranked_and_described_by_the_mean_of_their_seeds():
+    def runs(*accuracies: float) -> list[Results]:
+        metrics = [{"accuracy": accuracy, "num_images": 1000} for accuracy in accuracies]
+        return [Results(stage="finetune", dataset="birds", metrics=one) for one in metrics]
+
+    said = recipe.verdict({"full": runs(0.6, 0.5), "head": runs(0.5, 0.7)})
+    assert said.startswith(
+        "Best: 'head', then 'full'. The first is right for 60.0 % of the test images, the second for"
+    )
+    assert "55.0 %" in said

@@ -371,7 +371,9 @@ def app():
     return livt_hf.demo.app
 
 
-def test_a_busy_port_is_refused_with_a_sentence(app):
+def test_a_busy_port_and_one_that_does_not_exist_are_refused_with_a_sentence(app):
+    with pytest.raises(LiVTError, match="port 70000 cannot be used .*choose another --port"):
+        app.check_port(70000)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -232,10 +232,14 @@ def run_with_plugin(folder: Path, plugin) -> dict:
     return {"model": str(folder), "dataset": "glyphs"}
 
 
-def test_the_plugin_of_a_run_is_inherited_and_the_one_that_was_asked_for_wins(tmp_path):
+def test_the_plugin_of_a_run_is_inherited_and_the_one_that_was_asked_for_wins(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     asked = run_with_plugin(tmp_path / "run", written(tmp_path / "mine.py", ""))
     assert lent_by_run(asked) == {"plugin": str(tmp_path / "mine.py")}
     assert lent_by_run(asked | {"plugin": "other"}) == {}
+    monkeypatch.delenv("LIVT_RUNS")  # elsewhere the same folder may be a download
+    with pytest.raises(LiVTError, match="not run unasked: read it, then pass --plugin .*mine.py"):
+        lent_by_run(asked)
 
 
 @pytest.mark.parametrize("plugin", ["inside.py", "RUN/inside.py", "inside", "inside.deeper"])
@@ -244,9 +248,10 @@ def test_code_in_the_model_s_own_folder_is_not_run_unasked(tmp_path, monkeypatch
     folder = tmp_path / "run"
     asked = run_with_plugin(folder, plugin.replace("RUN", str(folder)))
     written(folder / "inside.py", "raise SystemError('was run')")
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    with pytest.raises(LiVTError, match="lies in the model's own folder; .* pass --plugin"):
+    with pytest.raises(LiVTError, match="not run unasked: read it, then pass --plugin"):
         EvalSettings.parse(["--model", str(folder), "--dataset", asked["dataset"]], inherit=lent_by_run)
 
 

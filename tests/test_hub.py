@@ -24,7 +24,7 @@ from livt_hf.data import eval_processor, load_data, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, PublishError, origin_of, prepare_publication, publish, publish_dataset
 from livt_hf.hub.repository import visible
-from livt_hf.hub.scrubbing import scrub_file
+from livt_hf.hub.scrubbing import refuse_secrets, scrub_file
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings
 from livt_hf.recipes.publish import main
@@ -266,6 +266,17 @@ def test_every_option_that_may_name_a_place_is_published_without_it(tmp_path):
     assert set(yaml.safe_load((tmp_path / "published.yaml").read_text()).values()) == {"<local>/x"}
 
 
+def test_places_are_cut_from_pages_and_looked_for_in_texts_alone(tmp_path):
+    (tmp_path / "report.html").write_text("<p>../R&amp;D clinic/run/1 on birds</p>")
+    scrub_file(tmp_path / "report.html", tmp_path / "out.html", places={"../R&D clinic/run/1"})
+    assert (tmp_path / "out.html").read_text() == "<p>&lt;local&gt;/1 on birds</p>"
+    (tmp_path / "model.safetensors").write_bytes(b"\x00/w\x01")  # any two letters are somewhere in a million numbers
+    refuse_secrets(tmp_path, ["/w"])
+    (tmp_path / "log.jsonl").write_text('{"said": "/w"}')
+    with pytest.raises(LiVTError, match="log.jsonl names a private place"):
+        refuse_secrets(tmp_path, ["/w"])
+
+
 @pytest.fixture(scope="module")
 def answers(run, pretraining_run, picture, tmp_path_factory) -> dict:
     """What a fresh process finds after two publications of a model, one for timm and a private pretraining run."""
@@ -505,7 +516,8 @@ def test_a_dry_run_on_own_images_lists_the_files_and_no_picture_of_the_images(ru
     assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()[:-1]} == PUBLISHED | PICTURES
 
 
-def test_the_command_loads_the_plugin_that_the_run_was_trained_with(run, tmp_path, capsys):
+def test_the_command_loads_the_plugin_that_the_run_was_trained_with(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     source = "from livt_hf.losses import LOSSES, register_loss\n"
     source += "register_loss('my_ce', activation='softmax', balanced=True)(LOSSES['ce'].function)\n"
     (tmp_path / "my_losses.py").write_text(source)

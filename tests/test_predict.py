@@ -144,9 +144,12 @@ def test_a_command_says_nothing_of_how_timm_models_keep_their_processor(pictures
     assert said.stream.getvalue() == ""
 
 
-def test_what_pillow_only_writes_is_no_image_of_a_folder(tmp_path):
+def test_what_pillow_only_writes_or_is_hidden_is_no_image_of_a_folder(tmp_path):
     for name in ("a.jpg", "b.MPO", "invoice.pdf", "notes.txt"):
         (tmp_path / name).touch()
+    (tmp_path / "__MACOSX").mkdir()
+    for hidden in ("._a.jpg", "__MACOSX/a.jpg"):
+        (tmp_path / hidden).touch()
     assert find_images([str(tmp_path)]) == [tmp_path / "a.jpg", tmp_path / "b.MPO"]
 
 

@@ -17,7 +17,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import REQUIRED, CommandSettings, command_line, make_parser, option, save_settings
 from livt_hf.plugins import find_module, load_plugin
-from livt_hf.recipes.settings import COMMANDS
+from livt_hf.recipes.settings import COMMANDS, LookSettings, PublishSettings
 from livt_hf.records import read_values
 from livt_hf.results import Results
 from livt_hf.runs import (
@@ -30,6 +30,7 @@ from livt_hf.runs import (
     unfinished_run,
 )
 from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
+from livt_hf.stages import is_own
 
 
 @pytest.fixture
@@ -359,6 +360,41 @@ class WithPositionals(CommandSettings):
 def test_a_flag_leaves_the_words_that_stand_for_themselves_alone(words):
     settings = WithPositionals.parse(words.split())
     assert (settings.run, settings.images, settings.public) == ("a", ["b", "c"], True)
+
+
+@pytest.mark.parametrize("words", ["a --public b c", "a b --public true c", "a b c"])
+def test_options_may_stand_between_the_words_that_stand_for_themselves(words):
+    assert WithPositionals.parse(words.split()).images == ["b", "c"]
+
+
+def test_what_can_be_said_in_two_ways_is_said_once():
+    assert LookSettings.parse(["--dataset", "birds"]).dataset == "birds"
+    with pytest.raises(LiVTError, match="dataset is both birds and fish; say it once"):
+        LookSettings.parse(["birds", "--dataset", "fish"])
+
+
+def test_the_home_folder_may_be_written_short_in_a_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "own.yaml").write_text("dataset: ~/birds\noutput_dir: ~/run\n")
+    settings = PretrainSettings.parse(["--config", str(tmp_path / "own.yaml")])
+    assert (settings.dataset, settings.output_dir) == (str(tmp_path / "birds"), str(tmp_path / "run"))
+
+
+def test_a_space_is_refused_for_another_form_before_anything_is_uploaded():
+    with pytest.raises(LiVTError, match="a Space serves the transformers form of a model, not timm"):
+        PublishSettings.parse(["run", "org/name", "--form", "timm", "--space"])
+
+
+def test_a_training_is_own_where_nothing_but_runs_lie_behind_it(tmp_path):
+    def run(name: str, **results) -> str:
+        (tmp_path / name).mkdir()
+        Run(tmp_path / name).write_results(Results(stage="finetune", dataset="glyphs", **results))
+        return str(tmp_path / name)
+
+    assert is_own(None) and is_own("none") and is_own(run("first"))
+    assert not is_own("org/mae") and not is_own(str(tmp_path))
+    assert not is_own(run("second", pretrained="org/mae", pretrained_own=False))
 
 
 def test_a_run_on_own_images_that_is_to_publish_itself_needs_a_licence_before_it_starts():

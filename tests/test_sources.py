@@ -240,6 +240,61 @@ def test_an_image_folder_with_splits_keeps_them(tmp_path):
     assert {split: len(part) for split, part in data.items()} == {"train": 8, "validation": 4, "test": 6}
 
 
+def test_an_image_beside_the_classes_of_a_split_does_not_make_the_splits_classes(tmp_path, caplog):
+    for split in ("train", "test"):
+        write_images(tmp_path / "own" / split, {"a": 4, "b": 2})
+        (tmp_path / "own" / split / "montage.png").write_bytes(png())
+    data = load_long_tailed(str(tmp_path / "own"))
+    assert data["train"].features["label"].names == ["a", "b"] and not has_carved_test(data)
+    assert [class_counts(data[split]).tolist() for split in ("train", "test")] == [[4, 2], [4, 2]]
+    assert "left out 2 images that lie in no class folder" in caplog.text
+
+
+def test_a_class_is_one_however_the_letters_of_its_name_are_written(tmp_path):
+    """macOS writes the ö of a file name as o and two points, and archives keep it so."""
+    write_images(tmp_path / "own", {"train/M\u00f6we": 4, "test/Mo\u0308we": 2, "train/Rabe": 4, "test/Rabe": 2})
+    data = load_long_tailed(str(tmp_path / "own"))
+    assert data["train"].features["label"].names == ["M\u00f6we", "Rabe"]
+    assert class_counts(data["test"]).tolist() == [2, 2]
+
+
+def test_images_that_are_stored_with_a_split_column_are_divided_by_it(tmp_path):
+    stored = rows(["cat", "dog"] * 6) | {"Split": ["train"] * 8 + ["test"] * 4}
+    features = Features({"image": Image(), "label": Value("string"), "Split": Value("string")})
+    Dataset.from_dict(stored, features=features).to_parquet(tmp_path / "own.parquet")
+    place = str(tmp_path / "own.parquet")
+    divided = load_long_tailed(place)
+    assert {split: len(divided[split]) for split in divided} == {"train": 8, "test": 4} and not has_carved_test(
+        divided
+    )
+    assert has_carved_test(load_long_tailed(place, split_column="none"))
+    with pytest.raises(LiVTError, match='no split_column "part"; the columns are image, label, Split'):
+        load_long_tailed(place, split_column="part")
+    with pytest.raises(LiVTError, match="label_separator is for tables"):
+        load_long_tailed(place, label_separator="|")
+
+
+@pytest.mark.parametrize("length", [-1, 4])
+def test_lists_of_one_0_or_1_per_class_are_not_taken_for_class_numbers(tmp_path, length):
+    stored = rows([[0, 1, 0, 0], [1, 0, 0, 1]] * 5)
+    features = Features({"image": Image(), "label": List(Value("int64"), length=length)})
+    Dataset.from_dict(stored, features=features).to_parquet(tmp_path / "own.parquet")
+    with pytest.raises(LiVTError, match='"label" holds one 0 or 1 per class'):
+        load_long_tailed(str(tmp_path / "own.parquet"))
+
+
+def test_a_list_may_begin_with_a_mark_and_tells_of_files_that_are_missing(tmp_path, caplog):
+    write_images(tmp_path, {"cat": 5, "dog": 5})
+    lines = [f"{name}/{i:03d}.png {label}" for label, name in enumerate(("cat", "dog")) for i in range(5)]
+    (tmp_path / "list.txt").write_text("\n".join(lines), encoding="utf-8-sig")
+    assert load_long_tailed(str(tmp_path / "list.txt"))["train"].features["label"].names == ["cat", "dog"]
+    (tmp_path / "cat/000.png").unlink()
+    load_long_tailed(str(tmp_path / "list.txt"), on_broken="skip")
+    assert "left out 1 missing files of" in caplog.text and "such as cat/000.png" in caplog.text
+    with pytest.raises(LiVTError, match="none of the 10 files of .* is below"):
+        load_long_tailed(str(tmp_path / "list.txt"), source=str(tmp_path / "cat"), on_broken="skip")
+
+
 def test_the_top_folder_is_the_class_however_deep_its_images_lie(tmp_path):
     write_images(tmp_path / "birds", {"finch": 2, "owl/field trip 2019": 1, "owl/field trip 2019/day 2": 2})
     data = load_long_tailed(str(tmp_path / "birds"), test_fraction=0.4)
@@ -633,8 +688,10 @@ def test_a_stream_has_the_same_columns_and_refuses_a_rule(tmp_path):
     assert data["train"].num_shards == 2
     assert [row["label"] for row in data["train"]] == [0, 1, 1, 1]
     assert data["train"].features["label"].names == ["a", "b"]
-    with pytest.raises(ValueError, match="cannot be thinned"):
-        load_long_tailed(str(tmp_path / "own"), imbalance_factor=10, streaming=True)
+    choices = {"imbalance_factor": 10, "fold": "1/5", "exclude_labels": "a", "min_images": 5, "split_column": "fold"}
+    for name, value in choices.items():
+        with pytest.raises(ValueError, match="no images can be chosen of a stream"):
+            load_long_tailed(str(tmp_path / "own"), streaming=True, **{name: value})
 
 
 def test_a_stream_leaves_its_images_encoded_until_they_are_asked_for(tmp_path):

@@ -354,7 +354,7 @@ def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_pat
     (tmp_path / "data" / "here").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     said = ["tau", "--dataset", "data/here", "--source", str(tmp_path), f"--output_dir={tmp_path}"]
-    said += ["--finetune", f"--epochs 3 --lists {tmp_path} --base_lr=1e-3", "--imbalance_factor", "100"]
+    said += ["--finetune", f"--epochs 3 --lists '{tmp_path}/my lists' --base_lr=1e-3", "--imbalance_factor", "100"]
     printed = recipe.command(recipe.SweepSettings.parse(said))
     assert str(tmp_path) not in printed and printed.count("FOLDER") == 4
     again = recipe.SweepSettings.parse(shlex.split(printed)[2:])

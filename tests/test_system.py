@@ -143,6 +143,8 @@ def test_a_command_to_copy_is_quoted_as_the_shell_of_the_system_wants_it(monkeyp
     assert line == f"livt finetune --resume {quote}{words[-1]}{quote}"
     assert shell_words(line) == words
     assert shell_words('--name "a b" --tag #1') == ["--name", "a b", "--tag", "#1"]
+    for word in ("|", f"R&D{separator}x", "don't", ""):
+        assert shell_line([word]) != word and shell_words(shell_line([word, "x"])) == [word, "x"]
 
 
 def test_a_folder_of_windows_is_no_hub_id_and_loses_the_separator_that_a_shell_appends(monkeypatch):

@@ -99,6 +99,32 @@ def test_a_path_may_leave_out_the_suffix_and_begin_with_the_source(tmp_path, ten
     assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
 
 
+def test_a_path_without_a_suffix_means_an_image_and_only_one(tmp_path, ten):
+    file = write_table(tmp_path / "own.csv", {"image_id": [f"img/{i}" for i in range(10)], "label": ["a", "b"] * 5})
+    (tmp_path / "img/0.xml").write_text("<boxes/>")
+    assert "0.png" in paths_of(load_long_tailed(file, test_fraction=None)["train"])
+    (tmp_path / "img/0.jpg").write_bytes((tmp_path / "img/0.png").read_bytes())
+    with pytest.raises(LiVTError, match="img/0 may be 0.jpg or 0.png in .*: write its suffix"):
+        load_long_tailed(file)
+
+
+def test_labels_of_text_files_stay_as_they_are_written(tmp_path, ten):
+    dates = write_table(tmp_path / "own.jsonl", {"path": ten, "label": ["2020-01-01", "2021-01-01"] * 5})
+    assert names_of(load_long_tailed(dates)) == ["2020-01-01", "2021-01-01"]
+    for labels in (["7", "007"], ["007", "7"]):
+        same = write_table(tmp_path / "own.csv", {"path": ten, "label": labels * 5})
+        assert names_of(load_long_tailed(same)) == ["007", "7"]
+    Path(same).write_text("\n" + Path(same).read_text())  # an empty first line
+    assert names_of(load_long_tailed(same)) == ["007", "7"]
+    apart = write_table(tmp_path / "apart.csv", {"path": ten, "label": ["M\u00f6we", "Mo\u0308we", "b", "b", "b"] * 2})
+    assert names_of(load_long_tailed(apart)) == ["M\u00f6we", "b"]
+
+
+def test_a_label_with_a_comma_can_be_excluded(tmp_path, ten):
+    file = write_table(tmp_path / "own.tsv", {"path": ten, "label": ["tench, Tinca tinca", "b", "c", "b", "c"] * 2})
+    assert names_of(load_long_tailed(file, exclude_labels="tench, Tinca tinca")) == ["b", "c"]
+
+
 def test_absolute_paths_stay_within_a_source_that_is_the_whole_disk(tmp_path, ten):
     file = write_table(tmp_path / "own.csv", {"path": [str(tmp_path / path) for path in ten], "label": ["a", "b"] * 5})
     data = load_long_tailed(file, source="/")

@@ -49,7 +49,13 @@ CIFAR = {
 }
 OLTR = 'the data release of "Large-Scale Long-Tailed Recognition in an Open World" (Liu et al., CVPR 2019)'
 BENCHMARKS = {
-    "glyphs": Benchmark(load=_glyphs, own_tail=True, mean=(0.328, 0.327, 0.327), std=(0.183, 0.174, 0.189)),
+    "glyphs": Benchmark(
+        load=_glyphs,
+        own_tail=True,
+        imbalance_factor=100.0,
+        mean=(0.328, 0.327, 0.327),
+        std=(0.183, 0.174, 0.189),
+    ),
     "cifar10-lt": Benchmark(hub="uoft-cs/cifar10", label_column="label", **CIFAR),
     "cifar100-lt": Benchmark(hub="uoft-cs/cifar100", label_column="fine_label", **CIFAR),
     "imagenet-1k": Benchmark(hub="ILSVRC/imagenet-1k", reports_validation=True),

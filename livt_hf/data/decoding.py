@@ -54,6 +54,12 @@ class BrokenImageError(LiVTError):
         return "".join(self.args)
 
 
+def image_suffixes() -> set[str]:
+    """How the files are named that Pillow opens: .jpg, .png and so on. It opens an .mpo as the JPEG that it is."""
+    Image.init()
+    return {suffix for suffix, kind in Image.registered_extensions().items() if kind in {*Image.OPEN, "MPO"}}
+
+
 def read_rgb(source: str | os.PathLike | bytes | BinaryIO | Image.Image) -> torch.Tensor:
     """An image as a uint8 tensor (3, H, W), upright: the way in which training, evaluation and prediction see it.
 

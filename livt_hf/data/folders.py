@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
-from PIL import Image
 
-from livt_hf.data.labels import Labels
+from livt_hf.data.decoding import image_suffixes
+from livt_hf.data.labels import Labels, plain_name
 from livt_hf.data.tables import SPLIT_OF_WORD, dataset_of_paths
 from livt_hf.errors import LiVTError
 from livt_hf.system import is_of_runs
@@ -22,10 +22,9 @@ logger = logging.getLogger(__name__)
 SPLIT_FOLDER = re.compile(rf"({'|'.join(SPLIT_OF_WORD)})([\W_]*(images|set|data))?[\W_]*\d*", re.IGNORECASE)
 
 
-def image_suffixes() -> set[str]:
-    """How the files are named that Pillow opens: .jpg, .png and so on. It opens an .mpo as the JPEG that it is."""
-    Image.init()
-    return {suffix for suffix, kind in Image.registered_extensions().items() if kind in {*Image.OPEN, "MPO"}}
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is not meant to be seen: .DS_Store, ._bird.jpg, __MACOSX."""
+    return name.startswith((".", "__"))
 
 
 def holds_images(folder: Path) -> bool:
@@ -51,7 +50,7 @@ def open_image_folder(folder: Path) -> dict[str, Dataset]:
     hold_images = {image.rpartition("/")[0] for image in images}
     if len(tops) == 1 and tops[0] in hold_folders and not hold_images & {"", tops[0]}:
         return open_image_folder(Path(root, tops[0]))  # as archives unpack: birds/birds/finch
-    named = {top: SPLIT_FOLDER.fullmatch(top) for top in tops if top in hold_folders and top not in hold_images}
+    named = {top: SPLIT_FOLDER.fullmatch(top) for top in tops if top in hold_folders}
     splits = {top: SPLIT_OF_WORD[match[1].lower()] for top, match in named.items() if match}
     below = [place for place in folders if place.partition("/")[2] in SPLIT_OF_WORD and not splits]
     if below:
@@ -63,7 +62,8 @@ def _by_class(root: str, images: list[str], folders: list[str], splits: dict[str
     """Datasets of paths; `splits` gives the split of the topmost folders where these are not the classes."""
     level = 1 if splits else 0  # of the class folders
     parted = [place.split("/") for place in folders]
-    names = sorted({parts[level] for parts in parted if len(parts) > level and (not splits or parts[0] in splits)})
+    named = [parts[level] for parts in parted if len(parts) > level and (not splits or parts[0] in splits)]
+    names = sorted(set(map(plain_name, named)))
     id_of = {name: number for number, name in enumerate(names)}
     found: dict[str, tuple[list, list]] = {split: ([], []) for split in splits.values() or ["train"]}
     outside = []
@@ -79,7 +79,7 @@ def _by_class(root: str, images: list[str], folders: list[str], splits: dict[str
             )
         paths, labels = found[splits[parts[0]] if splits else "train"]
         paths.append(os.path.join(root, image))
-        labels.append(id_of[parts[level]])
+        labels.append(id_of[plain_name(parts[level])])
     if outside:
         logger.warning("left out %d images that lie in no class folder, such as %s", len(outside), outside[0])
     return {
@@ -97,7 +97,7 @@ def _walk(root: str) -> tuple[list[str], list[str]]:
         place = waiting.pop()
         with os.scandir(os.path.join(root, place)) as entries:
             for entry in entries:
-                if entry.name.startswith((".", "__")):  # .DS_Store, __MACOSX
+                if is_hidden(entry.name):
                     continue
                 path = f"{place}{entry.name}"
                 _refuse_other_encoding(entry)

@@ -1,6 +1,7 @@
 """Labels as arrays, and any dataset with the columns `image` and `label`. Linear in the rows, never one by one."""
 
 import logging
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -113,8 +114,14 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
+def plain_name(name: str) -> str:
+    """A class name in the one form of its letters that most keyboards make: macOS spells ö as o and two points."""
+    return unicodedata.normalize("NFC", name)
+
+
 def holds_lists(column: pa.ChunkedArray) -> bool:
-    return pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    kinds = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(is_kind(column.type) for is_kind in kinds)
 
 
 def flat_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa.Array, np.ndarray]:
@@ -264,7 +271,8 @@ def say_left_out(left_out: LeftOut) -> None:
 
 def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings) -> tuple[np.ndarray, list, dict]:
     """The new id of each class (-1 is none), the names of the new classes, and why a class is not among them."""
-    asked = [label.strip() for label in (settings.exclude_labels or "").split(",") if label.strip()]
+    whole = settings.exclude_labels or ""  # a name may itself have a comma: "tench, Tinca tinca"
+    asked = [whole] if whole in names else [label.strip() for label in whole.split(",") if label.strip()]
     if absent := [label for label in asked if label not in names]:
         logger.warning("there is no label %s to exclude", " or ".join(map(repr, absent)))
     why = {c: "the label is excluded" for c, name in enumerate(names) if name in asked}
@@ -296,6 +304,8 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
         return raw, classes.names
     values = np.concatenate([labels.values for labels in raw.values()])
     if values.dtype.kind in "iu":
+        for labels in raw.values():
+            _refuse_flags(labels, column)
         return raw, [str(i) for i in range(int(values.max()) + 1)]
     if values.dtype.kind not in "OUSb":
         raise LiVTError(
@@ -305,6 +315,18 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
     names = np.unique(values.astype(str))
     ids = {split: np.searchsorted(names, labels.values.astype(str)) for split, labels in raw.items()}
     return {split: Labels(ids[split], labels.offsets) for split, labels in raw.items()}, names.tolist()
+
+
+def _refuse_flags(labels: Labels, column: str) -> None:
+    """Refuse lists of one 0 or 1 per class, which would be read as class 0 and class 1."""
+    if labels.offsets is None or not np.isin(labels.values, (0, 1)).all():
+        return
+    lengths, ones = np.diff(labels.offsets), np.bincount(labels.images, labels.values, len(labels))
+    if len(lengths) and (lengths == lengths[0]).all() and ((ones > 1) | (lengths - ones > 1)).any():
+        raise LiVTError(
+            f'column "{column}" holds one 0 or 1 per class, not the numbers of an image\'s classes: write those, such '
+            "as [1, 3] for [0, 1, 0, 1]."
+        )
 
 
 def _by_name(labels: Labels, own: ClassLabel | None, names: list[str], split: str) -> Labels:

@@ -58,7 +58,7 @@ def open_splits(settings: DataSettings, benchmark: Benchmark, streaming: bool) -
 def _open_listed(settings: DataSettings, benchmark: Benchmark, streaming: bool) -> dict[str, Dataset]:
     """A benchmark that consists of the images that its lists name."""
     name, source = settings.dataset, settings.source
-    folder = Path(settings.lists or source or ".").expanduser()
+    folder = Path(settings.lists or source or ".")
     found = [f for prefix in benchmark.lists if folder.is_dir() and (f := find_lists(folder, prefix)) and "train" in f]
     if not found:
         if source is None or settings.lists is not None:
@@ -71,7 +71,7 @@ def _open_listed(settings: DataSettings, benchmark: Benchmark, streaming: bool) 
         raise LiVTError(f"{name} is picked by its lists, which a stream cannot do: load it without streaming.")
     candidates = [{split: read_list(path) for split, path in files.items()} for files in found]
     if source is not None:
-        root = Path(source).expanduser()
+        root = Path(source)
         for candidate in candidates:  # two styles of paths are in use; the one that finds its first image is meant
             if (root / candidate["train"].paths[0]).is_file():
                 return datasets_from_lists(candidate, root, settings.on_broken == "skip")
@@ -125,10 +125,10 @@ def _stems(paths: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
 
 def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
     """Open a folder, a file or a Hub dataset; splits named train, validation, test."""
-    path = Path(where).expanduser()
+    path = Path(where)
     skip_missing = settings.on_broken == "skip"
     if path.is_file() and is_image_list(path):
-        root = Path(settings.source or path.parent).expanduser()
+        root = Path(settings.source or path.parent)
         splits = datasets_from_lists({"train": read_list(path)}, root, skip_missing)
     elif path.is_file():
         splits = _load(KINDS.get(path.suffix, ""), {"train": [str(path)]}, streaming)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,11 @@ from livt_hf.data.division import (
 from livt_hf.data.folds import test_folds
 from livt_hf.data.labels import LeftOut, say_left_out, standard_columns, standard_stream
 from livt_hf.data.opening import SPLITS, named_splits, open_splits
-from livt_hf.data.tables import is_table, open_table
+from livt_hf.data.tables import is_table, open_table, split_by_column
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
+
+logger = logging.getLogger(__name__)
 
 
 def load_long_tailed(
@@ -103,20 +106,14 @@ def load_images(settings: DataSettings, streaming: bool = False) -> Images:
     """The images before they are divided: of a cross-validation, all folds share them."""
     benchmark = BENCHMARKS.get(settings.dataset, Benchmark())
     settings = with_defaults(settings, benchmark)
-    if streaming and settings.rule is not None:
-        raise LiVTError(f'a stream cannot be thinned out by the rule "{settings.rule}": load it without streaming.')
+    if streaming:
+        _refuse_choice(settings)
     left_out: LeftOut = {}
-    file = Path(settings.dataset).expanduser()
-    if settings.dataset not in BENCHMARKS and is_table(file) and not streaming:
-        splits = named_splits(open_table(file, settings, left_out), settings.dataset)
-        group = None if settings.group_column is None else "group"
-        settings = dataclasses.replace(settings, image_column="image", label_column="label", group_column=group)
-    else:
-        splits = open_splits(settings, benchmark, streaming)
-    if settings.label_column is None and benchmark.label_column in (splits["train"].column_names or []):
-        settings = dataclasses.replace(settings, label_column=benchmark.label_column)
+    splits, settings = _opened(settings, benchmark, streaming, left_out)
     if streaming:
         splits = {split: standard_stream(dataset, settings) for split, dataset in splits.items()}
+        if len(splits) == 1:
+            logger.warning("a stream without a test split is trained on as a whole: keep images to test on elsewhere")
         return Images(_reported_as_test(splits, benchmark))
     splits = _reported_as_test(standard_columns(splits, settings, left_out), benchmark)
     say_left_out(left_out)
@@ -137,6 +134,35 @@ def load_images(settings: DataSettings, streaming: bool = False) -> Images:
     if settings.fold is None:
         return Images(splits)
     return Images(splits, test_folds(splits["train"], settings.fold_numbers[1], settings.split_seed))
+
+
+def _opened(
+    settings: DataSettings, benchmark: Benchmark, streaming: bool, left_out: LeftOut
+) -> tuple[dict, DataSettings]:
+    """The splits as they are stored, and the settings with the columns that they have by now."""
+    file = Path(settings.dataset)
+    if settings.dataset not in BENCHMARKS and is_table(file) and not streaming:
+        splits = named_splits(open_table(file, settings, left_out), settings.dataset)
+        group = None if settings.group_column is None else "group"
+        return splits, dataclasses.replace(settings, image_column="image", label_column="label", group_column=group)
+    if settings.label_separator is not None:
+        raise LiVTError(f"label_separator is for tables of paths and labels, not for {settings.dataset}: drop it.")
+    splits = open_splits(settings, benchmark, streaming)
+    if not streaming:
+        splits = named_splits(split_by_column(splits, settings.split_column), settings.dataset)
+    if settings.label_column is None and benchmark.label_column in (splits["train"].column_names or []):
+        settings = dataclasses.replace(settings, label_column=benchmark.label_column)
+    return splits, settings
+
+
+def _refuse_choice(settings: DataSettings) -> None:
+    """Of a stream, which is read as it comes, no images can be chosen."""
+    for name in ("rule", "fold", "exclude_labels", "min_images", "split_column", "label_separator"):
+        value = getattr(settings, name)
+        if value not in (None, "none"):
+            raise LiVTError(
+                f"{name} is {value!r}, but no images can be chosen of a stream: load it without streaming."
+            )
 
 
 def with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:

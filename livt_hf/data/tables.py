@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset, DatasetInfo, Features, Image, NamedSplit, Value
 from datasets.data_files import SPLIT_KEYWORDS
 
+from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.labels import (
     IMAGE_NAMES,
     LABEL_NAMES,
@@ -78,7 +79,7 @@ def read_list(path: Path) -> ImageList:
     """Read and check a list; an unreadable line is named by file and number."""
     openers = {".gz": gzip.open, ".xz": lzma.open}
     try:
-        with openers.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+        with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except (EOFError, OSError, UnicodeDecodeError, zlib.error, lzma.LZMAError) as error:
         raise LiVTError(f"{path} cannot be read as an image list: {error}.") from error
@@ -130,6 +131,10 @@ def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing
                 f"{len(missing)} of the {len(files)} files of {images.file} are not below {root}, the first is "
                 f"{missing[0]}: pass the right folder with --source, or leave them out with --on_broken skip."
             )
+        if len(missing) == len(files):
+            raise LiVTError(f"none of the {len(files)} files of {images.file} is below {root}: pass it with --source.")
+        if missing:
+            logger.warning("left out %d missing files of %s, such as %s", len(missing), images.file, missing[0])
         kept = np.flatnonzero([file is not None for file in files])
         paths = pa.array([file for file in files if file is not None], type=pa.string())
         result[split] = dataset_of_paths(paths, Labels(images.labels[kept]), names, split)
@@ -154,9 +159,9 @@ def locate(paths: Iterable[str], root: Path) -> list[str | None]:
 
     Each folder is read once, instead of asking for each file.
     """
+    suffixes, prefix, found = image_suffixes(), f"{root}/", []
     listed: dict[str, set[str]] = {}
-    stems: dict[str, dict[str, str]] = {}
-    prefix, found = f"{root}/", []
+    stems: dict[str, dict[str, list[str]]] = {}  # by folder: the images of each name without its suffix
     for path in paths:
         folder, slash, name = path.rpartition("/")
         if folder not in listed:
@@ -164,8 +169,15 @@ def locate(paths: Iterable[str], root: Path) -> list[str | None]:
             listed[folder] = set(os.listdir(place)) if place.is_dir() else set()
         if name not in listed[folder]:
             if folder not in stems:
-                stems[folder] = {os.path.splitext(file)[0]: file for file in sorted(listed[folder])}
-            name = stems[folder].get(name)
+                stems[folder] = {}
+                for file in sorted(listed[folder]):
+                    stem, suffix = os.path.splitext(file)
+                    if suffix.lower() in suffixes:
+                        stems[folder].setdefault(stem, []).append(file)
+            meant = stems[folder].get(name, [])
+            if len(meant) > 1:
+                raise LiVTError(f"{path} may be {' or '.join(meant)} in {root / folder}: write its suffix.")
+            name = meant[0] if meant else None
         found.append(None if name is None else f"{prefix}{folder}{slash}{name}")
     return found
 
@@ -187,7 +199,7 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
     table = _read_table(file)
     columns = _find_columns(table, settings)
     labels, names, unlabelled = _read_labels(table, columns.labels, settings.label_separator)
-    root = Path(os.path.abspath(Path(settings.source or file.parent).expanduser()))
+    root = Path(os.path.abspath(settings.source or file.parent))
     paths = _relative_paths(as_text(table[columns.image]), root)
     rows = np.arange(len(table))
 
@@ -230,7 +242,7 @@ def _read_table(file: Path) -> pa.Table:
         if file.suffix.lower() == ".parquet":
             table = pq.read_table(file)
         elif file.suffix.lower() == ".jsonl":
-            table = pyarrow.json.read_json(file)
+            table = _read_json(file)
         else:
             table = _read_csv(file)
         table.validate(full=True)  # also that all text is UTF-8, which columns of a damaged file need not be
@@ -250,9 +262,17 @@ def reading_table(file: Path) -> Iterator[None]:
         raise LiVTError(f"{file} cannot be read as a table in UTF-8: {in_words(error)}") from error
 
 
+def _read_json(file: Path) -> pa.Table:
+    table = pyarrow.json.read_json(file)
+    dates = [field.with_type(pa.string()) for field in table.schema if pa.types.is_temporal(field.type)]
+    if not dates:
+        return table
+    return pyarrow.json.read_json(file, parse_options=pyarrow.json.ParseOptions(explicit_schema=pa.schema(dates)))
+
+
 def _read_csv(file: Path) -> pa.Table:
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        header = lines.readline()
+        header = next((line for line in lines if line.strip()), "")
     delimiter = "\t" if file.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
     names = next(csv.reader([header], delimiter=delimiter), [])
     return pyarrow.csv.read_csv(
@@ -335,6 +355,7 @@ def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> 
         if separator is not None:
             values, offsets = flat_lists(pc.split_pattern(texts, separator))
             texts = as_text(pa.chunked_array([pc.utf8_trim_whitespace(values)]))
+    texts = pc.utf8_normalize(texts, form="NFC")  # see `plain_name`
     named = texts.is_valid().to_numpy(False)
     names = _class_order(texts.unique().drop_null().to_pylist())
     ids = pc.index_in(texts, value_set=pa.array(names, pa.string())).fill_null(0).to_numpy(False).astype(np.int64)
@@ -365,7 +386,7 @@ def _class_order(names: list[str]) -> list[str]:
     for variants in alike.values():
         if len(variants) > 1:
             logger.warning("the labels %s differ only by case or spaces and are separate classes", variants)
-    return sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+    return sorted(sorted(names), key=int) if all(name.isdecimal() for name in names) else sorted(names)
 
 
 def _relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
@@ -396,6 +417,21 @@ def _repeated(paths: pa.StringArray, labels: Labels, names: list[str], rows: np.
                 "labels go into one cell, with --label_separator."
             )
     return repeated
+
+
+def split_by_column(splits: dict[str, Dataset], asked: str | None) -> dict[str, Dataset]:
+    """Images that are stored in one piece, divided by a column that says train, val or test, where there is one."""
+    train = splits["train"]
+    column = telling_name(train.column_names, SPLIT_NAMES) if asked is None else asked
+    if asked not in (None, "none"):
+        if asked not in train.column_names:
+            raise LiVTError(f'there is no split_column "{asked}"; the columns are {", ".join(train.column_names)}.')
+        if len(splits) > 1:
+            raise LiVTError(f"the images are stored as {', '.join(splits)}: leave --split_column {asked} out.")
+    if column in (None, "none") or len(splits) > 1:
+        return splits
+    words = _read_splits(train.data.table, column)
+    return {split: train.select(np.flatnonzero(words == split)) for split in np.unique(words).tolist()}
 
 
 def _read_splits(table: pa.Table, column: str | None) -> np.ndarray:

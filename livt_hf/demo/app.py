@@ -126,8 +126,9 @@ def check_port(port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise LiVTError(f"port {port} cannot be used ({error.strerror}); choose another --port.") from error
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", error)
+            raise LiVTError(f"port {port} cannot be used ({why}); choose another --port.") from error
 
 
 def start(models: Sequence[Shown], port: int | None = None, share: bool = False, browser: bool = False) -> gr.Blocks:

@@ -15,6 +15,7 @@ from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.metrics import LongTailMetrics
+from livt_hf.system import shell_line
 
 _COLUMN = re.compile(r"prediction \((?P<rule>.*)\)")
 COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "confidence (%)", "most often taken for")
@@ -24,7 +25,8 @@ def newest_predictions(folder: Path) -> Path:
     """Of the reports in a run's folder, the predictions that were saved last."""
     newest = max(folder.glob(f"report*/{ANSWERS}"), key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
-        raise LiVTError(f"{folder} has no report with a {ANSWERS}; write one with: livt eval --model {folder}")
+        command = shell_line(["livt", "eval", "--model", folder])
+        raise LiVTError(f"{folder} has no report with a {ANSWERS}; write one with: {command}")
     return newest
 
 

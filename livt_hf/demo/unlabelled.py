@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from livt_hf.data.folders import image_suffixes
+from livt_hf.data.decoding import image_suffixes
+from livt_hf.data.folders import is_hidden
 from livt_hf.demo.classes import ROWS
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
@@ -116,7 +117,7 @@ def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
     if served.doubt:
         raise LiVTError(f"no prior can be estimated with this model: {served.doubt}; calibrate it (livt calibrate).")
     suffixes = image_suffixes()
-    files = [path for path in map(Path, files) if path.suffix.lower() in suffixes]
+    files = [path for path in map(Path, files) if path.suffix.lower() in suffixes and not is_hidden(path.name)]
     if not files:
         raise LiVTError("there is no image among these files; choose a folder with images.")
     read = list(served.predictor.predict(files))

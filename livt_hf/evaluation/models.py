@@ -20,10 +20,9 @@ from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
-from livt_hf.plugins import find_module
 from livt_hf.pretrained import read_config, reading_checkpoint
 from livt_hf.records import in_words
-from livt_hf.runs import Run, newest_finished, runs_folder
+from livt_hf.runs import Run, lent_plugin, newest_finished, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings
 
 
@@ -180,26 +179,3 @@ def lent_by_run(asked: dict) -> dict:
     if "plugin" not in asked:
         lent["plugin"] = lent_plugin(run.folder)
     return lent
-
-
-def lent_plugin(folder: Path) -> str | None:
-    """The plugin a run was trained with. One in the model's own folder is not run unasked: it may be a download."""
-    run = Run(folder)
-    if not run.started:
-        return None
-    plugin = run.arguments.get("plugin")
-    if plugin is not None and _lies_in(plugin, folder):
-        raise LiVTError(
-            f"{folder} was trained with the plugin {plugin}, which lies in the model's own folder; code that comes "
-            f"with a model is not run unasked: read it, then pass --plugin {plugin}."
-        )
-    return plugin
-
-
-def _lies_in(plugin: str, folder: Path) -> bool:
-    if plugin.endswith(".py"):
-        places = [plugin]
-    else:  # of a module `a.b` the package `a` is looked for, for importing it would already run its code
-        spec = find_module(plugin.split(".")[0])
-        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    return any(Path(place).expanduser().resolve().is_relative_to(folder.resolve()) for place in places if place)

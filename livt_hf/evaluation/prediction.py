@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.image_processing_backends import TorchvisionBackend
 
-from livt_hf.data.decoding import DAMAGED, decode_rgb
-from livt_hf.data.folders import image_suffixes
+from livt_hf.data.decoding import DAMAGED, decode_rgb, image_suffixes
+from livt_hf.data.folders import is_hidden
 from livt_hf.evaluation.models import (
     choose_device,
     class_names,
@@ -141,10 +141,10 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
         pattern = glob.has_magic(argument) and not Path(argument).exists()
         matches = sorted(glob.glob(argument, recursive=True)) if pattern else [argument]
         for match in map(Path, matches):
-            below = (
-                sorted(path for path in match.rglob("*") if path.suffix.lower() in suffixes)
-                if match.is_dir()
-                else [match]
-            )
-            found.update(dict.fromkeys(below))
+            if not match.is_dir():
+                found[match] = None
+                continue
+            images = (path for path in match.rglob("*") if path.suffix.lower() in suffixes)
+            seen = sorted(path for path in images if not any(map(is_hidden, path.relative_to(match).parts)))
+            found.update(dict.fromkeys(seen))
     return list(found)

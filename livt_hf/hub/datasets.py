@@ -43,7 +43,7 @@ class Origin:
 
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     """The origin of a dataset that was loaded with these settings, and lies where they say."""
-    benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).expanduser().exists()
+    benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).exists()
     made = with_defaults(settings, benchmark)
     rule = "The training images are those of the dataset."
     if made.rule is not None:
@@ -52,7 +52,7 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     if has_carved_test(splits):
         rule += " The test split is not the dataset's own: it was set aside from the training images before that."
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
-    place = Path(settings.source or settings.dataset).expanduser()
+    place = Path(settings.source or settings.dataset)
     if settings.source or (local and settings.dataset not in BENCHMARKS):
         _refuse_stray_files(splits, place if place.is_dir() else place.parent)
     return Origin(rule, settings.split_seed, hub_id)

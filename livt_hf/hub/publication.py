@@ -48,7 +48,7 @@ class Publication:
         if self.license is not None:
             return self
         foreign = None if results.dataset in TITLES else f"on {results.dataset}"
-        if results.pretrained in hub_ids(results):
+        if not results.pretrained_own or results.pretrained in hub_ids(results):
             foreign = f"from the weights of {results.pretrained}"
         if foreign:
             raise LiVTError(

@@ -15,7 +15,7 @@ from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason, visible
-from livt_hf.hub.scrubbing import named_places, refuse_secrets, scrub_file
+from livt_hf.hub.scrubbing import TEXTS, named_places, refuse_secrets, scrub_file
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.records import read_record
 from livt_hf.reports.biases import class_distribution
@@ -26,7 +26,6 @@ from livt_hf.version import __version__
 
 MAX_SHARD_SIZE = "5GB"
 PICTURES = (".png", ".svg", ".jpg")
-TEXTS = (".md", ".html", ".json", ".jsonl", ".yaml")
 COUNTS_PICTURE = "class_counts.png"
 MEASURED = Path("report", "evaluation.json")
 # What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind, and pictures

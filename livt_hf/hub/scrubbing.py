@@ -1,5 +1,6 @@
 """What must not leave the machine: absolute paths are shortened to their last part, a token stops the publication."""
 
+import html
 import json
 import mmap
 import re
@@ -12,6 +13,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.records import read_records, read_values
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 
+TEXTS = (".md", ".html", ".json", ".jsonl", ".yaml")
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
 # A path inside a sentence. Its first slash stands after a space, quote, bracket, `=` or at the start, which leaves
 # alone URLs, "many/medium/few", closing HTML tags and base64. At least one folder, so that a lone "/" is no path.
@@ -27,7 +29,8 @@ _HOME = re.compile(rb"(?<![\w+/.])(?:/home/|/Users/)\w|[A-Za-z]:\\{1,2}Users\\")
 def scrub_text(text: str, places: Collection[str] = ()) -> str:
     """The text with each absolute path in it, and each of the given places, cut to `<local>/name`."""
     for place in sorted(places, key=len, reverse=True):
-        text = text.replace(place, _shortened(place))
+        for written in (str, html.escape):  # as a page has it
+            text = text.replace(written(place), written(_shortened(place)))
     return _WINDOWS.sub(lambda match: _shortened(match[0]), _POSIX.sub(lambda match: _shortened(match[0]), text))
 
 
@@ -83,10 +86,13 @@ def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = (), places
 
 
 def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
-    """Raise if any file below `folder` holds a Hub token, a home directory or one of the `forbidden` strings."""
+    """Raise if a file below `folder` holds a Hub token or a home directory, or a text one of the `forbidden` strings.
+
+    Weights are not searched for those: a short one is bound to be somewhere in millions of numbers.
+    """
     # JSON writes each backslash of a Windows path twice.
     literal = [re.escape(text.encode()).replace(rb"\\", rb"\\{1,2}") for text in forbidden if text]
-    private = [_HOME, *(re.compile(rb"(?<![\w+/.])" + text + rb"(?![\w-])") for text in literal)]
+    in_texts = [_HOME, *(re.compile(rb"(?<![\w+/.])" + text + rb"(?![\w-])") for text in literal)]
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size):
         name = path.relative_to(folder)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -94,7 +100,7 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
                 raise LiVTError(
                     f"{name} seems to hold a Hub token (hf_...); remove the token from the run and revoke it."
                 )
-            for pattern in private:
+            for pattern in in_texts if path.suffix in TEXTS else [_HOME]:
                 if found := pattern.search(content):
                     near = content[max(0, found.start() - 20) : found.end() + 20].decode(errors="replace")
                     raise LiVTError(f"{name} names a private place or a secret (…{near!r}…); remove it from the run.")

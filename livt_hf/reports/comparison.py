@@ -9,6 +9,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.records import in_words, read_record
 from livt_hf.reports.page import html_report
 from livt_hf.results import percent
+from livt_hf.system import shell_line
 
 NUMBERS, CLASSES = "evaluation.json", "classes.csv"
 METRICS = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece")
@@ -29,17 +30,18 @@ class Report:
     @classmethod
     def of(cls, place: str) -> "Report":
         """The report in a folder, or the newest one in the folder of a run."""
+        again = shell_line([place])
         reports = Path(place).glob(f"report*/{NUMBERS}")
         newest = max(reports, key=lambda path: path.stat().st_mtime, default=Path(place, NUMBERS))
         folder = Path(place) if Path(place, NUMBERS).is_file() else newest.parent
         if not (folder / NUMBERS).is_file() or not (folder / CLASSES).is_file():
-            raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval --model {place}")
+            raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval --model {again}")
         hints = {"dataset": str, "split": str, "rules": dict[str, dict[str, float | None]]}
         summary = read_record(folder / NUMBERS, hints)
         rules = summary.get("rules", {}).values()
         if not hints.keys() <= summary.keys() or not rules or not all(map(_comparable, rules)):
             raise LiVTError(
-                f"{folder / NUMBERS} has no accuracies to compare; write the report again: livt eval --model {place}"
+                f"{folder / NUMBERS} has no accuracies to compare; write the report again: livt eval --model {again}"
             )
         return cls(place, folder, summary, _read_classes(folder / CLASSES))
 

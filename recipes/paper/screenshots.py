@@ -21,6 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from livt_hf.commands import run_command
 from livt_hf.demo.app import private_files, show, start
 from livt_hf.errors import LiVTError
+from livt_hf.system import shell_line
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     report = Path(arguments.run, "report", "report.html")
     if not report.is_file():
-        raise LiVTError(f"{report} does not exist; write it with: livt eval --model {arguments.run}")
+        raise LiVTError(f"{report} does not exist; write it with: livt eval --model {shell_line([arguments.run])}")
     with tempfile.TemporaryDirectory() as temporary:
         driver = open_browser(Path(temporary), 1280, 860)
         try:
