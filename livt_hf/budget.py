@@ -41,9 +41,10 @@ MIXUP_EPOCHS = 30
 COMPILING_PAYS_AFTER = 30 * 60
 
 
-def epochs_within(seconds: float, seconds_per_epoch: float) -> int:
-    """Whole epochs that fit; at least one, for less is no training."""
-    return max(1, int(seconds / seconds_per_epoch))
+def epochs_within(seconds: float, per_epoch: float, last: int = 0, per_last: float = 0.0) -> int:
+    """Whole epochs that fit, of which the `last` ones take longer; at least one, for less is no training."""
+    rest = seconds - last * per_last
+    return max(1, int(seconds / per_last) if last and rest < 0 else last + int(rest / per_epoch))
 
 
 def compiling_pays(seconds: float, device: str) -> bool:
@@ -63,17 +64,22 @@ def training_flops(model_size: str, image_size: int, patch_size: int) -> float:
 
 
 def batch_within(num_images: int) -> int:
-    """Images per update: a power of two from 16 to 256 that leaves an epoch its updates."""
-    return next((size for size in (256, 128, 64, 32) if num_images >= UPDATES_PER_EPOCH * size), 16)
+    """Images per update: a power of two from 16 to 256 that leaves an epoch its updates, or as many as there are."""
+    fitting = next((size for size in (256, 128, 64, 32) if num_images >= UPDATES_PER_EPOCH * size), 16)
+    return min(fitting, 2 ** (max(num_images, 1).bit_length() - 1))
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """What is trained from scratch on so many images, their shorter side in pixels, with so much computation."""
+    """What is trained from scratch on so many images, their shorter side in pixels, with so much computation.
+
+    `alike`: all are squares of that side.
+    """
 
     num_images: int
     side: int
     flops: float
+    alike: bool = True
 
     @property
     def model(self) -> tuple[str, int, int]:
@@ -94,7 +100,7 @@ class Scratch:
     @property
     def second_batch_size(self) -> int:
         """Of fine-tuning, whose loss is less noisy: half."""
-        return max(16, self.batch_size // 2)
+        return max(min(16, self.batch_size), self.batch_size // 2)
 
     @property
     def base_lrs(self) -> tuple[float, float]:
@@ -112,7 +118,7 @@ class Scratch:
         first = {"batch_size": self.batch_size, "base_lr": rates[0], "warmup_epochs": 2, "decode_ratio": 0.5}
         second = {"batch_size": self.second_batch_size, "base_lr": rates[1], "warmup_epochs": 1, "layer_decay": 1.0}
         second |= {"drop_path": 0.0, "erase": 0.0, "mixup": self.mixup, "cutmix": 0.0, "crop_scale": 0.3}
-        second["augmentation"] = "pad_crop" if pixels == self.side else "crop"
+        second["augmentation"] = "pad_crop" if self.alike and pixels == self.side else "crop"
         if size == "micro":
             second["keep_ratio"] = KEPT
         if self.model == SMALL_PATCHES:  # recipes/configs/*-cifar100-lt-long.yaml

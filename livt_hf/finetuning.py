@@ -32,7 +32,7 @@ from livt_hf.stages import common_results, counts_summary, is_local, is_own, sha
 from livt_hf.system import rename
 from livt_hf.training.checkpoints import checkpoints, read_state, read_weights, saving
 from livt_hf.training.loop import Loop, Moment
-from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, merge_lora
+from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, freeze_unused, merge_lora
 
 CLASS_ACCURACIES = ("mean_class_accuracy", "worst_class_accuracy")
 _AUGMENTATION = {
@@ -50,6 +50,8 @@ def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
         raise LiVTError(f"loss {settings.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
     if settings.tune == "head" and (settings.mixup or settings.cutmix or settings.erase):
         raise LiVTError("features of a frozen backbone cannot be mixed; pass --mixup 0 --cutmix 0 --erase 0.")
+    if settings.tune == "head" and settings.gradient_checkpointing:
+        raise LiVTError("a classifier on frozen features keeps next to nothing; leave --gradient_checkpointing out.")
     if settings.tune == "head" and settings.normalised_classifier:
         raise LiVTError(
             "features of a frozen backbone are standardised, which cosines are not; leave --normalised_classifier out."
@@ -130,11 +132,16 @@ def plan_course(
         )
     if settings.tune == "head":
         return _on_features(settings, data, model, FrozenBackbone(model, processor, accelerator))
-    facts = input_facts(processor)
+    if settings.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        kind = model.config.model_type
+        raise LiVTError(f"a {kind} cannot trade time for memory; leave --gradient_checkpointing out.")
+    facts, batches = input_facts(processor), training_batches(settings, accelerator)
     if settings.tune == "lora":
         add_lora(model, settings.lora_rank)
+    freeze_unused(model, facts.size)
     fixed = dict(erase=settings.erase, num_classes=number_of_classes(data["train"]), seed=settings.seed)
     mixing = DeviceTransform(facts.mean, facts.std, mixup=settings.mixup, cutmix=settings.cutmix, **fixed)
+    mixing.check_batch(batches.micro_size)
     plain = DeviceTransform(facts.mean, facts.std, **fixed)
 
     def loss_of(module, batch, moment):
@@ -148,7 +155,6 @@ def plan_course(
     def batches_of(split):
         return eval_loader(data[split], processor, shared_batches(256, accelerator, settings.num_workers))
 
-    batches = training_batches(settings, accelerator)
     loader = train_loader(data["train"], finetune_augmentation(settings, facts), batches)
     published = merge_lora if settings.tune == "lora" else lambda module: module
     return Course(model, loader, loss_of, batches_of, published)

@@ -29,12 +29,12 @@ REQUIRED = dataclasses.MISSING
 def option(default: Any, help: str, **facts) -> Any:
     """Declare an option with everything that is known about it.
 
-    `at_least`: its smallest value. `choices`: the values it can have, or a function that lists them; that may import
-    torch, so `--help` does not ask it. `selects_data`: it decides which images are trained on. `place`: it may name a
-    place on this machine. `free`: it may change when a run is resumed, because it touches neither the data nor the
-    mathematics. `before`: its value in runs from before there was such an option, where that is not its default.
-    `trained`: it names a trained model. `alone`: its value when it is named without one. `positional`: its value
-    stands without `--name`; it may then be `REQUIRED`.
+    `at_least`: its smallest value. `below`: what it must be less than. `choices`: the values it can have, or a
+    function that lists them; that may import torch, so `--help` does not ask it. `selects_data`: it decides which
+    images are trained on. `place`: it may name a place on this machine. `free`: it may change when a run is resumed,
+    because it touches neither the data nor the mathematics. `before`: its value in runs from before there was such an
+    option, where that is not its default. `trained`: it names a trained model. `alone`: its value when it is named
+    without one. `positional`: its value stands without `--name`; it may then be `REQUIRED`.
     """
     return field(default=default, metadata={"help": help} | facts)
 
@@ -61,6 +61,9 @@ class CommandSettings:
         name, value, lowest = declared.name, getattr(self, declared.name), declared.metadata.get("at_least")
         if lowest is not None and value is not None and not value >= lowest:  # so written, NaN is refused too
             raise LiVTError(f"{name} is {value}; it must be at least {lowest}.")
+        bound = declared.metadata.get("below")
+        if bound is not None and value is not None and not value < bound:
+            raise LiVTError(f"{name} is {value}; it must be less than {bound}.")
         choices = _choices(type(self), declared)
         if choices and isinstance(value, str) and value not in choices:
             raise LiVTError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")

@@ -188,7 +188,8 @@ def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConf
 def _keeps_labels(values: dict, overrides: dict) -> bool:
     if "id2label" in overrides:
         return _labels_of(values) == _labels_of(overrides)
-    asked = overrides.get("num_labels") or len(overrides.get("class_counts") or ())
+    counts = overrides.get("class_counts")
+    asked = overrides.get("num_labels") or (0 if counts is None else len(counts))
     return asked in (0, len(_labels_of(values)))
 
 

@@ -150,8 +150,8 @@ class TrainingSettings(DataSettings):
     base_lr: float = option(1e-3, "learning rate for 256 images per update; scaled by batch_size / 256", at_least=0)
     min_lr: float = option(0.0, "floor of the cosine, not scaled by the batch", at_least=0)
     weight_decay: float = option(0.05, "AdamW's decoupled decay", at_least=0)
-    adam_beta2: float = option(0.95, "AdamW's second beta")
-    clip_grad: float | None = option(None, "largest gradient norm; default: no clipping, as in the paper")
+    adam_beta2: float = option(0.95, "AdamW's second beta", at_least=0, below=1)
+    clip_grad: float | None = option(None, "largest gradient norm; default: no clipping, as in the paper", at_least=0)
     flip: bool = option(True, "mirror training images at random; not for images with a handedness, such as text")
     seed: int = option(0, "seed of everything random except the split: order, crops, masks, initial weights")
     output_dir: str | None = option(
@@ -180,7 +180,9 @@ class TrainingSettings(DataSettings):
         False, "torch.compile the model; auto: on a GPU, and on a CPU where it trains for half an hour", alone="true"
     )
     gradient_checkpointing: bool = option(False, "trade a third more time for less memory")
-    ema_decay: float | None = option(None, "keep a moving average of the weights and publish that")
+    ema_decay: float | None = option(
+        None, "keep a moving average of the weights and publish that", at_least=0, below=1
+    )
     threads: int | None = option(
         None, "CPU threads per process; default: the machine's cores shared out", free=True, at_least=1
     )
@@ -230,12 +232,12 @@ class FinetuneSettings(TrainingSettings):
     lora_rank: int = option(8, "rank of LoRA's additions", at_least=1)
     views: int = option(1, "views per image that a frozen backbone keeps; all but the first are augmented", at_least=1)
     min_lr: float = option(1e-6, "floor of the cosine, not scaled by the batch", at_least=0)
-    adam_beta2: float = option(0.99, "AdamW's second beta")
+    adam_beta2: float = option(0.99, "AdamW's second beta", at_least=0, below=1)
     optimizer: Literal["adamw", "lamb", "muon"] = option(
-        "adamw", "adamw is the paper's, lamb DeiT III's; muon learns faster from scratch, and leaves vectors to AdamW"
+        "adamw", "adamw is the paper's, lamb DeiT III's; muon learns faster from scratch, and leaves vectors to NAdamW"
     )
-    layer_decay: float = option(0.75, "learning rate factor from each layer to the one below")
-    drop_path: float = option(0.1, "stochastic depth of the last layer")
+    layer_decay: float = option(0.75, "learning rate factor from each layer to the one below", at_least=0)
+    drop_path: float = option(0.1, "stochastic depth of the last layer", at_least=0, below=1)
     keep_ratio: float = option(
         1.0,
         "share of an image's patches, drawn anew each epoch, that a LiViT trains on: 1 is the paper, less is faster",

@@ -10,13 +10,15 @@ from transformers import PreTrainedModel
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.data import Batches
 from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.data.loading import StoredImages
+from livt_hf.data.decoding import encoded_images, read_image
 from livt_hf.data.sampling import Sampler
 from livt_hf.metrics import group_sizes
 from livt_hf.results import provenance
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, TrainingSettings
 from livt_hf.training.loop import Loop
+
+LOOKED_AT = 16  # images that tell the sizes of all
 
 
 def image_size(settings: TrainingSettings) -> int:
@@ -25,8 +27,13 @@ def image_size(settings: TrainingSettings) -> int:
 
 def is_native(dataset: Dataset, image_size: int) -> bool:
     """Whether images are small and come at the model's own size, so that evaluation leaves them as they are."""
-    height, width = StoredImages(dataset.select(range(1))).images([0])[0].shape[-2:]
-    return image_size <= 96 and (height, width) == (image_size, image_size)
+    return image_size <= 96 and set(some_sizes(dataset)) == {(image_size, image_size)}
+
+
+def some_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
+    """Height and width of some images, from the first to the last one of a dataset."""
+    images, rows = encoded_images(dataset), np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT)).astype(int)
+    return [tuple(read_image(images[row]["image"], row).shape[-2:]) for row in rows.tolist()]
 
 
 def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Batches:

@@ -40,6 +40,17 @@ DIGESTS = ".digests"  # the suffix of the file beside an array of features
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
+def freeze_unused(model: PreTrainedModel, side: int) -> None:
+    """Freeze what no logit depends on (the mask token of a DINOv2, the pooling of a SigLIP, the last norm of a CLIP).
+
+    It would learn nothing, and several processes would wait for its gradient in vain.
+    """
+    model.eval()(torch.zeros(1, 3, side, side)).logits.sum().backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+
+
 def add_lora(model: PreTrainedModel, rank: int) -> None:
     """Freeze a model and give each linear layer of its backbone a trainable product of two thin matrices.
 

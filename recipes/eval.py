@@ -247,7 +247,8 @@ def print_findings(found: Findings, exam: Exam) -> None:
     intervals = {name: found for name, found in summary["intervals"][first].items() if found is not None}
     shown = (f"{name} {percent(low)} to {percent(high)}" for name, (low, high) in intervals.items())
     over = "over images" if exam.clusters is None else "over groups"
-    print(f"  {first}, 95 % intervals {over}: {', '.join(shown)}")
+    if intervals:
+        print(f"  {first}, 95 % intervals {over}: {', '.join(shown)}")
     if "under_prior" in summary:
         (_, words), *accuracies = summary["under_prior"].items()
         shown = ", ".join(f"{rule} {percent(accuracy)}" for rule, accuracy in accuracies) or "no class has test images"

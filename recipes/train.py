@@ -18,19 +18,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from datasets import Dataset
 
 from livt_hf import budget
-from livt_hf.backbones import build_classifier, input_facts, serving_processor
+from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
 from livt_hf.commands import EXIT_UNFINISHED, WITHIN_TRAIN, run_command
 from livt_hf.data import load_data
-from livt_hf.data.loading import StoredImages
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.settings import TrainSettings, as_words
 from livt_hf.records import read_record, write_values
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
+from livt_hf.stages import some_sizes
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
@@ -120,16 +121,17 @@ def plan_scratch(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str
 
 def scratch_within(hours: float, train: Dataset, threads: int | None = None) -> budget.Scratch:
     """What this machine, or so many of its cores, can train from scratch on these images."""
-    side = min(StoredImages(train.select(range(1))).images([0])[0].shape[-2:])
+    sizes = some_sizes(train)
+    side = int(np.median([min(size) for size in sizes]))
     per_second = (threads or available_cores()) * budget.CORE_FLOPS
     if torch.accelerator.is_available():
         per_second = torch.accelerator.device_count() * budget.GPU_FLOPS
-    return budget.Scratch(len(train), side, 3600 * hours * per_second)
+    return budget.Scratch(len(train), side, 3600 * hours * per_second, alike=set(sizes) == {(side, side)})
 
 
 def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
     words = [*settings.data_words(), "--pretrained", settings.pretrained]
-    model_settings = FinetuneSettings.parse([*words, "--tune", "head"])
+    model_settings = FinetuneSettings.parse([*words, "--tune", "head"], inherit=lent_by_checkpoint)
     model = build_classifier(model_settings, train).eval()
     size = input_facts(serving_processor(model_settings, train, model)).size
     seconds = forward_seconds(model, size, settings.threads)

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
-from transformers import ResNetConfig, ResNetForImageClassification
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
 from livt_hf import budget
 from livt_hf.commands import WITHIN_TRAIN, resume_message, what_next
@@ -15,7 +22,7 @@ from livt_hf.data import eval_processor, load_long_tailed
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.options import read_settings
 from livt_hf.recipes import train
-from livt_hf.recipes.settings import CONFIGS, as_words
+from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
 from livt_hf.results import Results
 from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
@@ -27,6 +34,9 @@ def test_epochs_that_fit_are_whole_and_never_fewer_than_one():
     assert budget.epochs_within(60, 25) == 2
     assert budget.epochs_within(50, 25) == 2
     assert budget.epochs_within(10, 25) == budget.epochs_within(-5, 25) == 1
+    assert budget.epochs_within(100, 10, last=3, per_last=20) == 7  # 4 x 10 and 3 x 20
+    assert budget.epochs_within(50, 10, last=3, per_last=20) == 2  # 2 x 20
+    assert budget.epochs_within(0, 10, last=1, per_last=20) == 1
 
 
 def test_a_pass_through_the_micro_vit_costs_what_its_matrices_say():
@@ -124,6 +134,30 @@ def test_a_share_of_the_cores_is_what_the_model_is_chosen_for(tmp_path, monkeypa
     monkeypatch.setattr(train, "available_cores", lambda: 8)
     images = load_long_tailed(make_pictures(tmp_path / "pictures"))["train"]
     assert train.scratch_within(1, images).flops == 4 * train.scratch_within(1, images, threads=2).flops
+
+
+def test_the_size_of_images_is_that_of_most_of_them(tmp_path):
+    folder = make_pictures(tmp_path / "pictures")
+    Image.new("RGB", (64, 64)).save(folder / "train" / "class0" / "0.png")  # the first of all
+    choice = train.scratch_within(1, load_long_tailed(str(folder))["train"])
+    assert (choice.side, choice.alike) == (8, False)
+    assert budget.Scratch(64, 32, 1e15).options(1)["finetune"]["augmentation"] == "pad_crop"
+    assert budget.Scratch(64, 32, 1e15, alike=False).options(1)["finetune"]["augmentation"] == "crop"
+
+
+def test_an_update_takes_no_more_images_than_there_are():
+    assert [budget.batch_within(count) for count in (100_000, 1_280, 16, 11, 1)] == [256, 16, 16, 8, 1]
+    assert budget.Scratch(11, 32, 1e15).second_batch_size == 8
+
+
+def test_a_backbone_of_any_size_is_planned_for(tmp_path):
+    preset = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
+    ViTForImageClassification(ViTConfig(**preset, image_size=32, patch_size=8)).save_pretrained(tmp_path / "vit")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+    folder = str(make_pictures(tmp_path / "pictures"))
+    settings = TrainSettings.parse([folder, "--pretrained", str(tmp_path / "vit"), "--hours", "1"])
+    _, stages = train.plan_backbone(settings, load_long_tailed(folder)["train"])
+    assert stages["finetune"][-4:] == ["--tune", "full", "--hours", "1"]
 
 
 def test_a_training_that_its_first_stage_refuses_leaves_the_folder_free(tmp_path, monkeypatch):

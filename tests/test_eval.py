@@ -415,6 +415,8 @@ def test_a_classifier_trained_elsewhere_gets_the_posterior_rule_from_its_class_c
     assert len(rows) == 44
     assert all(row[f"{name} ({UNIFORM})"] == pytest.approx(0.25) for row in rows for name in NAMES)
     assert "knows its class counts already" in refused("--model", workplace.finetuned, *options)
+    several = saved(tmp_path / "several", stock(**names(NAMES), problem_type="multi_label_classification"))
+    assert "of one label per image; leave --class_counts out" in refused("--model", several, *options)
 
 
 def test_a_model_of_other_classes_is_refused_by_name(workplace, refused, stock, tmp_path):

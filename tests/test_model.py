@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -54,6 +55,13 @@ def mgp(tiny, tmp_path):
         model.vit.layernorm.weight.uniform_(0.5, 1.5)
     model.save_pretrained(tmp_path / "mgp")
     return tmp_path / "mgp"
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_class_counts_may_be_a_list_an_array_or_a_tensor(build, tmp_path, kind):
+    build().save_pretrained(tmp_path)
+    model = LiViTForImageClassification.from_pretrained(tmp_path, class_counts=kind([7, 2, 1]))
+    assert model.config.long_tail.class_counts == [7, 2, 1]
 
 
 def pixels(images=4, size=16) -> torch.Tensor:

@@ -98,6 +98,10 @@ def test_pareto_goes_from_the_largest_to_the_smallest_count_and_resembles_imagen
     assert 100_000 < counts.sum() < 120_000  # ImageNet-LT has 115,846
 
 
+def test_the_smallest_class_has_its_images_whatever_rounding_does():
+    assert all(exponential_counts(10, factor, factor)[-1] == 1 for factor in range(2, 200))
+
+
 @pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="needs the published class counts (LIVT_DATA)")
 def test_pareto_is_closer_to_imagenet_lt_than_the_exponential_rule():
     path = Path(os.environ["LIVT_DATA"]) / "splits" / "ImageNet_LT_train_cls_num.json"

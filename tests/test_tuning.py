@@ -10,8 +10,9 @@ import timm
 import torch
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Image
+from needs import needs_unix
 from PIL import Image as Pictures
-from recipe_runs import make_pictures
+from recipe_runs import RecipeRun, make_pictures
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageClassification,
@@ -33,13 +34,13 @@ from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint,
 from livt_hf.data import Batches, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
-from livt_hf.finetuning import finetune_augmentation
+from livt_hf.finetuning import finetune_augmentation, measure
 from livt_hf.long_tail.anatomy import classifier_of, pooled_features
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
-from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, KeptFeatures, add_lora, merge_lora
+from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, KeptFeatures, add_lora, freeze_unused, merge_lora
 
 SHORT = "--epochs 3 --warmup_epochs 1 --batch_size 16 --threads 1 --eval_epochs 3 --image_size 16".split()
 
@@ -110,6 +111,18 @@ def test_a_backbone_is_fine_tuned_saved_as_its_own_class_and_measured_as_in_trai
     assert run.results.metrics["accuracy"] == pytest.approx(accuracy, abs=1e-9)
     assert run.results.image_size == 16 and run.results.num_images == 44
     assert run.results.model_type == stock.config.model_type
+
+
+@needs_unix
+@pytest.mark.parametrize("family", [resnet, dinov2])
+def test_on_several_processes_what_is_measured_is_what_is_saved(pictures, tmp_path, family):
+    """Batch statistics are each process's own, and a mask token gets no gradient to wait for."""
+    words = ["--dataset", pictures, "--pretrained", family(tmp_path / "start"), "--tune", "full", *SHORT]
+    run = Run(RecipeRun("finetune", tmp_path / "run", *words, processes=2).finish().folder)
+    model, processor = load_checkpoint(str(run.folder)), load_processor(str(run.folder))
+    loader = eval_loader(load_long_tailed(str(pictures))["test"], processor, Batches(64))
+    again = measure(model, loader, Accelerator(), np.array([30, 18, 10, 6]))["metrics"]
+    assert run.results.metrics["mean_confidence"] == pytest.approx(again["mean_confidence"], abs=1e-6)
 
 
 def test_a_batch_is_smaller_than_the_config_of_a_way_says_where_the_images_do_not_fill_it(pictures, tmp_path, capsys):
@@ -315,12 +328,27 @@ def test_an_interrupted_head_run_goes_on_to_the_same_weights(pictures, tmp_path)
         (["--tune", "head", "--mixup", "0.2"], "features of a frozen backbone cannot be mixed"),
         (["--tune", "head", "--image_size", "1"], "does not take images of 1 pixels"),
         (["--tune", "head", "--normalised_classifier"], "leave --normalised_classifier out"),
+        (["--tune", "head", "--gradient_checkpointing"], "leave --gradient_checkpointing out"),
+        (["--tune", "full", "--mixup", "0.2", "--batch_size", "15"], "this one has 15"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(pictures, tmp_path, options, complaint):
     with pytest.raises(LiVTError, match=complaint):
         trained(pictures, dinov2(tmp_path / "dinov2"), tmp_path / "run", *options)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_trade_time_for_memory_says_so(pictures, tmp_path):
+    with pytest.raises(LiVTError, match="a resnet cannot trade time for memory"):
+        trained(pictures, resnet(tmp_path / "resnet"), tmp_path / "run", "--tune", "full", "--gradient_checkpointing")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_no_logit_depends_on_is_frozen(tmp_path):
+    model = AutoModelForImageClassification.from_pretrained(dinov2(tmp_path / "d"))
+    freeze_unused(model, 16)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["dinov2.embeddings.mask_token"]
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_backbone_without_linear_layers_gets_no_lora():

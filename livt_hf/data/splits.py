@@ -20,7 +20,8 @@ def exponential_counts(num_classes: int, max_count: int, imbalance_factor: float
     """The CIFAR-LT rule: class i of C keeps int(max_count * gamma^(-i / (C - 1))) images."""
     _check_rule(num_classes, max_count, imbalance_factor)
     exponent = -np.arange(num_classes) / max(num_classes - 1, 1)
-    return (max_count * float(imbalance_factor) ** exponent).astype(np.int64)
+    exact = max_count * float(imbalance_factor) ** exponent
+    return (exact + 1e-9).astype(np.int64)  # 49 * 49^-1 is a little less than 1
 
 
 def pareto_counts(num_classes: int, max_count: int, imbalance_factor: float, alpha: float = 6.0) -> np.ndarray:

@@ -291,14 +291,18 @@ class DeviceTransform:
             self._erase_some(images, batch["index"].cpu().numpy(), epoch)
         batch = batch | {"pixel_values": images}
         if self._mixes:
-            if len(images) % 2:
-                raise LiVTError(
-                    f"mixup pairs the images of a micro-batch, but this one has {len(images)}: choose a batch_size "
-                    "that gives each process and accumulation step an even number, or set mixup and cutmix to 0."
-                )
+            self.check_batch(len(images))
             with keyed_rng(purpose_seed(self.seed, "mix"), epoch, update, micro, rank):
                 batch["pixel_values"], batch["labels"] = self._mixed(images, batch["labels"])
         return batch
+
+    def check_batch(self, size: int) -> None:
+        """Refuse a micro-batch that cannot be mixed."""
+        if self._mixes and size % 2:
+            raise LiVTError(
+                f"mixup pairs the images of a micro-batch, but this one has {size}: choose a batch_size that gives "
+                "each process and accumulation step an even number, or set mixup and cutmix to 0."
+            )
 
     def _erase_some(self, images: torch.Tensor, indices: np.ndarray, epoch: int) -> None:
         seed = purpose_seed(self.seed, "erase")

@@ -49,6 +49,8 @@ def told_its_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrained
     """A classifier trained elsewhere, balanced by its class counts: those of its training folder or of a file."""
     if head_of(model) is not None:
         raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
+    if model.config.problem_type == "multi_label_classification":
+        raise LiVTError("class counts balance a model of one label per image; leave --class_counts out.")
     if not Path(place).is_dir():
         return balance(model, class_counts=read_numbers(place, class_names(model), "class counts"), loss=loss)
     train = load_long_tailed(place)["train"]

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
@@ -223,6 +223,7 @@ class Loop:
                     if self.progress.update % self.settings.log_steps == 0 or self.progress.update == self.total:
                         bar.set_postfix(self._log())
                     if step == self.per_epoch - 1 or self.progress.update == self.total:
+                        self._share_statistics()
                         self._log_evaluation(after_epoch(epoch), epoch)
                     due = time.monotonic() - saved > 60 * self.settings.save_minutes
                     stop, save = self._agree(stopping.requested or self._out_of_time(started), due)
@@ -261,6 +262,12 @@ class Loop:
             self.ema.update_parameters(self.bare_model)
         self.progress.pending.append(total)
         self.progress.update += 1
+
+    def _share_statistics(self) -> None:
+        """What is measured is what is saved: each process has normalised by statistics of its own last images."""
+        if self.accelerator.num_processes > 1:
+            for buffer in self.final_model.buffers():
+                broadcast(buffer)
 
     def _settle_losses(self) -> list[float]:
         """The pending losses as numbers, averaged over processes; reading them waits for the device."""

@@ -41,7 +41,7 @@ def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: fl
 
 
 def muon_groups(model: LayeredModel, groups: list[dict]) -> list[dict]:
-    """The groups, with what follows the blocks marked for AdamW: Muon is for matrices between features."""
+    """The groups, with what follows the blocks marked for NAdamW: Muon is for matrices between features."""
     depths = model.parameter_depths()
     last = max(depths.values())
     after = {id(parameter) for name, parameter in model.named_parameters() if depths[name] == last}

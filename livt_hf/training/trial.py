@@ -30,15 +30,22 @@ def settle(
     """
     if settings.hours is None and settings.compile != "auto":
         return
-    per_epoch = seconds_per_update(settings, accelerator, model, loader, loss_of) * loader.updates_per_epoch
+
+    def seconds_of(epoch: int) -> float:
+        return seconds_per_update(settings, accelerator, model, loader, loss_of, epoch) * loader.updates_per_epoch
+
+    per_epoch = seconds_of(0)
     if settings.hours is not None:
+        last = settings.keep_all_epochs if getattr(settings, "keep_ratio", 1) < 1 else 0
+        per_last = seconds_of(settings.epochs - 1) if last else 0.0
         left = 3600 * settings.hours - (budget.clock() - began)
         # The clocks of processes differ, their epochs must not.
-        settings.epochs = int(_gathered(accelerator, budget.epochs_within(left, per_epoch)).min())
-        said = (
-            f"epochs that fit into {max(0, left) / 60:.1f} minutes, at {per_epoch:.1f} seconds each: {settings.epochs}"
-        )
-        accelerator.print(said, file=sys.stderr)
+        fitting = budget.epochs_within(left, per_epoch, last, per_last)
+        settings.epochs = int(_gathered(accelerator, fitting).min())
+        said = f"epochs that fit into {max(0, left) / 60:.1f} minutes, at {per_epoch:.1f} seconds each"
+        if last:
+            said += f" and {per_last:.1f} with all patches (the last {last})"
+        accelerator.print(f"{said}: {settings.epochs}", file=sys.stderr)
     if settings.compile == "auto":
         seconds, device = settings.epochs * per_epoch, accelerator.device.type
         settings.compile = budget.compiling_pays(seconds, device) and can_compile(device)
@@ -52,19 +59,19 @@ def can_compile(device: str) -> bool:
 
 
 def seconds_per_update(
-    settings: TrainingSettings, accelerator: Accelerator, model: nn.Module, loader, loss_of: Callable
+    settings: TrainingSettings, accelerator: Accelerator, model: nn.Module, loader, loss_of: Callable, epoch: int
 ) -> float:
-    """The mean over some updates of a copy of the model, which is thrown away; that of the slowest process."""
+    """The mean over some updates of an epoch by a copy of the model, which is thrown away; on the slowest process."""
     plain = dataclasses.replace(settings, ema_decay=None)
     with kept_rng():
         loop = Loop(accelerator, plain, None, copy.deepcopy(model), loader, loss_of)
         loop.model.train()
         updates = min(WARM_UP + TIMED, loop.per_epoch)
-        batches = iter(loader.epoch(0))
+        batches = iter(loader.epoch(epoch))
         for update in range(updates):
             if update == min(WARM_UP, updates - 1):
                 began = budget.clock()
-            loop.update(batches, epoch=0)
+            loop.update(batches, epoch)
         seconds = (budget.clock() - began) / max(1, updates - WARM_UP)
     accelerator.free_memory()
     return _gathered(accelerator, seconds).max().item()

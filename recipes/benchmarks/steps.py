@@ -156,8 +156,12 @@ def _flops(config) -> float:
     visible = int(patches * (1 - config.mask_ratio))
     pixels = config.patch_size**2 * config.num_channels
     encoder = config.num_hidden_layers * layer_flops(config.hidden_size, visible + 1)
-    decoder = config.decoder_num_hidden_layers * layer_flops(config.decoder_hidden_size, patches + 1)
-    ends = 2 * visible * pixels * config.hidden_size + 2 * (patches - visible) * pixels * config.decoder_hidden_size
+    width, hidden = config.decoder_hidden_size, patches - visible
+    decoder = (config.decoder_num_hidden_layers - 1) * layer_flops(width, patches + 1)
+    # The last layer answers for hidden patches alone: only its keys and values are those of all.
+    decoder += 4 * width**2 * (patches + 1) + 20 * width**2 * hidden + 4 * width * hidden * (patches + 1)
+    ends = 2 * visible * pixels * config.hidden_size + 2 * hidden * pixels * width
+    ends += 2 * (visible + 1) * config.hidden_size * width  # between encoder and decoder
     return 3 * (encoder + decoder + ends)
 
 
