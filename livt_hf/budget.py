@@ -30,8 +30,9 @@ KEPT = 0.5
 # The share of the time that masked pretraining gets. On CIFAR-100-LT, 41 % of 22 minutes led to 27.4 % accuracy, 78 %
 # of 58 minutes to 31.3 %.
 PRETRAINING_SHARE = 0.6
-# A backbone is trained as a whole where the time is enough for so many epochs; else its classifier alone.
-FULL_EPOCHS = 10
+# A backbone is trained as a whole where the time is enough for so many epochs and updates; else its classifier alone.
+# A dozen updates, which may be ten epochs of few images, leave all of it behind its head.
+FULL_EPOCHS, FULL_UPDATES = 10, 100
 # Updates per epoch that the batch is chosen for: a short training wants many small updates.
 UPDATES_PER_EPOCH = 80
 # Epochs from which on mixing images pays (on CIFAR-100-LT: not with 12, but with 30).
@@ -141,9 +142,11 @@ class Scratch:
         )
 
 
-def tuning_within(seconds: float, num_images: int, forward_seconds: float) -> str:
+def tuning_within(seconds: float, num_images: int, forward_seconds: float, batch_size: int) -> str:
     """What of a pretrained backbone is trained, if it sees one image in so many seconds: everything or the head.
 
     A training step takes three times as long as a forward pass.
     """
-    return "full" if seconds >= FULL_EPOCHS * 3 * forward_seconds * num_images else "head"
+    epochs = seconds / (3 * forward_seconds * num_images)
+    enough = epochs >= FULL_EPOCHS and epochs * max(1, num_images // batch_size) >= FULL_UPDATES
+    return "full" if enough else "head"

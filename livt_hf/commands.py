@@ -19,6 +19,7 @@ EXIT_UNFINISHED = 75
 # Not a bug, and nothing that could be known before.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 NOT_ALLOWED = {errno.EACCES, errno.EPERM}
+NO_PLACE = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 # These tell of every timm model that its image processor has one implementation and is saved in config.json, and of
 # every small dataset that one process uploads it, about which nobody needs to do anything.
 MEANINGLESS = (
@@ -58,7 +59,7 @@ def run_command(main: Callable[[], None]) -> None:
     except Interrupted:
         sys.exit(EXIT_UNFINISHED)
     except (LiVTError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in NO_ROOM | NOT_ALLOWED:
+        if isinstance(error, OSError) and error.errno not in NO_ROOM | NOT_ALLOWED | NO_PLACE:
             raise
         if not first:
             time.sleep(SECONDS_FOR_THE_FIRST)
@@ -66,8 +67,10 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def refused_by_the_machine(error: OSError) -> str:
-    """A disk that is full, or a place that may not be read or written, as a sentence."""
+    """A disk that is full, or a place that cannot be or may not be read or written, as a sentence."""
     place = "" if error.filename is None else f" {error.filename}"
+    if error.errno in NO_PLACE:
+        return f"there can be no file or folder{place}: {error.strerror}; choose another place."
     if error.errno in NO_ROOM:
         said = f"could not write{place}: {error.strerror}; make room or choose another folder"
     else:

@@ -15,7 +15,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.backbones import InputFacts, input_facts
 from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
-from livt_hf.data.division import is_carved
+from livt_hf.data.division import is_carved, refuse_single_class
 from livt_hf.data.labels import is_multi_label, number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
@@ -45,6 +45,7 @@ _AUGMENTATION = {
 
 def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
     """What cannot work is refused before anything is computed or written."""
+    refuse_single_class(data["train"])
     Batches(settings.batch_size).updates(len(data["train"]))
     if not LOSSES[settings.loss].soft_labels and (settings.mixup or settings.cutmix):
         raise LiVTError(f"loss {settings.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
@@ -138,7 +139,8 @@ def plan_course(
     facts, batches = input_facts(processor), training_batches(settings, accelerator)
     if settings.tune == "lora":
         add_lora(model, settings.lora_rank)
-    freeze_unused(model, facts.size)
+    if not isinstance(model, LiViTForImageClassification):
+        freeze_unused(model, facts.size)
     fixed = dict(erase=settings.erase, num_classes=number_of_classes(data["train"]), seed=settings.seed)
     mixing = DeviceTransform(facts.mean, facts.std, mixup=settings.mixup, cutmix=settings.cutmix, **fixed)
     mixing.check_batch(batches.micro_size)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
@@ -139,6 +140,10 @@ def reading_checkpoint(path) -> Iterator[None]:
 def read_config(path: str) -> dict:
     """The config of a checkpoint folder or of a model on the Hub."""
     with reading_checkpoint(path):
+        if not Path(path).exists() and "/" not in path and try_to_load_from_cache(path, "config.json") is None:
+            HfApi().model_info(
+                path, timeout=10
+            )  # perhaps a misspelt folder: one question, where loading asks many times
         return _config_dict(path)
 
 

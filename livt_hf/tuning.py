@@ -29,6 +29,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.running import progress
 from livt_hf.long_tail.anatomy import classifier_of, pooled_features
 from livt_hf.long_tail.balance import BalancedClassifier
+from livt_hf.plugins import find_module
 from livt_hf.runs import runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import shared_batches
@@ -51,15 +52,20 @@ def freeze_unused(model: PreTrainedModel, side: int) -> None:
         parameter.grad = None
 
 
+def check_lora() -> None:
+    """Refuse LoRA where its library is missing."""
+    if find_module("peft") is None:
+        raise LiVTError("LoRA needs peft; install it with: pip install 'livt-hf[lora]'.")
+
+
 def add_lora(model: PreTrainedModel, rank: int) -> None:
     """Freeze a model and give each linear layer of its backbone a trainable product of two thin matrices.
 
     A convolution of single pixels is a linear layer over channels; most of an EfficientNet's weights are in such.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise LiVTError("--tune lora needs peft; install it with: pip install 'livt-hf[lora]'.") from error
+    check_lora()
+    from peft import LoraConfig, inject_adapter_in_model
+
     classifier = classifier_of(model)
     linear = [name for name, layer in model.named_modules() if _is_linear(layer) and layer is not classifier]
     if not linear:

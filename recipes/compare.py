@@ -27,6 +27,7 @@ from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
 from livt_hf.system import shell_line
+from livt_hf.tuning import check_lora
 
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
 
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "ways are compared by accuracy, which images with several labels do not have; train each way "
             "with livt finetune and compare their reports."
         )
+    if "lora" in settings.ways and not settings.dry_run:
+        check_lora()
     plan = Ways(as_sweep(settings), [variant_of(way, settings, train) for way in settings.ways])
     if carried_out(plan):
         report(settings, plan)

@@ -197,7 +197,8 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         report = write_whole(run, settings, found, tested)
         print(
             f"\nCross-validated {settings.model_size} with {settings.loss} on {settings.dataset}, in percent, by the "
-            f"rule “{next(iter(found.summary['rules']))}”:\n{markdown_table(fold_rows(found.summary))}"
+            f"rule “{next(iter(found.summary['rules']))}”; many, medium and few by the counts of all images:\n"
+            f"{markdown_table(fold_rows(found.summary))}"
             f"Report: {report}\nPredictions: {run.folder / ANSWERS}\n"
             "Next, train the model to use: the same command without --folds."
         )

@@ -14,6 +14,7 @@ import itertools
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -157,8 +158,11 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
     """Run what is not finished, `jobs` at a time; each can be killed and goes on the next time."""
     threads = max(1, available_cores() // settings.jobs)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *shell_words(settings.launch)]
+    failed = threading.Event()
 
     def run(folder: Path) -> None:
+        if failed.is_set():
+            return
         command = [*launcher, "--module", f"livt_hf.recipes.{runs[folder].stage}", *runs[folder].words]
         command += ["--output_dir", str(folder), "--resume", "auto", "--threads", str(threads)]
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +170,10 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
         with log.open("a", encoding="utf-8") as output:
             status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
         if status:
-            raise LiVTError(f"{shell_line(command)}\nfailed; see {log}")
+            failed.set()
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            why = next((f"{line[7:]}\n" for line in reversed(lines) if line.startswith("error: ")), "")
+            raise LiVTError(f"{why}{shell_line(command)}\nfailed; see {log}")
 
     for folder, planned in runs.items():  # begun under the same name, but perhaps with other options
         if Run(folder).started:

@@ -26,8 +26,9 @@ from livt_hf import budget
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
 from livt_hf.commands import EXIT_UNFINISHED, WITHIN_TRAIN, run_command
 from livt_hf.data import load_data
+from livt_hf.data.division import refuse_single_class
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.recipes.settings import TrainSettings, as_words
+from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
 from livt_hf.records import read_record, write_values
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise LiVTError(f"hours is {settings.hours}; it must be above 0.")
     folder = begin(settings) if settings.resume is None else Path(settings.resume)
     if not (folder / PLAN).exists():
-        raise LiVTError(f"{folder} has no {PLAN}; give the folder that livt train began.")
+        what = f"has no {PLAN}" if folder.exists() else "does not exist"
+        raise LiVTError(f"{folder} {what}; give the folder that livt train began.")
     plan = read_record(folder / PLAN, {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]})
     if not {"why", "stages"} <= plan.keys():
         raise LiVTError(f"{folder / PLAN} is damaged: it holds no stages and why; begin a new run.")
@@ -96,6 +98,7 @@ def run_livt(words: list[str]) -> bool:
 def begin(settings: TrainSettings) -> Path:
     """Choose, and write down what was chosen, so that going on does not choose again."""
     train = load_data(settings)["train"]
+    refuse_single_class(train)
     if settings.pretrained is not None:
         why, stages = plan_backbone(settings, train)
     else:
@@ -135,11 +138,13 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
     model = build_classifier(model_settings, train).eval()
     size = input_facts(serving_processor(model_settings, train, model)).size
     seconds = forward_seconds(model, size, settings.threads)
-    tune = budget.tuning_within(3600 * settings.hours, len(train), seconds)
+    batch = FinetuneSettings.parse([*words, "--tune", "full"], CONFIGS, lent_by_checkpoint).batch_size
+    tune = budget.tuning_within(3600 * settings.hours, len(train), seconds, batch)
     epoch = 3 * seconds * len(train)
+    enough = f"{budget.FULL_EPOCHS} of them and {budget.FULL_UPDATES} updates of {batch} images"
     chosen = {
-        "full": f"hold {budget.FULL_EPOCHS} of them or more: all of it is fine-tuned.",
-        "head": f"do not hold {budget.FULL_EPOCHS}: its classifier is trained on frozen features.",
+        "full": f"hold {enough} or more: all of it is fine-tuned.",
+        "head": f"do not hold {enough}: its classifier is trained on frozen features.",
     }
     why = (
         f"{settings.pretrained}: an epoch of {len(train):,} images at {size} pixels takes about {epoch:.0f} seconds "

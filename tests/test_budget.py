@@ -88,8 +88,13 @@ def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
 
 
 def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
-    assert budget.tuning_within(3600, num_images=1000, forward_seconds=0.1) == "full"  # ten epochs take 3,000 s
-    assert budget.tuning_within(1800, num_images=1000, forward_seconds=0.1) == "head"
+    pace = {"forward_seconds": 0.1, "batch_size": 64}
+    assert (
+        budget.tuning_within(3600, num_images=1000, **pace) == "full"
+    )  # ten epochs take 3,000 s, and are 150 updates
+    assert budget.tuning_within(1800, num_images=1000, **pace) == "head"
+    assert budget.tuning_within(1800, num_images=70, **pace) == "head"  # 85 epochs, which are 85 updates
+    assert budget.tuning_within(3600, num_images=70, **pace) == "full"
 
 
 @pytest.fixture
@@ -143,6 +148,12 @@ def test_the_size_of_images_is_that_of_most_of_them(tmp_path):
     assert (choice.side, choice.alike) == (8, False)
     assert budget.Scratch(64, 32, 1e15).options(1)["finetune"]["augmentation"] == "pad_crop"
     assert budget.Scratch(64, 32, 1e15, alike=False).options(1)["finetune"]["augmentation"] == "crop"
+
+
+def test_images_of_one_class_are_refused_before_anything_is_trained(tmp_path):
+    folder = make_pictures(tmp_path / "pictures", train=(20,))
+    with pytest.raises(LiVTError, match="all images are of one class, class0; a classifier needs"):
+        train.main([str(folder), "--hours", "0.1"])
 
 
 def test_an_update_takes_no_more_images_than_there_are():

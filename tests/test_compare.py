@@ -5,6 +5,7 @@ import importlib
 import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,13 @@ def test_each_way_gets_the_same_time_and_both_stages_from_scratch_share_theirs(p
     assert {run.tune: run.hours for run in backbones} == {"head": None, "lora": 1, "full": 1}
     assert {(run.pretrained, run.image_size) for run in backbones} == {(str(place / "backbone"), 16)}
     assert {run.min_images for run in (first, second, *backbones)} == {2}
+
+
+def test_a_way_that_cannot_be_gone_is_refused_before_any_other_is(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("was run"))
+    with pytest.raises(LiVTError, match="LoRA needs peft; install it with"):
+        compared(place)
 
 
 def test_a_comparison_ends_in_a_table_and_a_picture_and_runs_what_is_done_no_more(place, monkeypatch, capsys):

@@ -3,9 +3,12 @@
 import itertools
 import json
 import logging
+import os
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +33,7 @@ from livt_hf.options import CommandSettings
 from livt_hf.recipes.publish import main
 from livt_hf.recipes.publish_data import PublishDataSettings
 from livt_hf.recipes.publish_data import main as publish_data
+from livt_hf.runs import Run
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4
@@ -156,9 +160,9 @@ def make_run(folder, results, model, **arguments):
     (folder / "log.jsonl").write_text(json.dumps({"update": 1, "event": f"saved {folder}/checkpoints/step-1"}) + "\n")
     (folder / "report").mkdir()
     (folder / "report" / "report.md").write_text("# data/ward 3/x on data/ward 3 (test): /home/jane/my/data.\n")
-    (folder / "report" / "evaluation.json").write_text(
-        json.dumps({"model": "data/ward 3/x", "dataset": "data/ward 3"})
-    )
+    report = {"model": "data/ward 3/x", "source": "data/ward 3", "dataset": results.dataset, "split": results.split}
+    report |= {"rules": results.rules} if results.metrics else {}
+    (folder / "report" / "evaluation.json").write_text(json.dumps(report))
     for name in ("reconstructions.png", "report/reliability-0.png", "report/classes.png"):
         Image.new("RGB", (8, 8)).save(folder / name)
     (folder / "report" / "report.html").write_text('<img src="data:image/png;base64,AAAA">')
@@ -264,6 +268,35 @@ def test_every_option_that_may_name_a_place_is_published_without_it(tmp_path):
     (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(dict.fromkeys(places, "clinic/ward 3/x")))
     scrub_file(tmp_path / "arguments.yaml", tmp_path / "published.yaml")
     assert set(yaml.safe_load((tmp_path / "published.yaml").read_text()).values()) == {"<local>/x"}
+
+
+def test_the_report_that_is_published_is_the_newest_that_agrees_with_the_results(run, tmp_path, caplog):
+    own = shutil.copytree(run, tmp_path / "run")
+    results = Run(own).results
+
+    def report(number: int, dataset: str, worse: float = 0.0) -> None:
+        rules = {rule: metrics | {"ece": metrics["ece"] + worse} for rule, metrics in results.rules.items()}
+        (own / f"report-{number}").mkdir()
+        summary = {"dataset": dataset, "split": results.split, "rules": rules}
+        path = own / f"report-{number}" / "evaluation.json"
+        path.write_text(json.dumps(summary))
+        (own / f"report-{number}" / "report.md").write_text(f"report {number}")
+        os.utime(path, (2e9 + number, 2e9 + number))
+
+    def published(name: str) -> Path:
+        return (
+            prepare_publication(own, tmp_path / name, Publication("org/livt", license="mit")) / "report" / "report.md"
+        )
+
+    report(2, results.dataset)
+    report(3, results.dataset, worse=0.3)  # from before a calibration
+    report(4, "other birds")
+    assert published("first").read_text() == "report 2"
+    shutil.rmtree(own / "report-2")
+    assert published("second").read_text().startswith("# <local>/x")
+    shutil.rmtree(own / "report")
+    assert not published("third").exists()
+    assert "has no report on the model as it is now" in caplog.text
 
 
 def test_places_are_cut_from_pages_and_looked_for_in_texts_alone(tmp_path):

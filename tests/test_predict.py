@@ -148,7 +148,8 @@ def test_what_pillow_only_writes_or_is_hidden_is_no_image_of_a_folder(tmp_path):
     for name in ("a.jpg", "b.MPO", "invoice.pdf", "notes.txt"):
         (tmp_path / name).touch()
     (tmp_path / "__MACOSX").mkdir()
-    for hidden in ("._a.jpg", "__MACOSX/a.jpg"):
+    (tmp_path / "runs" / "train-birds").mkdir(parents=True)
+    for hidden in ("._a.jpg", "__MACOSX/a.jpg", "runs/train-birds/confused.png"):
         (tmp_path / hidden).touch()
     assert find_images([str(tmp_path)]) == [tmp_path / "a.jpg", tmp_path / "b.MPO"]
 

@@ -66,6 +66,7 @@ def test_a_run_that_finds_no_room_to_begin_leaves_its_folder_as_it_was(tmp_path,
     [
         (errno.ENOSPC, "could not write runs/1/log.jsonl: .*; make room"),
         (errno.EROFS, "could not write runs/1/log.jsonl: .*; make room"),
+        (errno.ENOTDIR, "there can be no file or folder runs/1/log.jsonl: .*; choose another place"),
         (errno.EACCES, "may not read or write runs/1/log.jsonl: .*; change its permissions"),
     ],
 )

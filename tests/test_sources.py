@@ -757,8 +757,9 @@ def test_runs_that_an_earlier_session_left_among_the_images_are_told_by_what_the
     assert load_long_tailed(tmp_path / "birds")["train"].features["label"].names == classes
 
 
-def test_the_folder_of_a_model_is_no_dataset(tmp_path):
+@pytest.mark.parametrize("file", ["config.json", "plan.json"])
+def test_the_folder_of_a_model_is_no_dataset(tmp_path, file):
     write_images(tmp_path / "run", {"report": 2})
-    (tmp_path / "run/config.json").write_text("{}")
+    (tmp_path / "run" / file).write_text("{}")
     with pytest.raises(LiVTError, match="run is the folder of a model or a run; name the folder of its images"):
         load_long_tailed(str(tmp_path / "run"))

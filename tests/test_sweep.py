@@ -209,6 +209,7 @@ class Runs:
         stage = next(word for word in command if word.startswith("livt_hf.recipes.")).removeprefix("livt_hf.recipes.")
         stdout.write(f"training {folder.name}\n")
         if any(word in folder.name for word in self.failing):
+            stdout.write("error: what was wrong\n")
             return SimpleNamespace(returncode=1)
         finetune = stage == "finetune"
         words = command[command.index(f"livt_hf.recipes.{stage}") + 1 :]
@@ -325,13 +326,16 @@ def test_a_failed_run_is_reported_with_its_command_and_log_and_tried_again(runs,
     said = str(stopped.value)
     log = tmp_path / "sweeps" / "glyphs" / "bft" / "loss=bce_seed=0.out"
     assert f"failed; see {log}" in said and "livt_hf.recipes.finetune" in said and "--loss bce" in said
-    assert log.read_text() == "training loss=bce_seed=0\n"
+    assert (
+        said.startswith("what was wrong\n") and log.read_text() == "training loss=bce_seed=0\nerror: what was wrong\n"
+    )
+    assert runs.commands[-1] == runs.of(".finetune")[-1] and "bal_bce" not in runs.commands[-1]  # nothing after it
     assert not (tmp_path / "sweeps" / "glyphs" / "losses").exists()
     runs.failing = ()
     done = len(runs.commands)
     sweep("losses")
     again = {dict(zip(c, c[1:], strict=False))["--loss"] for c in runs.commands[done:]}
-    assert "bce" in again and again <= {"bce", "bal_bce"}
+    assert again == {"bce", "bal_bce"}
 
 
 def test_every_run_has_a_log_of_its_own(runs, sweep, tmp_path):

@@ -362,7 +362,7 @@ def test_a_backbone_without_linear_layers_gets_no_lora():
 def test_without_peft_lora_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
     model = balance(AutoModelForImageClassification.from_pretrained(dinov2(tmp_path / "d")), class_counts=[3, 2, 1])
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(LiVTError, match=r"--tune lora needs peft; install it with: pip install 'livt-hf\[lora\]'"):
+    with pytest.raises(LiVTError, match=r"LoRA needs peft; install it with: pip install 'livt-hf\[lora\]'"):
         add_lora(model, 2)
 
 

@@ -74,12 +74,15 @@ def test_what_is_to_be_done_is_what_promises_most():
 
 
 def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
+    """A cross-validation has no model of its own."""
     found = measured(WEAK, WEAK)
     named = replace(found, rules=dict(zip((PAPER, UNIFORM), found.rules.values(), strict=True)))
     calibrated = replace(named, rules=dict(reversed(named.rules.items())))
-    assert [
-        any("livt calibrate 'runs/my model'" in words for words in actions(one)) for one in (named, calibrated)
-    ] == [True, False]
+    told = [
+        any("livt calibrate 'runs/my model'" in words for words in actions(one))
+        for one in (named, calibrated, replace(named, model=None))
+    ]
+    assert told == [True, False, False]
 
 
 def test_a_perfect_model_has_nothing_to_be_done():
@@ -128,12 +131,13 @@ def write_report(folder, accuracy, dataset="glyphs", names=("a", "b")):
 
 def test_two_reports_stand_side_by_side_with_their_differences(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LIVT_RUNS", raising=False)
     write_report(tmp_path / "one" / "report", 0.5)
     write_report(tmp_path / "other" / "report-2", 0.75)
     main(["--compare", "one", "other"])
     sentence, page = capsys.readouterr().out.splitlines()
-    assert "50.0 %" in sentence and "75.0 %" in sentence and page == "Comparison: comparison/report.html"
-    page = (tmp_path / "comparison" / "report.html").read_text()
+    assert "50.0 %" in sentence and "75.0 %" in sentence and page == "Comparison: runs/comparison/report.html"
+    page = (tmp_path / "runs" / "comparison" / "report.html").read_text()
     assert page.count("data:image/png") == 2 and "<script" not in page
     assert "50.0" in page and "75.0" in page and "+25.0" in page
     assert "the second is better, by more than chance" in page

@@ -127,6 +127,13 @@ def thinned(train: Dataset, settings: DataSettings) -> Dataset:
     return train.select(long_tail_indices(labels_of(train).values, counts, settings.split_seed, settings.cap))
 
 
+def refuse_single_class(train: Dataset) -> None:
+    """Refuse to train a classifier of one class; with several labels, one class is a question of its own."""
+    names = class_feature(train).names
+    if len(names) < 2 and not is_multi_label(train):
+        raise LiVTError(f"all images are of one class, {', '.join(names)}; a classifier needs images of another too.")
+
+
 def refuse_empty_classes(train: Dataset) -> None:
     empty = np.flatnonzero(class_counts(train) == 0)
     if len(empty):

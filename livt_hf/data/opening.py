@@ -184,7 +184,7 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
 
 
 def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
-    if any((path / name).is_file() for name in ("config.json", "arguments.yaml")):
+    if any((path / name).is_file() for name in ("config.json", "arguments.yaml", "plan.json")):
         raise LiVTError(f"{path} is the folder of a model or a run; name the folder of its images.")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         with _reading_dataset(path):

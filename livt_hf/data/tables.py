@@ -37,7 +37,7 @@ from livt_hf.data.labels import (
     offsets_of,
     telling_name,
 )
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
 
@@ -200,6 +200,10 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
     columns = _find_columns(table, settings)
     labels, names, unlabelled = _read_labels(table, columns.labels, settings.label_separator)
     root = Path(os.path.abspath(settings.source or file.parent))
+    if not root.is_dir():
+        raise LiVTError(
+            f"the folder of the images, {root}, does not exist: pass it with --source.{perhaps_meant(root)}"
+        )
     paths = _relative_paths(as_text(table[columns.image]), root)
     rows = np.arange(len(table))
 

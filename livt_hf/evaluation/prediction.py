@@ -26,6 +26,7 @@ from livt_hf.evaluation.rules import BY_LOGIT, label_thresholds, posterior_rule,
 from livt_hf.evaluation.running import scores_under
 from livt_hf.long_tail.priors import Prior
 from livt_hf.records import in_words
+from livt_hf.system import is_of_runs
 
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
 
@@ -58,7 +59,7 @@ class Predictor:
         """The rule behind the scores, and what the scores are."""
         given = ""
         if self.thresholds is not None:
-            given = f"; a star marks the labels that are given, at {self._threshold_words}"
+            given = f"; labels are given, which a star marks in lines of text, at {self._threshold_words}"
         if self.rule is not None and self.rule_name != BY_LOGIT:
             doubt = why_uncalibrated(self.model)
             if doubt is None and not is_calibrated(self.model):
@@ -144,7 +145,9 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
             if not match.is_dir():
                 found[match] = None
                 continue
-            images = (path for path in match.rglob("*") if path.suffix.lower() in suffixes)
-            seen = sorted(path for path in images if not any(map(is_hidden, path.relative_to(match).parts)))
-            found.update(dict.fromkeys(seen))
+            images = [path for path in match.rglob("*") if path.suffix.lower() in suffixes]
+            of_runs = {folder for folder in {path.parent for path in images} if is_of_runs(folder, match)}
+            for path in sorted(images):
+                if path.parent not in of_runs and not any(map(is_hidden, path.relative_to(match).parts)):
+                    found[path] = None
     return list(found)

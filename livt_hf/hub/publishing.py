@@ -4,6 +4,7 @@ import fnmatch
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
@@ -22,12 +23,16 @@ from livt_hf.reports.biases import class_distribution
 from livt_hf.reports.evaluation import NUMBERS
 from livt_hf.results import Results
 from livt_hf.runs import ARGUMENTS, LOG, RESULTS, Run
+from livt_hf.system import shell_line
 from livt_hf.version import __version__
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARD_SIZE = "5GB"
 PICTURES = (".png", ".svg", ".jpg")
 COUNTS_PICTURE = "class_counts.png"
 MEASURED = Path("report", "evaluation.json")
+ROUNDED = 0.02  # by how much two measurements of one model may differ
 # What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind, and pictures
 # that are no longer asked for must go.
 REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/", "reconstructions.png")
@@ -62,7 +67,7 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     if any(folder.iterdir()):
         raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the publication.")
     counts = _write_model(run, folder, results, publication.form)
-    records = _chosen_records(run, publication.with_pictures)
+    records = _chosen_records(run, results, publication.with_pictures)
     _copy_records(run, folder, records, hub_ids(results))
     if counts:
         class_distribution(counts, folder / COUNTS_PICTURE)
@@ -98,7 +103,7 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
     with tempfile.TemporaryDirectory() as temporary:
         folder = prepare_publication(run, Path(temporary) / "publication", publication)
         what = f"to the {publication.visibility} repository {publication.repo_id}:\n{listing(folder)}"
-        logging.getLogger(__name__).info(what)
+        logger.info(what)
         before = None
         try:
             before = open_repository(api, publication)
@@ -159,29 +164,58 @@ def _write_model(run: Path, folder: Path, results: Results, form: str) -> list[i
     return model.config.long_tail.class_counts
 
 
-def _chosen_records(run: Path, with_pictures: bool) -> list[Path]:
-    """The records and the report of a run, by name.
+def _chosen_records(run: Path, results: Results, with_pictures: bool) -> dict[Path, Path]:
+    """The records and the report of a run: the files by the names that they are published under.
 
     Without `with_pictures` only files are chosen of which it is known that they show numbers.
     """
-    report = sorted((run / "report").glob("*"))
-    chosen = [run / name for name in (RESULTS, ARGUMENTS, LOG)] + [path for path in report if _shows_numbers(path)]
-    if with_pictures:
-        chosen += [path for path in sorted(run.glob("*")) + report if _is_picture(path) and path not in chosen]
-    return [path.relative_to(run) for path in chosen if path.is_file()]
+    report = _report_on(run, results)
+    files = [run / name for name in (RESULTS, ARGUMENTS, LOG)]
+    shown = [] if report is None else sorted(report.glob("*"))
+    pictures = [path for path in sorted(run.glob("*")) + shown if _is_picture(path)] if with_pictures else []
+    chosen = dict.fromkeys([*files, *(path for path in shown if _shows_numbers(path)), *pictures])
+    return {
+        (MEASURED.parent / path.name if path.parent == report else path.relative_to(run)): path
+        for path in chosen
+        if path.is_file()
+    }
 
 
-def _copy_records(run: Path, folder: Path, names: list[Path], known: set[str]) -> None:
+def _report_on(run: Path, results: Results) -> Path | None:
+    """The newest report on the model as it is published: of the same images, and with the numbers of its results.
+
+    One from before a calibration, or on other images, would contradict the card.
+    """
+    reports = sorted(run.glob(f"report*/{MEASURED.name}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in reports:
+        summary = read_record(path)
+        same_images = (summary.get("dataset"), summary.get("split")) == (results.dataset, results.split)
+        if results.stage == "pretrain" or same_images and _agree(summary.get("rules", {}), results.rules):
+            return path.parent
+    if reports:
+        command = shell_line(["livt", "eval", "--model", run])
+        logger.warning("%s has no report on the model as it is now, so none is published; write one: %s", run, command)
+    return None
+
+
+def _agree(rules: Mapping, results: Mapping) -> bool:
+    """Whether two measurements of a model are the same, but for what another batch or machine rounds differently."""
+    numbers = ("accuracy", "map", "ece")
+    pairs = [(rules[r].get(name), results[r].get(name)) for r in rules.keys() & results.keys() for name in numbers]
+    return bool(pairs) and all(a == b or None not in (a, b) and abs(a - b) < ROUNDED for a, b in pairs)
+
+
+def _copy_records(run: Path, folder: Path, files: dict[Path, Path], known: set[str]) -> None:
     """Copy files of a run, texts without the places on this machine that they name."""
     places = named_places(Run(run).arguments, known)
-    if MEASURED in names:  # an evaluation may have been told other places than the training
-        places |= named_places(read_record(run / MEASURED), known)
-    for name in names:
+    if MEASURED in files:  # an evaluation may have been told other places than the training
+        places |= named_places(read_record(files[MEASURED]), known)
+    for name, path in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         if name.suffix in TEXTS:
-            scrub_file(run / name, folder / name, known, places)
+            scrub_file(path, folder / name, known, places)
         else:
-            shutil.copyfile(run / name, folder / name)
+            shutil.copyfile(path, folder / name)
 
 
 def _shows_numbers(path: Path) -> bool:

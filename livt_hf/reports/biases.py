@@ -10,8 +10,8 @@ from livt_hf.metrics import GROUPS, shot_groups
 from livt_hf.reports.style import BLUE, NAMED, ORANGE, VERMILLION, label_classes, new_figure, plain, save, shade_groups
 
 # With many classes the two nearly coincide: thin dashes over a wide line show both.
-_CE = {"color": BLUE, "linestyle": "--", "linewidth": 1.6, "label": "Theorem 1 (softmax)"}
-_BCE = {"color": VERMILLION, "linestyle": "-", "linewidth": 3, "label": "Theorem 3 (sigmoid)"}
+_CE = {"color": BLUE, "linestyle": "--", "linewidth": 1.6, "label": "softmax losses (Theorem 1)"}
+_BCE = {"color": VERMILLION, "linestyle": "-", "linewidth": 3, "label": "sigmoid losses (Theorem 3)"}
 
 
 def _both(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -49,7 +49,7 @@ def choose_folder(settings: EvalSettings) -> Path:
             raise LiVTError(f"the report folder {settings.report} exists; pass another --report.")
         return Path(settings.report)
     if settings.compare:
-        folder = Path("comparison")
+        folder = runs_folder() / "comparison"
     elif Run(Path(settings.model)).started:
         folder = Path(settings.model, "report")
     else:
@@ -76,7 +76,8 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
         facts, names = facts_of(image_facts(dataset, settings.split), found.index), class_feature(dataset).names
         write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
         intervals = next(iter(found.summary["intervals"].values()))
-        known = Measured(settings.model, found.measured, found.pairs, names, intervals)
+        model = None if "folds" in found.summary else settings.model
+        known = Measured(model, found.measured, found.pairs, names, intervals)
         text, page = [first_screen_text(known)], first_screen(known)
     text = [f"# {title}", *text, *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
     (folder / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")

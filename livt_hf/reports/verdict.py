@@ -22,7 +22,7 @@ WORTH = 0.01  # what an action must promise, as a share of right answers or of c
 class Measured:
     """What a report knows about a model: metrics by rule, the first being the one it is judged by, and confusions."""
 
-    model: str  # its folder or id
+    model: str | None  # its folder or id; a cross-validation has none of its own
     rules: Mapping[str, LongTailMetrics]
     pairs: Sequence[dict]  # as `livt_hf.metrics.confusions` gives them
     names: Sequence[str]
@@ -118,7 +118,7 @@ def _more_labels(measured: Measured) -> list[tuple[float, str]]:
 
 def _calibration(measured: Measured) -> list[tuple[float, str]]:
     numbers = measured.first.compute()
-    if numbers["ece"] is None or len(measured.rules) == 1:  # a model that gives no probabilities has one rule
+    if measured.model is None or numbers["ece"] is None or len(measured.rules) == 1:  # one: without probabilities
         return []
     if next(iter(measured.rules)) != PAPER:  # a calibrated model is judged by another
         return []

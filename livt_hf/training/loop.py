@@ -22,7 +22,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.randomness import keyed_seed
-from livt_hf.results import Results
+from livt_hf.results import Results, duration
 from livt_hf.runs import Run, new_run
 from livt_hf.settings import TrainingSettings
 from livt_hf.training.checkpoints import (
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # A network drive may remember for a minute that there was no such folder.
 SECONDS_TO_BE_SEEN = 90
+# Where there is no bar: log.jsonl has every line.
+SECONDS_BETWEEN_LINES = 10
 
 
 def make_accelerator(settings: TrainingSettings) -> Accelerator:
@@ -209,7 +211,7 @@ class Loop:
             disable=not self._interactive,
             dynamic_ncols=True,
         )
-        self._window = time.monotonic(), self.progress.update
+        self._window, self._said = (time.monotonic(), self.progress.update), -math.inf
         with bar, stopping:
             for epoch in range(self.progress.update // self.per_epoch, last):
                 first = self.progress.update % self.per_epoch
@@ -296,9 +298,9 @@ class Loop:
 
     def _log(self) -> dict:
         self._check_finite()
-        losses, progress = self._settle_losses(), self.progress
+        losses, progress, batch = self._settle_losses(), self.progress, self.settings.batch_size
         then, since = self._window
-        speed = (progress.update - since) * self.settings.batch_size / (time.monotonic() - then)
+        speed, last = (progress.update - since) * batch / (time.monotonic() - then), progress.update == self.total
         self._window = time.monotonic(), progress.update
         line = {
             "update": progress.update,
@@ -310,8 +312,11 @@ class Loop:
         progress.pending = []
         if self.accelerator.is_main_process:
             self.run.log(line)
-            if not self._interactive:
-                logger.info("update %(update)d  epoch %(epoch).2f  loss %(loss).4f  lr %(lr).2e", line)
+            if not self._interactive and (last or time.monotonic() - self._said >= SECONDS_BETWEEN_LINES):
+                self._said = time.monotonic()
+                left = "" if last else f"  {duration((self.total - progress.update) * batch / speed)} left"
+                said = "update %(update)d  epoch %(epoch).2f  loss %(loss).4f  lr %(lr).2e"
+                logger.info(f"{said}{left}", line)
         self.accelerator.log({name: line[name] for name in ("loss", "lr", "images_per_second")}, step=progress.update)
         return {"loss": f"{line['loss']:.4f}", "lr": f"{self._lr:.1e}", "images/s": f"{speed:.0f}"}
 
