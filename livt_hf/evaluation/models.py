@@ -173,7 +173,7 @@ def lent_by_run(asked: dict) -> dict:
     else:
         run = Run(Path(asked["model"]))
     if "dataset" not in asked:
-        if run.folder.is_dir() and not (run.folder / "config.json").exists():
+        if run.folder.is_dir() and not run.started and not (run.folder / "config.json").exists():
             raise LiVTError(f"{run.folder} holds no model: it has no config.json; name a run or a checkpoint.")
         if not run.finished:
             raise LiVTError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
