@@ -52,10 +52,10 @@ def freeze_unused(model: PreTrainedModel, side: int) -> None:
         parameter.grad = None
 
 
-def check_lora() -> None:
+def check_lora(or_else: str = "") -> None:
     """Refuse LoRA where its library is missing."""
     if find_module("peft") is None:
-        raise LiVTError("LoRA needs peft; install it with: pip install 'livt-hf[lora]'.")
+        raise LiVTError(f"LoRA needs peft; install it with: pip install 'livt-hf[lora]'.{or_else}")
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> None:

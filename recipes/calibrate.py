@@ -15,7 +15,7 @@ import numpy as np
 from accelerate import Accelerator
 from transformers import BaseImageProcessor, PreTrainedModel
 
-from livt_hf.commands import run_command
+from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import eval_loader, load_data, load_to_measure
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
@@ -58,10 +58,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_calibration(config, model)
     if results is not None:
         Run(Path(settings.model)).write_results(results)
+    rules = {} if results is None else results.rules
+    measured = "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in rules.items())
     low, high = min(calibration.offsets), max(calibration.offsets)
     print(
         f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.dataset} ({settings.split}): "
         f"scale {calibration.scale:.2f}, odds {calibration.odds:.2f}, offsets from {low:+.2f} to {high:+.2f}.\n"
+        f"{measured}"
         f"Next, measure it again:\n  {shell_line(['livt', 'eval', '--model', settings.model])}"
     )
     if settings.split == "test":

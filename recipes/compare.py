@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "with livt finetune and compare their reports."
         )
     if "lora" in settings.ways and not settings.dry_run:
-        check_lora()
+        check_lora(or_else=" Or go the other ways: --ways scratch head full")
     plan = Ways(as_sweep(settings), [variant_of(way, settings, train) for way in settings.ways])
     if carried_out(plan):
         report(settings, plan)

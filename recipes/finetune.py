@@ -192,15 +192,17 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
 
         accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)
         finetune(fold, images.divided(fold), accelerator, opened)
+    own = run.fold(1).settings_of(FinetuneSettings)["batch_size"]
+    batch = "" if own == settings.batch_size else f", with --batch_size {own} as here"
     found, tested = examine_folds(run, [images.divided(fold) for fold in folds], accelerator)
     if accelerator.is_main_process:
         report = write_whole(run, settings, found, tested)
         print(
             f"\nCross-validated {settings.model_size} with {settings.loss} on {settings.dataset}, in percent, by the "
-            f"rule “{next(iter(found.summary['rules']))}”; many, medium and few by the counts of all images:\n"
+            f"rule “{next(iter(found.summary['rules']))}”; many, medium and few by the training images of a fold:\n"
             f"{markdown_table(fold_rows(found.summary))}"
             f"Report: {report}\nPredictions: {run.folder / ANSWERS}\n"
-            "Next, train the model to use: the same command without --folds."
+            f"Next, train the model to use: the same command without --folds{batch}."
         )
     accelerator.end_training()
 

@@ -79,7 +79,7 @@ def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
     named = replace(found, rules=dict(zip((PAPER, UNIFORM), found.rules.values(), strict=True)))
     calibrated = replace(named, rules=dict(reversed(named.rules.items())))
     told = [
-        any("livt calibrate 'runs/my model'" in words for words in actions(one))
+        any("livt calibrate 'runs/my model' --dataset" in words for words in actions(one))
         for one in (named, calibrated, replace(named, model=None))
     ]
     assert told == [True, False, False]

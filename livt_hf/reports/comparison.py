@@ -109,7 +109,8 @@ def difference(first: dict, second: dict) -> str:
     words = f"The first is right for {percent(a)} % of the test images, the second for {percent(b)} %:"
     if abs(b - a) <= noise:
         return f"{words} no more apart than chance could make them ({percent(noise)} points)."
-    return f"{words} the {'second' if b > a else 'first'} is better, by more than chance ({percent(noise)} points)."
+    better = "second" if b > a else "first"
+    return f"{words} the {better} is better, by more than chance could make ({percent(noise)} points)."
 
 
 def _metric_rows(one: Report, other: Report) -> list[dict]:

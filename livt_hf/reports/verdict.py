@@ -123,7 +123,8 @@ def _calibration(measured: Measured) -> list[tuple[float, str]]:
     if next(iter(measured.rules)) != PAPER:  # a calibrated model is judged by another
         return []
     over = "sure" if numbers["mean_confidence"] > numbers["accuracy"] else "unsure"
-    words = f"Calibrate it (livt calibrate {shell_line([measured.model])}): it is too {over} of its answers, by"
+    command = f"livt calibrate {shell_line([measured.model])} --dataset FOLDER --split all"
+    words = f"Calibrate it with other labelled images ({command}): it is too {over} of its answers, by"
     return [(numbers["ece"] / 2, f"{words} {percent(numbers['ece'])} points on average.")]
 
 
