@@ -30,8 +30,9 @@ LOSS_TITLES |= {"bal_ce": "balanced cross-entropy"}
 ACCURACY_COLUMNS = (*GROUPS, "accuracy")
 PRECISION_COLUMNS = (*GROUPS, "map")
 # The settings that a card lists.
-TOLD = ("model_size", "tune", "epochs", "batch_size", "base_lr", "weight_decay", "layer_decay", "drop_path")
-TOLD += ("mask_ratio", "loss", "tau", "test_prior", "mixup", "cutmix", "seed")
+TOLD = ("model_size", "patch_size", "tune", "epochs", "batch_size", "optimizer", "base_lr", "weight_decay")
+TOLD += ("layer_decay", "drop_path", "keep_ratio", "mask_ratio", "decode_ratio", "loss", "tau", "test_prior", "mixup")
+TOLD += ("cutmix", "seed")
 # metric -> (type in model-index, name in words)
 METRIC_TITLES = {
     "accuracy": ("accuracy", "Top-1 accuracy"),
