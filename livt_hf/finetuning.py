@@ -238,6 +238,7 @@ def results_of(
     config, best, name = model.config, loop.progress.best_epoch, selection_metric(settings, model.head.multi_label)
     held_out = is_carved(data, "validation")
     watched = "held-out training images" if held_out else "the validation split"
+    calibration = config.long_tail.calibration
     return Results(
         **common_results(settings, loop, model),
         **measured,
@@ -256,4 +257,5 @@ def results_of(
         pretrained=settings.pretrained,
         pretrained_local=is_local(settings.pretrained),
         pretrained_own=is_own(settings.pretrained),
+        calibrated_on=None if calibration is None else calibration["num_images"],
     )

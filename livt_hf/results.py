@@ -44,6 +44,7 @@ class Results:
     image_size: int | None = None
     loss: str | None = None
     tau: float | None = None
+    calibrated_on: int | None = None  # so many labelled images; None: not calibrated
     mask_ratio: float | None = None
     decode_ratio: float | None = None
     # The data. `class_counts` is a summary: max, min, imbalance, and the number of classes in each shot group.

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
     calibration = calibrate(model, eval_loader(data[settings.split], processor, batches), accelerator)
-    results = measured_again(settings.model, model, processor, accelerator)
+    results = measured_again(settings.model, model, processor, accelerator, calibration.num_images)
     write_calibration(config, model)
     if results is not None:
         Run(Path(settings.model)).write_results(results)
@@ -89,7 +89,7 @@ def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
 
 
 def measured_again(
-    path: str, model: PreTrainedModel, processor: BaseImageProcessor, accelerator: Accelerator
+    path: str, model: PreTrainedModel, processor: BaseImageProcessor, accelerator: Accelerator, images: int
 ) -> Results | None:
     """The results of a finished run with the numbers of its calibrated model: they are what its card will say."""
     run = Run(Path(path))
@@ -99,7 +99,8 @@ def measured_again(
     batches = shared_batches(own.batch_size, accelerator, own.num_workers)
     test = eval_loader(load_data(own)["test"], processor, batches)
     counts = np.asarray(model.config.long_tail.class_counts)
-    return dataclasses.replace(run.results, **measure(model, test, accelerator, counts), headline=headline(model))
+    measured = measure(model, test, accelerator, counts)
+    return dataclasses.replace(run.results, **measured, headline=headline(model), calibrated_on=images)
 
 
 def write_calibration(path: Path, model: PreTrainedModel) -> None:

@@ -232,6 +232,11 @@ def test_the_paper_is_quoted_where_tau_is_its_own_or_plays_no_part():
         assert "| the paper" in card_of(replace(RESULTS, **results), pooling="mean").text
 
 
+def test_a_card_says_on_how_many_images_its_probabilities_were_calibrated():
+    assert "calibrated on 1,068 labelled images" in card_of(replace(RESULTS, calibrated_on=1068)).text
+    assert "calibrated on" not in card_of().text
+
+
 def test_a_run_on_a_benchmark_has_a_licence_and_one_on_other_data_or_weights_needs_it_named():
     benchmark = replace(RESULTS, pretrained="none")
     assert Publication("org/name").licensed(benchmark).license == "apache-2.0"

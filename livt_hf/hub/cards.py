@@ -222,6 +222,7 @@ def _results_sections(results: Results, arguments: Mapping) -> dict:
         if "ece" in paper:
             calibration.append(["the paper, softmax(z)", *_printed(paper, ("ece", "mce"))])
     sections |= dict(measure="top-1 accuracy", accuracy_rows=rows, calibration_rows=calibration)
+    sections["calibrated_on"] = results.calibrated_on
     return sections | dict(paper_note=_paper_note(paper) if paper else None)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
 from livt_hf.conversion import save_timm, to_beit
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
@@ -45,6 +45,8 @@ def check_finished(run: Path) -> None:
             f"{run} is a cross-validation, which has no model of its own; publish one of its folds, such as "
             f"{Run(run).fold(1).folder}, or a run without --folds."
         )
+    if not run.exists():
+        raise LiVTError(f"{run} does not exist; give the folder of a finished run.{perhaps_meant(run)}")
     missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (run / name).is_file()]
     if missing:
         raise LiVTError(
