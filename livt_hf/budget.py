@@ -22,15 +22,17 @@ FROM_SCRATCH = (
     ("micro", 32, 8),
 )
 PASSES = 100
-# Patches of 4 want two core-hours: on CIFAR-100-LT they led to 39.5 %, and one hour with patches of 8 to 31.3 %. With
-# Muon instead of AdamW in fine-tuning they led to 43.0 % in the same time; with patches of 8 it gains nothing.
-SMALL_PATCHES = ("micro", 32, 4)
+# Patches of 4 are worth their price from half a core-hour on, if Muon fine-tunes them: on CIFAR-100-LT 26
+# core-minutes, 23 passes, led to 35.2 % and 121 to 43.0 %, where patches of 8 led to 31.3 % in 58 minutes and AdamW to
+# 39.5 % in 122.
+SMALL_PATCHES, SMALL_PASSES = ("micro", 32, 4), 22
 # The share of the patches that a micro ViT is fine-tuned on. On CIFAR-100-LT, with five core-minutes for both stages,
 # half of them led to 16.1 % and all to 14.6 %.
 KEPT = 0.5
 # The share of the time that masked pretraining gets. On CIFAR-100-LT, 41 % of 22 minutes led to 27.4 % accuracy, 78 %
 # of 58 minutes to 31.3 %.
-PRETRAINING_SHARE = 0.6
+# With patches of 4, 42 % of 26 minutes led to 35.2 %, 65 % of 121 minutes to 43.0 %.
+PRETRAINING_SHARE, SHORT_SHARE = 0.6, 0.4
 # A backbone is trained as a whole where the time is enough for so many epochs and updates; else its classifier alone.
 # A dozen updates, which may be ten epochs of few images, leave all of it behind its head.
 FULL_EPOCHS, FULL_UPDATES = 10, 100
@@ -71,6 +73,11 @@ def batch_within(num_images: int) -> int:
     return min(fitting, 2 ** (max(num_images, 1).bit_length() - 1))
 
 
+def wanted(model: tuple[str, int, int]) -> int:
+    """Passes over the images from which on a model is worth its price."""
+    return SMALL_PASSES if model == SMALL_PATCHES else PASSES
+
+
 @dataclass(frozen=True)
 class Scratch:
     """What is trained from scratch on so many images, their shorter side in pixels, with so much computation.
@@ -86,7 +93,9 @@ class Scratch:
     @property
     def model(self) -> tuple[str, int, int]:
         """Preset, pixels and patch: the largest that sees each image often enough and no image larger than it is."""
-        fitting = (choice for choice in FROM_SCRATCH if choice[1] <= self.side and self.passes(choice) >= PASSES)
+        fitting = (
+            choice for choice in FROM_SCRATCH if choice[1] <= self.side and self.passes(choice) >= wanted(choice)
+        )
         return next(fitting, FROM_SCRATCH[-1])
 
     def passes(self, model: tuple[str, int, int]) -> float:
@@ -110,8 +119,14 @@ class Scratch:
         return (2e-3, 4e-3) if self.model[0] == "micro" else (1.5e-4, 1e-3)
 
     @property
-    def mixup(self) -> float:
-        return 0.2 if (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS else 0.0
+    def mixes(self) -> bool:
+        """Whether images are mixed: fine-tuning is long enough for it."""
+        return (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS
+
+    @property
+    def share(self) -> float:
+        """Of the time, for masked pretraining."""
+        return PRETRAINING_SHARE if self.mixes or self.model != SMALL_PATCHES else SHORT_SHARE
 
     def options(self, hours: float) -> dict[str, dict]:
         """The options of both stages."""
@@ -119,27 +134,31 @@ class Scratch:
         model = {"model_size": size, "image_size": pixels, "patch_size": patch}
         first = {"batch_size": self.batch_size, "base_lr": rates[0], "warmup_epochs": 2, "decode_ratio": 0.5}
         second = {"batch_size": self.second_batch_size, "base_lr": rates[1], "warmup_epochs": 1, "layer_decay": 1.0}
-        second |= {"drop_path": 0.0, "erase": 0.0, "mixup": self.mixup, "cutmix": 0.0, "crop_scale": 0.3}
+        second |= {"drop_path": 0.0, "erase": 0.0, "cutmix": 0.0, "crop_scale": 0.3}
+        second["mixup"] = 0.2 if self.mixes else 0.0
         second["augmentation"] = "pad_crop" if self.alike and pixels == self.side else "crop"
         if size == "micro":
             second["keep_ratio"] = KEPT
-        if self.model == SMALL_PATCHES:  # recipes/configs/*-cifar100-lt-long.yaml
-            first["decode_ratio"] = 0.25
-            second |= {"keep_all_epochs": 3, "cutmix": 1.0, "mixup_off_epochs": 8, "optimizer": "muon"}
-        shares = {"pretrain": PRETRAINING_SHARE, "finetune": 1 - PRETRAINING_SHARE}
+        if self.model == SMALL_PATCHES:
+            first["decode_ratio"], second["optimizer"] = 0.25, "muon"
+            if self.mixes:  # recipes/configs/*-cifar100-lt-long.yaml
+                second |= {"keep_all_epochs": 3, "cutmix": 1.0, "mixup_off_epochs": 8}
+        shares = {"pretrain": self.share, "finetune": 1 - self.share}
         told = {"pretrain": first, "finetune": second}
         return {stage: model | told[stage] | {"hours": round(hours * shares[stage], 4)} for stage in told}
 
     def why(self, hours: float) -> str:
-        (size, pixels, patch), share = self.model, PRETRAINING_SHARE
+        size, pixels, patch = self.model
+        small, passes = self.model == SMALL_PATCHES, f"{self.passes(self.model):,.0f}"
         return (
             f"From scratch: {size} at {pixels} pixels with patches of {patch}. {hours:g} hours would show it each of "
-            f"the {self.num_images:,} images about {self.passes(self.model):,.0f} times; {PASSES} are wanted.\n"
-            f"  {share:.0%} of the time goes to masked pretraining, {self.batch_size} images per update; the rest to "
-            f"balanced fine-tuning, {self.second_batch_size} images per update, "
+            f"the {self.num_images:,} images about {passes} times; {wanted(self.model)} are wanted.\n"
+            f"  {self.share:.0%} of the time goes to masked pretraining, {self.batch_size} images per update; the "
+            f"rest to balanced fine-tuning, {self.second_batch_size} images per update, "
             + ("by half of their patches, " if size == "micro" else "")
-            + ("by Muon, with cutmix and " if self.model == SMALL_PATCHES else "")
-            + (f"with mixup {self.mixup}." if self.mixup else f"without mixup, which wants {MIXUP_EPOCHS} epochs.")
+            + ("by Muon, " if small else "")
+            + ("with cutmix and " if small and self.mixes else "")
+            + ("with mixup." if self.mixes else f"without mixup, which wants {MIXUP_EPOCHS} epochs.")
         )
 
 

@@ -48,8 +48,8 @@ def test_a_pass_through_the_micro_vit_costs_what_its_matrices_say():
 @pytest.mark.parametrize(
     ("num_images", "side", "core_hours", "model"),
     [
-        (10_847, 32, 1, ("micro", 32, 8)),  # CIFAR-100-LT
-        (10_847, 32, 2, ("micro", 32, 4)),  # 106 passes over half of the patches
+        (10_847, 32, 0.25, ("micro", 32, 8)),  # CIFAR-100-LT: 13 passes over half of 64 patches are too few
+        (10_847, 32, 0.43, ("micro", 32, 4)),  # 23 passes
         (2_336, 256, 1, ("micro", 64, 8)),  # PlantDoc in half an hour of two cores: 123 passes
         (2_336, 256, 20, ("tiny", 224, 16)),  # 167 passes
         (2_336, 200, 20, ("micro", 64, 8)),  # no image is enlarged
@@ -62,13 +62,23 @@ def test_the_largest_model_that_sees_each_image_a_hundred_times_is_trained(num_i
 
 
 def test_cifar_gets_the_batches_and_rates_of_its_own_config():
-    choice = budget.Scratch(10_847, 32, 3600 * budget.CORE_FLOPS)
+    choice = budget.Scratch(10_847, 32, 900 * budget.CORE_FLOPS)
     assert (choice.batch_size, choice.base_lrs) == (128, (2e-3, 4e-3))
-    options = choice.options(hours=1.0).values()
+    options = choice.options(hours=0.25).values()
     first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options, strict=True))
-    assert (first.hours, second.hours) == (0.6, 0.4)
+    assert (first.hours, second.hours) == (0.15, 0.1)
     assert (second.batch_size, second.patch_size, second.augmentation) == (64, 8, "pad_crop")
-    assert (second.keep_ratio, second.mixup) == (0.5, 0.2)  # 0.4 hours show half of the patches 86 times
+    assert (second.keep_ratio, second.mixup) == (0.5, 0.0)  # 0.1 hours show half of the patches 21 times
+
+
+def test_half_a_core_hour_of_cifar_is_spent_on_small_patches_by_muon():
+    choice = budget.Scratch(10_847, 32, 1800 * budget.CORE_FLOPS)
+    options = choice.options(hours=0.5)
+    first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options.values(), strict=True))
+    assert (first.hours, second.hours) == (0.2, 0.3)  # not as in two hours
+    assert (first.patch_size, first.decode_ratio, second.optimizer) == (4, 0.25, "muon")
+    assert (second.mixup, second.cutmix, second.keep_all_epochs) == (0.0, 0.0, 1)
+    assert "40% of the time" in choice.why(0.5) and "by Muon, without mixup" in choice.why(0.5)
 
 
 def test_a_large_model_is_fine_tuned_on_all_patches():

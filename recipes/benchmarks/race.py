@@ -249,7 +249,7 @@ def run_ours(row: Row, **changed) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         first, second = f"{folder}/mgp", f"{folder}/bft"
-        run(pretrain, budget.PRETRAINING_SHARE * row.seconds - core_seconds(), output_dir=first)
+        run(pretrain, 3600 * chosen["pretrain"]["hours"] - core_seconds(), output_dir=first)
         left = row.seconds - core_seconds() + sum(not_counted)
         run(finetune, left, output_dir=second, pretrained=first, loss="bal_ce", eval_epochs=100_000)
         used, results = core_seconds() - sum(not_counted), Run(Path(second)).results
