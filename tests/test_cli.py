@@ -161,7 +161,9 @@ def test_a_stage_launched_by_livt_trains_and_names_the_next_command(pictures, tm
 @needs_unix
 @pytest.mark.parametrize(("where", "trace"), [("with ended_by_ctrl_c():", False), ("if True:", True)])
 def test_ctrl_c_ends_the_process_without_a_trace_during_imports_and_raises_after_them(where, trace):
-    lines = ["import os, signal", "from livt_hf.recipes.cli import ended_by_ctrl_c", "with ended_by_ctrl_c(): pass"]
+    lines = ["import os, signal", "from livt_hf.recipes.cli import ended_by_ctrl_c"]
+    lines += ["signal.signal(signal.SIGINT, signal.default_int_handler)"]  # these tests may run in the background
+    lines += ["with ended_by_ctrl_c(): pass"]
     script = "\n".join([*lines, where, "    os.kill(os.getpid(), signal.SIGINT)"])
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and ("KeyboardInterrupt" in ended.stderr) == trace
