@@ -141,9 +141,8 @@ def read_config(path: str) -> dict:
     """The config of a checkpoint folder or of a model on the Hub."""
     with reading_checkpoint(path):
         if not Path(path).exists() and "/" not in path and try_to_load_from_cache(path, "config.json") is None:
-            HfApi().model_info(
-                path, timeout=10
-            )  # perhaps a misspelt folder: one question, where loading asks many times
+            # Perhaps a misspelt folder: one question, where loading asks many times.
+            HfApi().model_info(path, timeout=10)
         return _config_dict(path)
 
 

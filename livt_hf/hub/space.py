@@ -30,6 +30,8 @@ def prepare_space(run: str | Path, folder: str | Path, publication: Publication)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the Space.")
+    if publication.form != "transformers":
+        raise LiVTError(f"a Space serves the transformers form of a model, not {publication.form}; leave --form out.")
     (folder / "app.py").write_text(APP.format(model=publication.repo_id), encoding="utf-8")
     (folder / "requirements.txt").write_text(f"livt-hf[demo]>={__version__}\n", encoding="utf-8")
     data = SpaceCardData(
