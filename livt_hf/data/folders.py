@@ -24,7 +24,7 @@ SPLIT_FOLDER = re.compile(rf"({'|'.join(SPLIT_OF_WORD)})([\W_]*(images|set|data)
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder is not meant to be seen: .DS_Store, ._bird.jpg, __MACOSX."""
-    return name.startswith((".", "__"))
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def holds_images(folder: Path) -> bool:
@@ -52,7 +52,7 @@ def open_image_folder(folder: Path) -> dict[str, Dataset]:
         return open_image_folder(Path(root, tops[0]))  # as archives unpack: birds/birds/finch
     named = {top: SPLIT_FOLDER.fullmatch(top) for top in tops if top in hold_folders}
     splits = {top: SPLIT_OF_WORD[match[1].lower()] for top, match in named.items() if match}
-    below = [place for place in folders if place.partition("/")[2] in SPLIT_OF_WORD and not splits]
+    below = [place for place in folders if place.partition("/")[2].lower() in SPLIT_OF_WORD and not splits]
     if below:
         raise LiVTError(f"{os.path.join(root, below[0])} lies below a class: put the class folders below the splits.")
     return _by_class(root, images, folders, splits)

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 IMAGE_NAMES = ("image", "img", "picture", "file_name", "path", "filename", "file", "filepath", "file_path")
 IMAGE_NAMES += ("image_path", "image_id")
 LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis", "cls")
+ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+MOST_CLASSES = 1_000_000  # larger numbers are ids of something else
 MERGED = "rare classes"  # the class that --rare_classes merge makes
 NAMED = 10  # classes that a warning names
 LeftOut = dict[str, Counter]  # why images are left out -> which ones (their files or classes) and how many
@@ -44,6 +46,14 @@ class Labels:
 
     values: np.ndarray
     offsets: np.ndarray | None = None
+
+    @classmethod
+    def of_ids(cls, ids: pa.Array | pa.ChunkedArray, offsets: np.ndarray | None) -> "Labels":
+        """Ids of which some are null: -1 where that is the one label of an image, and nothing in a list."""
+        if offsets is None:
+            return cls(ids.fill_null(-1).to_numpy().astype(np.int64))
+        named = ids.is_valid().to_numpy(zero_copy_only=False)
+        return cls(ids.drop_null().to_numpy().astype(np.int64), offsets_of(named)[offsets])
 
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
@@ -119,6 +129,41 @@ def plain_name(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
+def as_text(column: pa.ChunkedArray, name: str) -> pa.StringArray:
+    """A column as text without spaces around it; empty cells are null."""
+    if pa.types.is_nested(column.type):
+        raise LiVTError(
+            f'column "{name}" holds {column.type}, not text or numbers: rewrite it, or name another column.'
+        )
+    if pa.types.is_float16(column.type):  # of which arrow knows little
+        column = column.cast(pa.float32())
+    if pa.types.is_floating(column.type):  # as pandas writes whole numbers beside empty cells
+        column = pc.if_else(pc.is_nan(column), None, column)
+        whole = pc.and_(pc.equal(column, pc.floor(column)), pc.less(pc.abs(column), 2.0**53))  # not infinity
+        if pc.all(whole).as_py():
+            column = column.cast(pa.int64())
+    text = pc.utf8_trim_whitespace(column.cast(pa.string())).combine_chunks()
+    return pc.if_else(pc.equal(text, ""), None, text)
+
+
+def class_ids(texts: pa.StringArray) -> tuple[pa.Array, list[str]]:
+    """The class of each text, null where that is null, and the names of the classes."""
+    texts = pc.utf8_normalize(texts, form="NFC")  # see `plain_name`
+    names = _class_order(texts.unique().drop_null().to_pylist())
+    return pc.index_in(texts, value_set=pa.array(names, pa.string())), names
+
+
+def _class_order(names: list[str]) -> list[str]:
+    """Class names in order, numbers by value. Names that look alike stay apart, but are pointed out."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(names):
+        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
+    for variants in alike.values():
+        if len(variants) > 1:
+            logger.warning("the labels %s differ only by case or spaces and are separate classes", variants)
+    return sorted(sorted(names), key=int) if all(name.isdecimal() for name in names) else sorted(names)
+
+
 def holds_lists(column: pa.ChunkedArray) -> bool:
     kinds = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
     return any(is_kind(column.type) for is_kind in kinds)
@@ -166,8 +211,13 @@ def group_codes(dataset: Dataset) -> np.ndarray:
 
 def image_paths(dataset: Dataset) -> pa.ChunkedArray:
     """The files of all images; null for those that came without a name."""
-    paths, rows = pc.struct_field(dataset.data.column("image"), "path"), rows_of(dataset)
-    return paths if rows is None else paths.take(pa.array(rows))
+    return of_rows(dataset, pc.struct_field(dataset.data.column("image"), "path"))
+
+
+def of_rows(dataset: Dataset, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """What a column of the base table, or one made of it, holds for the rows of a dataset."""
+    rows = rows_of(dataset)
+    return column if rows is None else column.take(pa.array(rows))
 
 
 def rows_of(dataset: Dataset) -> np.ndarray | None:
@@ -192,6 +242,7 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_ou
     if label_column is None:
         raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
     labels, names = _encoded_labels(splits, label_column)
+    _refuse_flags(labels["train"], names)
     new_id, new_names, why = _chosen_classes(labels["train"].counts(len(names)), names, settings)
     result = {}
     for split, dataset in splits.items():
@@ -199,7 +250,7 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_ou
             logger.warning('the split "%s" has no labels and is left out', split)
             continue
         label_counts(labels[split].values, len(names))  # raises where a label has no name
-        columns = {image_column: "image"} | ({settings.group_column: "group"} if settings.group_column else {})
+        columns = {image_column: "image"}
         own = _class_label(dataset.features[label_column])
         if own is not None and own.names == names == new_names:
             columns |= {label_column: "label"}
@@ -209,39 +260,43 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_ou
         if chosen.features["image"] != Image():
             chosen = chosen.cast_column("image", Image())
         relabelled, kept = labels[split].relabelled(new_id)
+        beside, features = {}, Features()
         if "label" not in chosen.features:
-            chosen = _with_labels(chosen, relabelled, new_names)
+            beside["label"], features["label"] = relabelled.to_arrow(), relabelled.feature(new_names)
+        if settings.group_column is not None:
+            beside["group"], features["group"] = _groups(dataset, settings.group_column, chosen), Value("string")
+        chosen = _with_columns(chosen, beside, features) if beside else chosen
         if not kept.all():
             _count_left_out(labels[split].take(np.flatnonzero(~kept)), names, why, left_out)
             chosen = chosen.select(np.flatnonzero(kept))
-        chosen = chosen.select_columns(["image", "label", *(["group"] if settings.group_column else [])])
-        result[split] = _with_text_groups(chosen) if settings.group_column else chosen
+        result[split] = chosen.select_columns(["image", "label", *(["group"] if settings.group_column else [])])
     return result
 
 
-def _with_labels(images: Dataset, labels: Labels, names: list[str]) -> Dataset:
-    """Put a new label column beside the images."""
-    features = Features(label=labels.feature(names))
-    table = pa.table({"label": labels.to_arrow()}).cast(features.arrow_schema)
-    if images._indices is not None:
-        images = images.flatten_indices()
-    beside = Dataset(table, info=DatasetInfo(features=features))
-    return concatenate_datasets([images, beside], axis=1, split=images.split)
+def _with_columns(images: Dataset, columns: dict[str, pa.Array], features: Features) -> Dataset:
+    """Put columns beside the images, whose bytes are not copied: the base table gets them, then rows are selected."""
+    rows = rows_of(images)
+    if rows is not None:
+        place = np.zeros(images.data.num_rows, dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        columns = {name: column.take(pa.array(place)) for name, column in columns.items()}
+        images = Dataset(images.data, info=images.info, split=images.split)
+    beside = Dataset(pa.table(columns).cast(features.arrow_schema), info=DatasetInfo(features=features))
+    both = concatenate_datasets([images, beside], axis=1, split=images.split)
+    return both if rows is None else both.select(rows)
 
 
-def _with_text_groups(dataset: Dataset) -> Dataset:
+def _groups(dataset: Dataset, column: str, images: Dataset) -> pa.StringArray:
     """The group of every image as text."""
-    if dataset.features["group"] != Value("string"):
-        dataset = dataset.cast_column("group", Value("string"))
-    blank = pc.equal(pc.utf8_trim_whitespace(pa.array(labels_of(dataset, "group").values, type=pa.string())), "")
-    empty = np.flatnonzero(blank.fill_null(True))
-    if len(empty):
-        first = image_paths(dataset)[int(empty[0])]
+    groups = as_text(of_rows(dataset, dataset.data.column(column)), column)
+    if groups.null_count:
+        empty = np.flatnonzero(groups.is_null())
+        first = image_paths(images)[int(empty[0])]
         raise LiVTError(
             f"{len(empty)} images have an empty cell for their group, the first is image {empty[0]} ({first}): give "
             "each such image a group of its own, or the one that it belongs to."
         )
-    return dataset
+    return groups
 
 
 def _count_left_out(labels: Labels, names: list[str], why: dict[int, str], left_out: LeftOut) -> None:
@@ -272,7 +327,7 @@ def say_left_out(left_out: LeftOut) -> None:
 def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings) -> tuple[np.ndarray, list, dict]:
     """The new id of each class (-1 is none), the names of the new classes, and why a class is not among them."""
     whole = settings.exclude_labels or ""  # a name may itself have a comma: "tench, Tinca tinca"
-    asked = [whole] if whole in names else [label.strip() for label in whole.split(",") if label.strip()]
+    asked = [whole] if whole and whole in names else [label.strip() for label in whole.split(",") if label.strip()]
     if absent := [label for label in asked if label not in names]:
         logger.warning("there is no label %s to exclude", " or ".join(map(repr, absent)))
     why = {c: "the label is excluded" for c, name in enumerate(names) if name in asked}
@@ -296,36 +351,56 @@ def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings
 
 def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, Labels], list[str]]:
     """Labels as integers for every split, and the names behind them."""
-    raw = {split: _checked(labels_of(dataset, column), split) for split, dataset in splits.items()}
+    cells = {split: of_rows(dataset, dataset.data.column(column)) for split, dataset in splits.items()}
+    for split, own in cells.items():
+        _refuse_missing(own.is_null().to_numpy(), split)
+    flat = {split: flat_lists(own) if holds_lists(own) else (own, None) for split, own in cells.items()}
     classes = _class_label(splits["train"].features[column])
+    kinds = [values.type for values, _ in flat.values()]
+    if classes is None and not all(map(pa.types.is_integer, kinds)):
+        return _encoded_texts(flat, column)
+    labels = {split: Labels.of_ids(*parts) for split, parts in flat.items()}
     if classes is not None:
         for split, dataset in splits.items():
-            raw[split] = _by_name(raw[split], _class_label(dataset.features[column]), classes.names, split)
-        return raw, classes.names
-    values = np.concatenate([labels.values for labels in raw.values()])
-    if values.dtype.kind in "iu":
-        for labels in raw.values():
-            _refuse_flags(labels, column)
-        return raw, [str(i) for i in range(int(values.max()) + 1)]
-    if values.dtype.kind not in "OUSb":
+            labels[split] = _by_name(labels[split], _class_label(dataset.features[column]), classes.names, split)
+        return labels, classes.names
+    largest = max(int(own.values.max(initial=-1)) for own in labels.values())
+    if largest >= MOST_CLASSES:
         raise LiVTError(
-            f'column "{column}" holds {values.dtype}, not classes; the columns are '
-            f"{_described(splits['train'].features)}."
+            f'column "{column}" holds numbers up to {largest}, which are ids and not class numbers 0, 1, 2: write '
+            "them as text."
         )
-    names = np.unique(values.astype(str))
-    ids = {split: np.searchsorted(names, labels.values.astype(str)) for split, labels in raw.items()}
-    return {split: Labels(ids[split], labels.offsets) for split, labels in raw.items()}, names.tolist()
+    return labels, [str(i) for i in range(largest + 1)]
 
 
-def _refuse_flags(labels: Labels, column: str) -> None:
+def _encoded_texts(
+    flat: dict[str, tuple[pa.ChunkedArray, np.ndarray | None]], column: str
+) -> tuple[dict[str, Labels], list[str]]:
+    """The same for labels that are no numbers, as a table of paths has them."""
+    for values, _ in flat.values():
+        if pa.types.is_floating(values.type) or pa.types.is_temporal(values.type):
+            raise LiVTError(f'column "{column}" holds {values.type}, not classes: name another with --label_column.')
+    texts = {split: as_text(values, column) for split, (values, _) in flat.items()}
+    ids, names = class_ids(pa.concat_arrays(texts.values()))
+    labels, start = {}, 0
+    for split, (_, offsets) in flat.items():
+        labels[split] = Labels.of_ids(ids.slice(start, len(texts[split])), offsets)
+        start += len(texts[split])
+        if offsets is None:
+            _refuse_missing(labels[split].values < 0, split)
+    return labels, names
+
+
+def _refuse_flags(labels: Labels, names: list[str]) -> None:
     """Refuse lists of one 0 or 1 per class, which would be read as class 0 and class 1."""
-    if labels.offsets is None or not np.isin(labels.values, (0, 1)).all():
+    flags = [ZERO_OR_ONE.get(name.lower()) for name in names]
+    if labels.offsets is None or None in flags:
         return
-    lengths, ones = np.diff(labels.offsets), np.bincount(labels.images, labels.values, len(labels))
-    if len(lengths) and (lengths == lengths[0]).all() and ((ones > 1) | (lengths - ones > 1)).any():
+    lengths, ones = np.diff(labels.offsets), np.bincount(labels.images, np.array(flags)[labels.values], len(labels))
+    if (lengths == lengths[0]).all() and ((ones > 1) | (lengths - ones > 1)).any():
         raise LiVTError(
-            f'column "{column}" holds one 0 or 1 per class, not the numbers of an image\'s classes: write those, such '
-            "as [1, 3] for [0, 1, 0, 1]."
+            "the label column holds one 0 or 1 per class, not the names or numbers of an image's classes: write "
+            "those, such as [1, 3] for [0, 1, 0, 1]."
         )
 
 
@@ -350,12 +425,9 @@ def _class_label(feature) -> ClassLabel | None:
     return element if isinstance(element, ClassLabel) else None
 
 
-def _checked(labels: Labels, split: str) -> Labels:
-    values = labels.values
-    empty = np.equal(values, None) if values.dtype.kind == "O" else values != values  # NaN: an empty integer
-    if empty.any():
-        raise LiVTError(f'row {int(np.argmax(empty))} of the split "{split}" has no label: remove such rows.')
-    return labels
+def _refuse_missing(missing: np.ndarray, split: str) -> None:
+    if missing.any():
+        raise LiVTError(f'row {int(np.argmax(missing))} of the split "{split}" has no label: remove such rows.')
 
 
 def _find_columns(features: Features, settings: DataSettings) -> tuple[str, str | None]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
+from livt_hf.data.division import refuse_empty_splits
 from livt_hf.data.folders import holds_images, open_image_folder
 from livt_hf.data.labels import image_paths, labels_of
 from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
@@ -30,6 +32,8 @@ from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
 from livt_hf.system import is_of_runs
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
@@ -131,7 +135,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         root = Path(settings.source or path.parent)
         splits = datasets_from_lists({"train": read_list(path)}, root, skip_missing)
     elif path.is_file():
-        splits = _load(KINDS.get(path.suffix, ""), {"train": [str(path)]}, streaming)
+        splits = _load(KINDS.get(path.suffix.lower(), ""), {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
     elif means_a_place(where) or path.suffix.lower() in TABLES:
@@ -139,19 +143,29 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         raise LiVTError(f"{where} does not exist: {pass_one}.{perhaps_meant(where)}")
     else:
         splits = _open_hub(where, settings, streaming)
+    splits = named_splits(splits, where)
     if streaming:  # what is stored as paths becomes one too
-        splits = {name: as_stream(s, STREAM_SHARDS) if isinstance(s, Dataset) else s for name, s in splits.items()}
-    return named_splits(splits, where)
+        stored = {split: dataset for split, dataset in splits.items() if isinstance(dataset, Dataset)}
+        refuse_empty_splits(stored)
+        splits |= {split: as_stream(dataset, STREAM_SHARDS) for split, dataset in stored.items()}
+    return splits
 
 
 def named_splits(splits: Mapping, where: str) -> dict:
-    if "train" not in splits:
-        if len(splits) != 1:
-            raise LiVTError(f"{where} has no split called train, but {', '.join(splits)}: rename one.")
-        splits = {"train": next(iter(splits.values()))}
-    aliases = {"val": "validation", "valid": "validation", "dev": "validation"}
-    splits = {aliases.get(split, split): dataset for split, dataset in splits.items()}
-    return {split: splits[split] for split in SPLITS if split in splits}
+    """The splits under the names train, validation and test; the only one there is trains."""
+    if len(splits) == 1:
+        return {"train": next(iter(splits.values()))}
+    called: dict[str, list[str]] = {}
+    for name in splits:
+        called.setdefault(SPLIT_OF_WORD.get(name.lower(), name), []).append(name)
+    if "train" not in called:
+        raise LiVTError(f"{where} has no split called train, but {', '.join(splits)}: rename one.")
+    for split, names in called.items():
+        if len(names) > 1:
+            raise LiVTError(f"{where} has the splits {' and '.join(names)}, which both mean {split}: rename one.")
+    if unused := [name for name in called if name not in SPLITS]:
+        logger.warning("splits of %s that are neither train, validation nor test: %s", where, ", ".join(unused))
+    return {split: splits[called[split][0]] for split in SPLITS if split in called}
 
 
 def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
@@ -164,13 +178,14 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
             return dict(load_dataset(repository, config or None))
         builder = load_dataset_builder(repository, config or None)
         streams = builder.as_streaming_dataset()
-    except (ConnectionError, FileNotFoundError, HTTPError) as error:
-        away = f"{repository} could not be loaded from the Hub ({error})"
+    # A ValueError is a config that is missing or misspelt, or no name for a dataset; a RuntimeError a loading script.
+    except (ConnectionError, FileNotFoundError, HTTPError, ValueError, RuntimeError) as error:
+        away = f"{repository} could not be loaded from the Hub ({in_words(error)})"
         if settings.dataset in BENCHMARKS:
             away += ": without internet or access rights, pass a local copy with --source FOLDER."
         else:
-            away = f"there is no folder {where}, and {away}: correct the name, or give the folder of a local copy."
-            away += near
+            away = f"there is no folder {where}, and {away}: correct the name (owner/name, or owner/name:config), or "
+            away += f"give the folder of a local copy.{near}"
         raise LiVTError(away) from error
     if builder.name != "parquet":
         raise LiVTError(

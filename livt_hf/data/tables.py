@@ -4,7 +4,6 @@ An image list is a text file with `path label` on every line and labels 0, 1, 2 
 """
 
 import contextlib
-import csv
 import gzip
 import logging
 import lzma
@@ -29,11 +28,16 @@ from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.labels import (
     IMAGE_NAMES,
     LABEL_NAMES,
+    MOST_CLASSES,
+    ZERO_OR_ONE,
     Labels,
     LeftOut,
+    as_text,
+    class_ids,
     first_names,
     flat_lists,
     holds_lists,
+    of_rows,
     offsets_of,
     telling_name,
 )
@@ -46,7 +50,6 @@ logger = logging.getLogger(__name__)
 SPLIT_OF_WORD = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 LIST_NAME = re.compile(r"(?P<prefix>.*?)_?(?P<split>train|val|test)\.txt(\.gz|\.xz)?$")
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
-ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 SPLIT_NAMES = ("split", "partition")
 GROUP_NAMES = ("group", "patient", "patient_id", "subject", "subject_id", "site", "animal", "sequence", "lesion_id")
 
@@ -88,7 +91,7 @@ def read_list(path: Path) -> ImageList:
         if not line.strip():
             continue
         name, _, label = line.rstrip().rpartition(" ")
-        if not name or not label.isdecimal() or len(label) > 7:
+        if not name or not label.isdecimal() or len(label) >= len(str(MOST_CLASSES)):
             raise LiVTError(
                 f"{path}, line {number}: {line[:200]!r} is not `path label` with a label 0, 1, 2 and so on."
             )
@@ -190,8 +193,14 @@ def is_table(path: Path) -> bool:
         return True
     with reading_table(path):
         kinds = pq.read_schema(path).types
-    images = pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary
-    return not any(is_image(kind) for kind in kinds for is_image in images)
+    return not any(map(_holds_bytes, kinds))
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    """Whether a column may hold images: as bytes, or as `datasets` stores them, with a path beside the bytes."""
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
@@ -204,7 +213,7 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
         raise LiVTError(
             f"the folder of the images, {root}, does not exist: pass it with --source.{perhaps_meant(root)}"
         )
-    paths = _relative_paths(as_text(table[columns.image]), root)
+    paths = _relative_paths(as_text(table[columns.image], columns.image), root)
     rows = np.arange(len(table))
 
     def leave_out(absent: np.ndarray, why: str) -> np.ndarray:
@@ -215,7 +224,6 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
     none = "; for images that have none of the labels, have one column of 0 and 1 per class"
     rows = leave_out(unlabelled, f"the label is empty{none if settings.label_separator else ''}")
     rows = leave_out(paths.is_null().to_numpy(False)[rows], "the path is empty")
-    rows = leave_out(_repeated(paths, labels, names, rows), "the image is named twice with the same label")
     if not len(rows):
         raise LiVTError(
             f'no row of {file} has both an image in the column "{columns.image}" and a label in '
@@ -229,8 +237,12 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
             "folder with --source."
         )
     rows, files = leave_out(missing, "the file is missing"), files[~missing]
-    groups = None if columns.group is None else as_text(table[columns.group])
-    splits = _read_splits(table, columns.split)[rows]
+    repeated = _repeated(files, labels.take(rows), names)
+    rows, files = leave_out(repeated, "the image is named twice with the same label"), files[~repeated]
+    groups = None if columns.group is None else as_text(table[columns.group], columns.group)
+    splits = np.full(len(rows), "train")  # where no column says it
+    if columns.split is not None:
+        splits = _read_splits(table[columns.split].take(rows), columns.split)
     result = {}
     for split in np.unique(splits).tolist():
         own = splits == split
@@ -262,7 +274,7 @@ def reading_table(file: Path) -> Iterator[None]:
     """Around what reads a table: whatever its library raises on damaged files, in a sentence."""
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise LiVTError(f"{file} cannot be read as a table in UTF-8: {in_words(error)}") from error
 
 
@@ -278,25 +290,10 @@ def _read_csv(file: Path) -> pa.Table:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         header = next((line for line in lines if line.strip()), "")
     delimiter = "\t" if file.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
-    names = next(csv.reader([header], delimiter=delimiter), [])
-    return pyarrow.csv.read_csv(
-        file,
-        parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        convert_options=pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
-    )
-
-
-def as_text(column: pa.ChunkedArray) -> pa.StringArray:
-    """A column as text; empty cells are null."""
-    if pa.types.is_nested(column.type):
-        raise LiVTError(f"a column holds {column.type} where text or numbers are needed.")
-    if pa.types.is_floating(column.type):  # as pandas writes whole numbers beside empty cells
-        column = pc.if_else(pc.is_nan(column), None, column)
-        whole = pc.and_(pc.equal(column, pc.floor(column)), pc.less(pc.abs(column), 2.0**53))  # not infinity
-        if pc.all(whole).as_py():
-            column = column.cast(pa.int64())
-    text = column.cast(pa.string()).combine_chunks()
-    return pc.if_else(pc.equal(pc.utf8_trim_whitespace(text), ""), None, text)
+    parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    with pyarrow.csv.open_csv(file, parse_options=parsing) as reader:
+        texts = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(reader.schema.names, pa.string()))
+    return pyarrow.csv.read_csv(file, parse_options=parsing, convert_options=texts)
 
 
 @dataclass(frozen=True)
@@ -324,7 +321,7 @@ def _find_columns(table: pa.Table, settings: DataSettings) -> _Columns:
     others = [name for name in names if name not in (image, split, settings.group_column)]
     if label is None:
         found = telling_name(others, LABEL_NAMES)
-        labels = [found] if found else [name for name in others if _zeros_and_ones(table[name]) is not None]
+        labels = [found] if found else [name for name in others if _zeros_and_ones(table, name) is not None]
         if not found and (labels != others or len(labels) < 2):
             raise LiVTError(
                 f"found no column of labels among {', '.join(names)}: name it with --label_column, or name one column "
@@ -336,11 +333,11 @@ def _find_columns(table: pa.Table, settings: DataSettings) -> _Columns:
     return _Columns(image, labels, split, settings.group_column)
 
 
-def _zeros_and_ones(column: pa.ChunkedArray) -> np.ndarray | None:
+def _zeros_and_ones(table: pa.Table, column: str) -> np.ndarray | None:
     """A column as booleans; None where it holds anything but 0 and 1."""
-    if pa.types.is_nested(column.type):
+    if pa.types.is_nested(table[column].type):
         return None
-    texts = as_text(column).dictionary_encode()
+    texts = as_text(table[column], column).dictionary_encode()
     values = [ZERO_OR_ONE.get(text.lower()) for text in texts.dictionary.to_pylist()]
     return None if texts.null_count or None in values else np.array(values)[texts.indices.to_numpy()]
 
@@ -352,27 +349,24 @@ def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> 
     column, offsets = table[columns[0]], None
     if holds_lists(column):
         empty, (values, offsets) = column.is_null(), flat_lists(column)
-        texts = as_text(values)
+        texts = as_text(values, columns[0])
     else:
-        texts = as_text(column)
+        texts = as_text(column, columns[0])
         empty = texts.is_null()
         if separator is not None:
+            if not separator:
+                raise LiVTError('label_separator is "": pass what stands between labels, such as "|".')
             values, offsets = flat_lists(pc.split_pattern(texts, separator))
-            texts = as_text(pa.chunked_array([pc.utf8_trim_whitespace(values)]))
-    texts = pc.utf8_normalize(texts, form="NFC")  # see `plain_name`
-    named = texts.is_valid().to_numpy(False)
-    names = _class_order(texts.unique().drop_null().to_pylist())
-    ids = pc.index_in(texts, value_set=pa.array(names, pa.string())).fill_null(0).to_numpy(False).astype(np.int64)
-    if offsets is None:
-        return Labels(ids), names, empty.to_numpy(False)
-    offsets = offsets_of(named)[offsets]
-    empty = empty.to_numpy(False) | (separator is not None) & (np.diff(offsets) == 0)
-    return Labels(ids[named], offsets), names, empty
+            texts = as_text(pa.chunked_array([values]), columns[0])
+    ids, names = class_ids(texts)
+    labels = Labels.of_ids(ids, offsets)
+    empty = empty.to_numpy(False)
+    return labels, names, empty if separator is None else empty | (np.diff(labels.offsets) == 0)
 
 
 def _labels_of_flags(table: pa.Table, columns: list[str]) -> tuple[Labels, list[str], np.ndarray]:
     """Labels of one column of 0 and 1 for each class: one label per image, where each row has a single 1."""
-    flags = [_zeros_and_ones(table[column]) for column in columns]
+    flags = [_zeros_and_ones(table, column) for column in columns]
     for column, values in zip(columns, flags, strict=True):
         if values is None:
             raise LiVTError(f'the column "{column}" has cells that are neither 0 nor 1: fill or correct them.')
@@ -382,20 +376,9 @@ def _labels_of_flags(table: pa.Table, columns: list[str]) -> tuple[Labels, list[
     return Labels(labels, offsets), columns, np.zeros(len(table), dtype=bool)
 
 
-def _class_order(names: list[str]) -> list[str]:
-    """Class names in order, numbers by value. Names that look alike stay apart, but are pointed out."""
-    alike: dict[str, list[str]] = {}
-    for name in sorted(names):
-        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
-    for variants in alike.values():
-        if len(variants) > 1:
-            logger.warning("the labels %s differ only by case or spaces and are separate classes", variants)
-    return sorted(sorted(names), key=int) if all(name.isdecimal() for name in names) else sorted(names)
-
-
 def _relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
     """Paths below the root, with slashes; one that leads out of it is refused."""
-    paths = pc.replace_substring(pc.utf8_trim_whitespace(paths), "\\", "/")
+    paths = pc.replace_substring(paths, "\\", "/")
     paths = pc.replace_substring_regex(paths, f"^({re.escape(root.as_posix().rstrip('/'))}/|(\\./)+)", "")
     outside = pc.match_substring_regex(paths, r"^(/|[A-Za-z]:)|(^|/)\.\.(/|$)").fill_null(False)
     if pc.any(outside).as_py():
@@ -406,20 +389,21 @@ def _relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
     return paths
 
 
-def _repeated(paths: pa.StringArray, labels: Labels, names: list[str], rows: np.ndarray) -> np.ndarray:
-    """Which rows name an image that an earlier row names with the same labels; others are refused."""
-    codes = paths.take(rows).dictionary_encode().indices.to_numpy()
+def _repeated(files: np.ndarray, labels: Labels, names: list[str]) -> np.ndarray:
+    """Which of the files are named earlier with the same labels; other labels are refused."""
+    codes = pa.array(files, pa.string()).dictionary_encode().indices.to_numpy()
     first = np.unique(codes, return_index=True)[1]
-    repeated = np.ones(len(rows), dtype=bool)
+    repeated = np.ones(len(files), dtype=bool)
     repeated[first] = False
-    for row, before in zip(rows[repeated], rows[first[codes[repeated]]], strict=True):
-        two = [set(labels.take(np.array([r])).values.tolist()) for r in (before, row)]
-        if two[0] != two[1]:
-            a, b = (", ".join(names[label] for label in sorted(part)) for part in two)
-            raise LiVTError(
-                f'{paths[row]} is named twice, with the label "{a}" and with "{b}": keep one row per image; several '
-                "labels go into one cell, with --label_separator."
-            )
+    two = [labels.take(rows) for rows in (first[codes[repeated]], np.flatnonzero(repeated))]
+    differ = np.setxor1d(*(part.images * len(names) + part.values for part in two))  # images and their labels
+    if len(differ):
+        which = differ[:1] // len(names)
+        a, b = (", ".join(names[label] for label in np.unique(part.take(which).values)) for part in two)
+        raise LiVTError(
+            f'{files[repeated][which[0]]} is named twice, with the label "{a}" and with "{b}": keep one row per '
+            "image; several labels go into one cell, with --label_separator."
+        )
     return repeated
 
 
@@ -434,21 +418,19 @@ def split_by_column(splits: dict[str, Dataset], asked: str | None) -> dict[str, 
             raise LiVTError(f"the images are stored as {', '.join(splits)}: leave --split_column {asked} out.")
     if column in (None, "none") or len(splits) > 1:
         return splits
-    words = _read_splits(train.data.table, column)
+    words = _read_splits(of_rows(train, train.data.column(column)), column)
     return {split: train.select(np.flatnonzero(words == split)) for split in np.unique(words).tolist()}
 
 
-def _read_splits(table: pa.Table, column: str | None) -> np.ndarray:
-    """The split of each row; all are `train` where no column says it."""
-    if column is None:
-        return np.full(len(table), "train")
-    texts = as_text(table[column]).dictionary_encode()
+def _read_splits(cells: pa.ChunkedArray, column: str) -> np.ndarray:
+    """The split of each row."""
+    texts = as_text(cells, column).dictionary_encode()
     words = texts.dictionary.to_pylist()
-    strange = [word for word in words if word.strip().lower() not in SPLIT_OF_WORD]
+    strange = [word for word in words if word.lower() not in SPLIT_OF_WORD]
     if strange or texts.null_count:
         wrong = f'"{strange[0]}"' if strange else "an empty cell"
         raise LiVTError(
             f'the split column "{column}" has {wrong}: write train, val or test, or pass --split_column none to leave '
             "it unused."
         )
-    return np.array([SPLIT_OF_WORD[word.strip().lower()] for word in words])[texts.indices.to_numpy()]
+    return np.array([SPLIT_OF_WORD[word.lower()] for word in words])[texts.indices.to_numpy()]
