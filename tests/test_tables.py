@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
 from livt_hf.data import class_counts, decoding, has_carved_test, load_long_tailed
-from livt_hf.data.decoding import find_copies
+from livt_hf.data.decoding import find_copies, stored_paths
 from livt_hf.data.labels import MERGED, labels_of
 from livt_hf.errors import LiVTError
 
@@ -387,13 +387,22 @@ def test_datasets_that_are_no_tables_have_groups_too(tmp_path, ten):
     assert len(data["test"]) == 2 and len(set(labels_of(data["test"], "group").values)) == 1
 
 
+def embedded(row: dict) -> dict:
+    path = row["image"].filename
+    return {"image": {"bytes": Path(path).read_bytes(), "path": path}}
+
+
 def test_identical_images_in_two_splits_are_found(tmp_path):
     names = [f"{split}/{label}/{i}.png" for split in ("train", "test") for label in "ab" for i in range(3)]
     write_images(tmp_path, names)
     (tmp_path / "test/b/2.png").write_bytes((tmp_path / "train/a/1.png").read_bytes())
-    pairs = find_copies(load_long_tailed(str(tmp_path)))
+    data = load_long_tailed(str(tmp_path))
+    pairs = find_copies(data)
     one, other = (os.path.join(tmp_path, name) for name in ("train/a/1.png", "test/b/2.png"))
     assert pairs == [(f"{one} of train", f"{other} of test")]
+    held = {split: part.map(embedded).shuffle(seed=0) for split, part in data.items()}  # of which paths keep the name
+    assert find_copies(held) == pairs and stored_paths(held["test"]) == []
+    assert sorted(stored_paths(data["test"].shuffle(seed=0))) == stored_paths(data["test"])
 
 
 def test_only_images_of_equal_length_are_read_to_find_copies(tmp_path, monkeypatch):
