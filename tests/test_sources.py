@@ -352,8 +352,8 @@ def test_an_empty_class_folder_is_refused_or_dropped(tmp_path, caplog, rule):
 
 
 def test_hidden_files_are_left_out_and_files_that_are_no_images_are_counted(tmp_path, caplog):
-    write_images(tmp_path / "birds", {"finch": 5, "owl": 5, "__MACOSX": 5, ".thumbnails": 5})
-    for name in ("finch/.DS_Store", "finch/._000.png", "owl/notes.txt", "owl/one.heic", "owl/two.HEIC", "cover.png"):
+    write_images(tmp_path / "birds", {"__background__": 5, "owl": 5, "__MACOSX": 5, ".thumbnails": 5})
+    for name in ("owl/.DS_Store", "owl/._000.png", "owl/notes.txt", "owl/one.heic", "owl/two.HEIC", "cover.png"):
         (tmp_path / "birds" / name).write_bytes(b"")
     data = load_long_tailed(str(tmp_path / "birds"))
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]

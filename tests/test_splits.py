@@ -126,6 +126,8 @@ def test_a_rule_refuses_an_imbalance_that_empties_the_last_class(rule):
 def test_a_label_outside_the_names_is_named_with_its_row():
     with pytest.raises(ValueError, match="row 2 has label 7, but there are 3 classes"):
         label_counts(np.array([0, 1, 7]), 3)
+    with pytest.raises(ValueError, match="all labels are -1"):
+        label_counts(np.array([-1, -1]), 0)
     with pytest.raises(ValueError, match="row 0 has label -1"):
         label_counts(np.array([-1, 1]), 3)
 
