@@ -27,8 +27,8 @@ from livt_hf.data import (
 )
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.division import carved_test, is_carved
+from livt_hf.data.lists import read_list
 from livt_hf.data.sources import Images
-from livt_hf.data.tables import read_list
 from livt_hf.errors import LiVTError, means_a_place
 from livt_hf.settings import DataSettings
 

@@ -12,8 +12,9 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
 from livt_hf.data import class_counts, decoding, has_carved_test, load_long_tailed
+from livt_hf.data.columns import MERGED
 from livt_hf.data.decoding import find_copies, stored_paths
-from livt_hf.data.labels import MERGED, labels_of
+from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 
 

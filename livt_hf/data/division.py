@@ -150,15 +150,6 @@ def refuse_single_class(train: Dataset) -> None:
         raise LiVTError(f"all images are of one class, {', '.join(names)}; a classifier needs images of another too.")
 
 
-def refuse_empty_splits(splits: dict[str, Dataset]) -> None:
-    for split, dataset in splits.items():
-        if not len(dataset):
-            raise LiVTError(
-                f'the split "{split}" has no image: add some to it, remove it, or leave out fewer (exclude_labels, '
-                "min_images, on_broken)."
-            )
-
-
 def refuse_empty_classes(train: Dataset) -> None:
     empty = np.flatnonzero(class_counts(train) == 0)
     if len(empty):

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,14 +11,12 @@ from datasets import Dataset
 
 from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.labels import Labels, plain_name
-from livt_hf.data.tables import SPLIT_OF_WORD, dataset_of_paths
+from livt_hf.data.paths import dataset_of_paths
+from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.system import is_of_runs
 
 logger = logging.getLogger(__name__)
-
-# train, val2017, test_images; but "bullet train" and "test tube" are classes.
-SPLIT_FOLDER = re.compile(rf"({'|'.join(SPLIT_OF_WORD)})([\W_]*(images|set|data))?[\W_]*\d*", re.IGNORECASE)
 
 
 def is_hidden(name: str) -> bool:

@@ -2,9 +2,7 @@
 
 import contextlib
 import errno
-import logging
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,31 +13,19 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
-from livt_hf.data.division import refuse_empty_splits
 from livt_hf.data.folders import holds_images, open_image_folder
 from livt_hf.data.labels import image_paths, labels_of
+from livt_hf.data.lists import ImageList, datasets_from_lists, find_lists, is_image_list, read_list
 from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
-from livt_hf.data.tables import (
-    SPLIT_OF_WORD,
-    TABLES,
-    ImageList,
-    datasets_from_lists,
-    find_lists,
-    is_image_list,
-    read_list,
-)
+from livt_hf.data.split_names import by_split, named_splits, refuse_empty_splits
+from livt_hf.data.tables import TABLES
 from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
 from livt_hf.system import is_of_runs
 
-logger = logging.getLogger(__name__)
-
-SPLITS = ("train", "validation", "test")
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
 STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
-# Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
-SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_OF_WORD)})(?![^\W\d_])")
 
 
 def open_splits(settings: DataSettings, benchmark: Benchmark, streaming: bool) -> dict:
@@ -151,23 +137,6 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
     return splits
 
 
-def named_splits(splits: Mapping, where: str) -> dict:
-    """The splits under the names train, validation and test; the only one there is trains."""
-    if len(splits) == 1:
-        return {"train": next(iter(splits.values()))}
-    called: dict[str, list[str]] = {}
-    for name in splits:
-        called.setdefault(SPLIT_OF_WORD.get(name.lower(), name), []).append(name)
-    if "train" not in called:
-        raise LiVTError(f"{where} has no split called train, but {', '.join(splits)}: rename one.")
-    for split, names in called.items():
-        if len(names) > 1:
-            raise LiVTError(f"{where} has the splits {' and '.join(names)}, which both mean {split}: rename one.")
-    if unused := [name for name in called if name not in SPLITS]:
-        logger.warning("splits of %s that are neither train, validation nor test: %s", where, ", ".join(unused))
-    return {split: splits[called[split][0]] for split in SPLITS if split in called}
-
-
 def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
     repository, _, config = where.partition(":")
     near = perhaps_meant(where)
@@ -208,13 +177,13 @@ def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
     for suffix in (".parquet", ".arrow"):
         files = sorted(str(file) for file in path.rglob(f"*{suffix}") if not is_of_runs(file, path))
         if files:
-            return _load(KINDS[suffix], _by_split(files, path), streaming)
+            return _load(KINDS[suffix], by_split(files, path), streaming)
     lists = find_lists(path)
     if "train" in lists:
         return datasets_from_lists({split: read_list(file) for split, file in lists.items()}, path, skip_missing)
     archives = sorted(str(file) for file in path.rglob("*.tar"))
     if archives and not holds_images(path):  # what was unpacked may lie beside its archive
-        return _load("webdataset", _by_split(archives, path), streaming)
+        return _load("webdataset", by_split(archives, path), streaming)
     return open_image_folder(path)
 
 
@@ -244,21 +213,3 @@ def _reading_dataset(place: str | Path) -> Iterator[None]:
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # where the cache is: the files may be good
             raise cause from None
         raise LiVTError(f"{place} cannot be read as a dataset: {in_words(cause)}; put back a good copy.") from error
-
-
-def _by_split(files: list[str], folder: Path) -> dict[str, list[str]]:
-    """Files by the last word of their path below `folder` that names a split.
-
-    Where no file names the training split, those that name none are it.
-    """
-    splits: dict[str, list[str]] = {}
-    unnamed = []
-    for file in files:
-        words = SPLIT_WORD.findall(Path(file).relative_to(folder).as_posix().lower())
-        (splits.setdefault(SPLIT_OF_WORD[words[-1]], []) if words else unnamed).append(file)
-    if unnamed and "train" in splits:
-        raise LiVTError(
-            f"{unnamed[0]} names no split, but {splits['train'][0]} does: put train, validation or test into its "
-            "name, or move it elsewhere."
-        )
-    return splits | ({"train": unnamed} if unnamed else {})

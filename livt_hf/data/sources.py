@@ -11,6 +11,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
+from livt_hf.data.columns import LeftOut, say_left_out, standard_columns, standard_stream
 from livt_hf.data.decoding import without_broken
 from livt_hf.data.division import (
     carved,
@@ -18,14 +19,13 @@ from livt_hf.data.division import (
     held_out,
     pooled,
     refuse_empty_classes,
-    refuse_empty_splits,
     thinned,
     warn_of_shared_groups,
 )
 from livt_hf.data.folds import test_folds
-from livt_hf.data.labels import LeftOut, say_left_out, standard_columns, standard_stream
-from livt_hf.data.opening import SPLITS, named_splits, open_splits
-from livt_hf.data.tables import is_table, open_table, split_by_column
+from livt_hf.data.opening import open_splits
+from livt_hf.data.split_names import SPLITS, named_splits, refuse_empty_splits, split_by_column
+from livt_hf.data.tables import is_table, open_table
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
 
