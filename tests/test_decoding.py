@@ -75,8 +75,8 @@ def test_a_path_its_bytes_an_open_file_and_a_pillow_image_are_read_alike(tmp_pat
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_one_pixel_is_enough_for_every_transform(kind):
     image = decode_rgb(encoded(smooth_picture(1, 1), kind))
-    assert PretrainAugmentation(16)(image, (0, 0, 0)).shape == (3, 16, 16)
-    assert FinetuneAugmentation(16)(image, (0, 0, 0)).shape == (3, 16, 16)
+    assert PretrainAugmentation(16).batch([image], 0, 0, [0]).shape == (1, 3, 16, 16)
+    assert FinetuneAugmentation(16).batch([image], 0, 0, [0]).shape == (1, 3, 16, 16)
     assert eval_processor(16, MEAN, STD)(images=[image], return_tensors="pt")["pixel_values"].shape == (1, 3, 16, 16)
 
 

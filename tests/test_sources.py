@@ -26,9 +26,9 @@ from livt_hf.data import (
     register_dataset,
 )
 from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.data.division import is_carved
+from livt_hf.data.division import carved_test, is_carved
+from livt_hf.data.lists import read_list
 from livt_hf.data.sources import Images
-from livt_hf.data.tables import read_list
 from livt_hf.errors import LiVTError, means_a_place
 from livt_hf.settings import DataSettings
 
@@ -258,11 +258,18 @@ def test_a_class_is_one_however_the_letters_of_its_name_are_written(tmp_path):
     assert class_counts(data["test"]).tolist() == [2, 2]
 
 
-def test_images_that_are_stored_with_a_split_column_are_divided_by_it(tmp_path):
+def test_images_that_are_stored_with_a_split_column_are_divided_by_it(tmp_path, request):
     stored = rows(["cat", "dog"] * 6) | {"Split": ["train"] * 8 + ["test"] * 4}
     features = Features({"image": Image(), "label": Value("string"), "Split": Value("string")})
-    Dataset.from_dict(stored, features=features).to_parquet(tmp_path / "own.parquet")
+    dataset = Dataset.from_dict(stored, features=features)
+    dataset.to_parquet(tmp_path / "own.parquet")
     place = str(tmp_path / "own.parquet")
+    request.addfinalizer(lambda: BENCHMARKS.pop("shuffled"))
+    register_dataset("shuffled")(lambda settings: DatasetDict(train=dataset.shuffle(seed=1)))
+    shuffled = load_long_tailed("shuffled")
+    for split, numbers in {"train": range(8), "test": range(8, 12)}.items():
+        colours = [np.asarray(image)[0, 0, 0] for image in shuffled[split]["image"]]
+        assert sorted(colours) == list(numbers) and shuffled[split]["label"][:] == [colour % 2 for colour in colours]
     divided = load_long_tailed(place)
     assert {split: len(divided[split]) for split in divided} == {"train": 8, "test": 4} and not has_carved_test(
         divided
@@ -274,13 +281,19 @@ def test_images_that_are_stored_with_a_split_column_are_divided_by_it(tmp_path):
         load_long_tailed(place, label_separator="|")
 
 
-@pytest.mark.parametrize("length", [-1, 4])
-def test_lists_of_one_0_or_1_per_class_are_not_taken_for_class_numbers(tmp_path, length):
+@pytest.mark.parametrize("source", ["int64", "bool", "a list of four", "jsonl"])
+def test_lists_of_one_0_or_1_per_class_are_not_taken_for_class_numbers(tmp_path, source):
     stored = rows([[0, 1, 0, 0], [1, 0, 0, 1]] * 5)
-    features = Features({"image": Image(), "label": List(Value("int64"), length=length)})
-    Dataset.from_dict(stored, features=features).to_parquet(tmp_path / "own.parquet")
-    with pytest.raises(LiVTError, match='"label" holds one 0 or 1 per class'):
-        load_long_tailed(str(tmp_path / "own.parquet"))
+    if source == "jsonl":
+        write_images(tmp_path, {"img": 10})
+        lines = [{"path": f"img/{i:03d}.png", "label": flags} for i, flags in enumerate(stored["label"])]
+        (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        place = tmp_path / "own.jsonl"
+    else:
+        kind = List(Value("int64"), length=4) if source == "a list of four" else List(Value(source))
+        place = parquet_of(tmp_path, stored, {"image": Image(), "label": kind})
+    with pytest.raises(LiVTError, match="the label column holds one 0 or 1 per class"):
+        load_long_tailed(place)
 
 
 def test_a_list_may_begin_with_a_mark_and_tells_of_files_that_are_missing(tmp_path, caplog):
@@ -313,7 +326,7 @@ def test_classes_may_be_called_like_splits_and_archives_may_nest_their_folder(tm
 
 
 def test_folders_that_are_neither_a_split_nor_a_class_are_refused_by_name(tmp_path):
-    write_images(tmp_path / "birds/train", {"finch": 2, "owl": 2})
+    write_images(tmp_path / "birds/train", {"finch": 3, "owl": 3})
     write_images(tmp_path / "birds/docs", {"figures": 0})
     assert load_long_tailed(str(tmp_path / "birds"))["train"].features["label"].names == ["finch", "owl"]
     write_images(tmp_path / "birds/more", {"finch": 2, "owl": 2})
@@ -322,23 +335,25 @@ def test_folders_that_are_neither_a_split_nor_a_class_are_refused_by_name(tmp_pa
     write_images(tmp_path, {"flat": 3})
     with pytest.raises(LiVTError, match="flat holds no folders with images"):
         load_long_tailed(str(tmp_path / "flat"))
-    write_images(tmp_path / "inside out", {"finch/train": 2, "finch/test": 1, "owl/train": 2, "owl/test": 1})
-    with pytest.raises(LiVTError, match="finch/test lies below a class"):
-        load_long_tailed(str(tmp_path / "inside out"))
+    for name, train, test in (("inside out", "train", "test"), ("upper case", "Train", "Test")):
+        write_images(tmp_path / name, {f"{bird}/{split}": 2 for bird in ("finch", "owl") for split in (train, test)})
+        with pytest.raises(LiVTError, match=f"finch/{test} lies below a class"):
+            load_long_tailed(str(tmp_path / name))
 
 
-def test_an_empty_class_folder_is_refused_or_dropped(tmp_path, caplog):
+@pytest.mark.parametrize("rule", [None, "balanced"])
+def test_an_empty_class_folder_is_refused_or_dropped(tmp_path, caplog, rule):
     write_images(tmp_path / "birds", {"finch": 5, "ghost": 0, "owl": 5})
     with pytest.raises(LiVTError, match="1 class has no training image.*ghost.*--drop_empty"):
-        load_long_tailed(str(tmp_path / "birds"))
+        load_long_tailed(str(tmp_path / "birds"), rule=rule)
     data = load_long_tailed(str(tmp_path / "birds"), drop_empty=True)
     assert data["train"].features["label"].names == ["finch", "owl"] and "ghost" in caplog.text
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
 
 
 def test_hidden_files_are_left_out_and_files_that_are_no_images_are_counted(tmp_path, caplog):
-    write_images(tmp_path / "birds", {"finch": 5, "owl": 5, "__MACOSX": 5, ".thumbnails": 5})
-    for name in ("finch/.DS_Store", "finch/._000.png", "owl/notes.txt", "owl/one.heic", "owl/two.HEIC", "cover.png"):
+    write_images(tmp_path / "birds", {"__background__": 5, "owl": 5, "__MACOSX": 5, ".thumbnails": 5})
+    for name in ("owl/.DS_Store", "owl/._000.png", "owl/notes.txt", "owl/one.heic", "owl/two.HEIC", "cover.png"):
         (tmp_path / "birds" / name).write_bytes(b"")
     data = load_long_tailed(str(tmp_path / "birds"))
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
@@ -430,6 +445,7 @@ def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
         ({"rule": [1, 2]}, "2 counts for 3 classes"),
         ({"rule": "pareto"}, "needs an imbalance_factor"),
         ({"imbalance_facto": 2}, "no option 'imbalance_facto'; did you mean imbalance_factor"),
+        ({"split_seed": 2}, "no option 'split_seed'; it is called seed here"),
     ):
         with pytest.raises(ValueError, match=message):
             load_long_tailed(folder, **options)
@@ -519,6 +535,17 @@ def test_tables_on_disk_are_opened_whatever_their_form(tmp_path, form):
     assert data["test"].features["label"].names == ["a", "b"]
 
 
+def test_splits_go_by_any_of_their_names_and_others_are_told(tmp_path, caplog):
+    part = named_rows([0, 1], ["a", "b"])
+    DatasetDict(Training=part, eval=part, spare=part).save_to_disk(tmp_path / "own")
+    data = load_long_tailed(tmp_path / "own")
+    assert list(data) == ["train", "test"] and not has_carved_test(data)
+    assert "neither train, validation nor test: spare" in caplog.text
+    DatasetDict(train=part, val=part, dev=part).save_to_disk(tmp_path / "two")
+    with pytest.raises(LiVTError, match="has the splits val and dev, which both mean validation"):
+        load_long_tailed(tmp_path / "two")
+
+
 def named_rows(labels: list, names: list[str], several: bool = False) -> Dataset:
     label = ClassLabel(names=names)
     labels = [[one] for one in labels] if several else labels
@@ -582,6 +609,8 @@ def test_text_and_number_labels_get_class_names(tmp_path):
     data = load_long_tailed(text)
     assert data["train"].features["label"].names == ["finch", "owl"]
     assert class_counts(data["train"]).tolist() == [4, 4]
+    texts = parquet_of(tmp_path, rows(["10", "9 ", "9"] * 4), {"image": Image(), "label": Value("string")})
+    assert load_long_tailed(texts)["train"].features["label"].names == ["9", "10"]  # as of a table
     number = parquet_of(tmp_path, rows([1, 0] * 5, "picture", "kind"), {"picture": Image(), "kind": Value("int32")})
     data = load_long_tailed(number, image_column="picture", label_column="kind")
     assert data["train"].features["label"].names == ["0", "1"] and data["train"][0]["image"].size == (4, 4)
@@ -627,8 +656,15 @@ def test_labels_without_a_name_or_without_a_value_are_refused(tmp_path):
     pa.parquet.write_table(table, file)
     with pytest.raises(ValueError, match="row 2 has label 5, but there are 2 classes"):
         load_long_tailed(str(file))
-    file = parquet_of(tmp_path, rows([0, None, 1]), {"image": Image(), "label": Value("int64")})
-    with pytest.raises(ValueError, match="row 1 .*has no label"):
+    for missing, kind in (
+        *(([0, None, 1], Value("int64")), ([[0], None, [1]], List(ClassLabel(names=["a", "b"])))),
+        *((["a", None, "b"], Value("string")), (["a", " ", "b"], Value("string")), ([[0], None], List(Value("int8")))),
+    ):
+        file = parquet_of(tmp_path, rows(missing), {"image": Image(), "label": kind})
+        with pytest.raises(LiVTError, match="row 1 .*has no label"):
+            load_long_tailed(file)
+    file = parquet_of(tmp_path, rows([5_000_000_000, 7]), {"image": Image(), "label": Value("int64")})
+    with pytest.raises(LiVTError, match="numbers up to 5000000000, which are ids"):
         load_long_tailed(file)
 
 
@@ -643,6 +679,18 @@ def test_a_hub_dataset_that_cannot_be_reached_asks_for_a_local_copy(monkeypatch)
         load_long_tailed("cifar10-lt")
     with pytest.raises(LiVTError, match="no folder own/birds, and own/birds could not be loaded .*local copy"):
         load_long_tailed("own/birds")
+
+
+@pytest.mark.parametrize("config", ["", ":third"])
+def test_a_hub_dataset_of_several_configs_asks_for_one_of_them(tmp_path, monkeypatch, config):
+    configs = [f"- config_name: {name}\n  data_files: {name}.csv\n" for name in ("first", "second")]
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.csv").write_text("a\n1\n")
+    load = datasets.load_dataset
+    monkeypatch.setattr("livt_hf.data.opening.load_dataset", lambda _, config: load(str(tmp_path), config))
+    with pytest.raises(LiVTError, match="own/birds could not be loaded .*'second'.*owner/name:config"):
+        load_long_tailed(f"own/birds{config}")
 
 
 def test_a_misspelt_folder_is_answered_after_one_question_to_the_hub(tmp_path, monkeypatch):
@@ -714,6 +762,7 @@ def labelled(counts: list[int]) -> Dataset:
 @pytest.mark.parametrize(
     ("counts", "dataset", "fraction", "held"),
     [
+        ([2] * 300, "own", None, None),  # no class can spare one, and nobody asked
         ([400, 100, 6, 3], "own", None, [40, 10, 1, 0]),  # a class of three can spare none
         ([300, 100], "own", None, None),  # too few to divide without being asked
         ([300, 100], "own", 0.2, [60, 20]),
@@ -728,6 +777,20 @@ def test_a_part_of_each_class_is_held_out_where_that_is_asked_for_or_sensible(co
     assert (class_counts(parts["validation"]).tolist() if "validation" in parts else None) == held
     if held:
         assert (class_counts(parts["train"]) + held).tolist() == counts
+
+
+def test_a_split_without_an_image_is_refused(tmp_path):
+    small = labelled([2, 2, 1])
+    with pytest.raises(LiVTError, match="test_fraction 0.2 of 5 images in 3 classes sets none aside"):
+        carved_test({"train": small}, DataSettings())
+    with pytest.raises(LiVTError, match="validation_fraction 0.2 of 5 images"):
+        Images({"train": small}).divided(DataSettings(validation_fraction=0.2))
+    write_images(tmp_path / "own", {"train/a": 5, "train/b": 5, "test/a": 0, "test/b": 0})
+    for streaming in (False, True):
+        with pytest.raises(LiVTError, match='the split "test" has no image'):
+            load_long_tailed(tmp_path / "own", streaming=streaming)
+    with pytest.raises(LiVTError, match='the split "train" has no image.*exclude_labels'):
+        load_long_tailed(tmp_path / "own/train", exclude_labels="a,b")
 
 
 def test_a_cache_without_room_is_not_called_damaged_files(tmp_path, monkeypatch):

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 
+from livt_hf.data.division import carved_test
 from livt_hf.data.splits import (
     balanced_counts,
     exponential_counts,
@@ -18,6 +20,7 @@ from livt_hf.data.splits import (
     stratified_folds,
     stratified_split,
 )
+from livt_hf.settings import DataSettings
 
 
 def test_splits_need_numpy_only():
@@ -123,6 +126,8 @@ def test_a_rule_refuses_an_imbalance_that_empties_the_last_class(rule):
 def test_a_label_outside_the_names_is_named_with_its_row():
     with pytest.raises(ValueError, match="row 2 has label 7, but there are 3 classes"):
         label_counts(np.array([0, 1, 7]), 3)
+    with pytest.raises(ValueError, match="all labels are -1"):
+        label_counts(np.array([-1, -1]), 0)
     with pytest.raises(ValueError, match="row 0 has label -1"):
         label_counts(np.array([-1, 1]), 3)
 
@@ -150,17 +155,19 @@ def test_folds_of_groups_share_no_group_and_divide_each_class(num_groups):
     assert np.array_equal(tests[0], tests[1]) and not np.array_equal(tests[0], tests[2])
 
 
-def test_classes_that_share_their_two_groups_all_keep_one_of_them_in_training():
-    labels, groups = np.array([0] * 20 + [1, 2, 3] * 2), np.array([*range(20), *[20] * 3, *[21] * 3])
-    for fraction in (0.2, 0.3, 0.4, 0.6, 0.9):
-        for seed in range(5):
-            train, test = grouped_split(labels, groups, fraction, seed)
-            assert set(labels[train]) == {0, 1, 2, 3} and not set(groups[train]) & set(groups[test])
-
-
-def test_two_groups_of_a_class_are_never_both_tested_on():
-    for seed in range(20):
-        labels = np.array([0] * 12 + [1, 1, 2, 2, 3, 3])
-        groups = np.array([*range(12), 12, 13, 13, 14, 14, 12])
-        train, test = grouped_split(labels, groups, 0.5, seed)
-        assert set(labels[train]) == {0, 1, 2, 3} and not set(groups[train]) & set(groups[test])
+@pytest.mark.parametrize(
+    ("labels", "groups"),
+    [
+        ([0] * 20 + [1, 2, 3] * 2, [*range(20), *[20] * 3, *[21] * 3]),  # two groups, each of the same three classes
+        ([0] * 12 + [1, 1, 2, 2, 3, 3], [*range(12), 12, 13, 13, 14, 14, 12]),  # two of three groups for each class
+    ],
+)
+def test_every_class_keeps_one_of_its_two_groups_in_training(labels, groups):
+    features = Features(label=ClassLabel(num_classes=4), group=Value("string"))
+    train = Dataset.from_dict({"label": labels, "group": map(str, groups)}, features=features)
+    for fraction in (0.2, 0.5, 0.9):
+        for seed in range(10):
+            settings = DataSettings(group_column="group", test_fraction=fraction, split_seed=seed)
+            parts = carved_test({"train": train}, settings)
+            assert set(parts["train"]["label"]) == {0, 1, 2, 3} and len(parts["test"])
+            assert not set(parts["train"]["group"]) & set(parts["test"]["group"])

@@ -96,6 +96,15 @@ def test_an_epoch_sees_images_of_all_shards_in_another_order_each_time(tmp_path)
     assert [index for index in first if index >> 32 == 2] != everything[11:28]
 
 
+def test_an_empty_shard_does_not_end_a_stream(tmp_path):
+    (tmp_path / "shards").mkdir()
+    for number, (begin, end) in enumerate(((0, 10), (10, 10), (10, 20))):
+        write_shard(tmp_path / f"shards/train-{number}", "parquet", pictures(20).select(range(begin, end)))
+    stream = load_long_tailed(str(tmp_path / "shards"), streaming=True)["train"]
+    for epoch in range(3):
+        assert len(set(indices_of(epoch_of(stream, Batches(4), epoch)))) == 20
+
+
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_stream_that_is_resumed_gives_what_it_would_have_given(tmp_path, workers):
     stream = load_long_tailed(str(write_shards(tmp_path / "shards", "parquet")), streaming=True)["train"]

@@ -12,8 +12,9 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
 from livt_hf.data import class_counts, decoding, has_carved_test, load_long_tailed
-from livt_hf.data.decoding import find_copies
-from livt_hf.data.labels import MERGED, labels_of
+from livt_hf.data.columns import MERGED
+from livt_hf.data.decoding import find_copies, stored_paths
+from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 
 
@@ -81,6 +82,13 @@ def test_a_column_that_does_not_exist_is_refused_with_those_that_do(tmp_path, te
         load_long_tailed(file, **{option: "site"})
 
 
+def test_a_parquet_table_of_paths_may_have_columns_of_any_kind(tmp_path, ten):
+    columns = {"path": ten, "label": ["owl", "finch"] * 5, "box": [{"x": 1, "y": 2}] * 10}
+    assert names_of(load_long_tailed(write_table(tmp_path / "own.parquet", columns))) == ["finch", "owl"]
+    with pytest.raises(LiVTError, match='column "box" holds struct<.*>, not text or numbers'):
+        load_long_tailed(str(tmp_path / "own.parquet"), label_column="box")
+
+
 def test_spreadsheet_exports_are_read_whatever_their_separators(tmp_path, ten):
     lines = ["file;label;note", *(f'img\\{i}.png;{"ab"[i % 2]};"a; b"' for i in range(10))]
     (tmp_path / "own.csv").write_text("\r\n".join(lines), encoding="utf-8-sig")
@@ -116,6 +124,9 @@ def test_labels_of_text_files_stay_as_they_are_written(tmp_path, ten):
         assert names_of(load_long_tailed(same)) == ["007", "7"]
     Path(same).write_text("\n" + Path(same).read_text())  # an empty first line
     assert names_of(load_long_tailed(same)) == ["007", "7"]
+    broken_header = 'path,"the\nlabel",label\n' + "".join(f"{path},x,00{i % 2}\n" for i, path in enumerate(ten))
+    Path(same).write_text(broken_header)
+    assert names_of(load_long_tailed(same)) == ["000", "001"]
     apart = write_table(tmp_path / "apart.csv", {"path": ten, "label": ["M\u00f6we", "Mo\u0308we", "b", "b", "b"] * 2})
     assert names_of(load_long_tailed(apart)) == ["M\u00f6we", "b"]
 
@@ -145,8 +156,9 @@ def test_numbers_are_class_names_in_the_order_of_their_values(tmp_path, ten):
     assert names_of(load_long_tailed(file)) == ["1", "007"]
     file = write_table(tmp_path / "own.parquet", {"path": ten, "label": [1.0, 2.0, None] * 3 + [1.0]})
     assert names_of(load_long_tailed(file)) == ["1", "2"]
-    pq.write_table(pa.table({"path": ten, "label": pa.array([1.0, 2.5] * 5, pa.float32())}), file)
-    assert names_of(load_long_tailed(file)) == ["1", "2.5"]
+    for kind in (np.float16, np.float32):
+        pq.write_table(pa.table({"path": ten, "label": pa.array(np.array([1.0, 2.5] * 5, kind))}), file)
+        assert names_of(load_long_tailed(file)) == ["1", "2.5"]
 
 
 def test_infinite_numbers_are_class_names_too(tmp_path, ten):
@@ -186,6 +198,8 @@ def test_an_empty_cell_is_left_out_and_a_row_of_zeros_is_an_image_with_none_of_t
     sets = ["a", "", "b", "a|b", ""] * 2
     file = write_table(tmp_path / "own.csv", {"path": ten, "label": sets})
     assert sum(load_long_tailed(file, label_separator="|").num_rows.values()) == 6
+    with pytest.raises(LiVTError, match='label_separator is ""'):
+        load_long_tailed(file, label_separator="")
     assert "4  the label is empty; for images that have none of the labels, have one column of 0 and 1" in caplog.text
     columns = {name: [int(name in cell) for cell in sets] for name in "ab"}
     assert sum(load_long_tailed(write_table(tmp_path / "own.csv", {"path": ten} | columns)).num_rows.values()) == 10
@@ -218,7 +232,8 @@ def test_a_column_per_class_with_one_1_in_each_row_is_one_label_per_image(tmp_pa
 
 def test_a_split_column_divides_the_table(tmp_path, ten):
     splits = ["train", "Training", "val", "TEST", "test"] * 2
-    file = write_table(tmp_path / "own.csv", {"path": ten, "label": ["a"] * 5 + ["b"] * 5, "split": splits})
+    columns = {"path": ten, "label": ["a"] * 5 + ["b"] * 5, "split": splits}
+    file = write_table(tmp_path / "own.csv", {name: [*cells, ""] for name, cells in columns.items()})  # ends with ",,"
     data = load_long_tailed(file)
     assert {split: len(part) for split, part in data.items()} == {"train": 4, "validation": 2, "test": 4}
     assert not has_carved_test(data) and has_carved_test(load_long_tailed(file, split_column="none"))
@@ -228,24 +243,26 @@ def test_a_split_column_divides_the_table(tmp_path, ten):
 
 def test_rows_that_cannot_be_used_are_counted_with_the_reason(tmp_path, ten, caplog):
     labels = ["a", "b", "a", "b", "a", "b", "", "  ", "todo", "Unknown"]
-    file = write_table(tmp_path / "own.csv", {"path": [*ten, "img/0.png", "gone.png", ""], "label": [*labels, *"aba"]})
+    file = write_table(tmp_path / "own.csv", {"path": [*ten, "img/0", "gone.png", ""], "label": [*labels, *"aba"]})
     data = load_long_tailed(file, exclude_labels="todo, Unknown", test_fraction=0.4)
     assert names_of(data) == ["a", "b"] and len(data["train"]) + len(data["test"]) == 6
     assert "left out 7 images:" in caplog.text
     for line in (
         "2  the label is empty: img/6.png, img/7.png",
         "1  the path is empty: (no path)",
-        "1  the image is named twice with the same label: img/0.png",
+        "1  the image is named twice with the same label: img/0",
         "1  the file is missing: gone.png",
         "2  the label is excluded: Unknown, todo",
     ):
         assert line in caplog.text
 
 
-def test_one_image_with_two_labels_in_two_rows_is_refused(tmp_path, ten):
-    file = write_table(tmp_path / "own.csv", {"path": [*ten, "img/0.png"], "label": ["a", "b"] * 5 + ["b"]})
-    with pytest.raises(LiVTError, match='img/0.png is named twice, with the label "a" and with "b"'):
-        load_long_tailed(file)
+@pytest.mark.parametrize("label", ["b", "a|b"])
+def test_one_image_with_two_labels_in_two_rows_is_refused(tmp_path, ten, label):
+    file = write_table(tmp_path / "own.csv", {"path": [*ten, "img/0"], "label": ["a", "b"] * 5 + [label]})
+    other = label.replace("|", ", ")
+    with pytest.raises(LiVTError, match=f'img/0.png is named twice, with the label "a" and with "{other}"'):
+        load_long_tailed(file, label_separator="|")
 
 
 def test_labels_that_differ_only_by_case_or_spaces_are_named_and_stay_apart(tmp_path, ten, caplog):
@@ -315,12 +332,16 @@ def test_groups_of_equal_size_are_divided_in_the_asked_proportion(tmp_path):
     names = [f"{i}.png" for i in range(600)]
     for name in names:
         (tmp_path / name).touch()
-    columns = {"path": names, "label": [i % 3 for i in range(600)], "site": [i // 6 for i in range(600)]}
-    for fraction in (0.2, 0.3, 0.5):
+    for groups, fraction, tested in (
+        *((100, 0.2, 0.2), (100, 0.3, 0.3), (100, 0.5, 0.5), (100, 0.04, 0.04), (100, 0.001, 0.02)),
+        *((4, 0.3, 0.25), (4, 0.04, 0.25), (4, 0.7, 0.75)),
+    ):
+        sites = np.arange(600) * groups // 600
+        columns = {"path": names, "label": [i % 3 for i in range(600)], "site": sites}
         data = load_long_tailed(
             write_table(tmp_path / "own.csv", columns), group_column="site", test_fraction=fraction
         )
-        assert class_counts(data["test"]).tolist() == [round(200 * fraction)] * 3
+        assert class_counts(data["test"]).tolist() == [round(200 * tested)] * 3
     assert data["train"].column_names == ["image", "label", "group"]
     assert data["train"].features["group"] == Value("string")
 
@@ -334,7 +355,7 @@ def test_a_class_of_one_group_stays_in_training_and_is_said_to_have_no_test_imag
 
 def test_too_few_groups_for_a_test_set_are_refused(tmp_path, ten):
     file = write_table(tmp_path / "own.csv", {"path": ten, "label": [*"aaaaabbbbb"], "site": [1] * 10})
-    with pytest.raises(LiVTError, match="1 groups leave none for a test set"):
+    with pytest.raises(LiVTError, match="0.2 of 1 groups in 2 classes sets none aside.*another group column"):
         load_long_tailed(file, group_column="site")
 
 
@@ -345,7 +366,8 @@ def test_empty_cells_of_the_group_column_are_refused(tmp_path, ten):
 
 
 def test_groups_that_given_splits_divide_are_warned_of(tmp_path, ten, caplog):
-    columns = {"path": ten, "label": ["a", "b"] * 5, "site": [0, 1] + [2] * 8, "split": ["train"] * 6 + ["test"] * 4}
+    sites = [0, 1, *["2", "2 "] * 4]  # a space more does not make another site
+    columns = {"path": ten, "label": ["a", "b"] * 5, "site": sites, "split": ["train"] * 6 + ["test"] * 4}
     load_long_tailed(write_table(tmp_path / "own.csv", columns), group_column="site")
     assert "1 groups are both in train and in test, such as 2" in caplog.text
 
@@ -366,13 +388,22 @@ def test_datasets_that_are_no_tables_have_groups_too(tmp_path, ten):
     assert len(data["test"]) == 2 and len(set(labels_of(data["test"], "group").values)) == 1
 
 
+def embedded(row: dict) -> dict:
+    path = row["image"].filename
+    return {"image": {"bytes": Path(path).read_bytes(), "path": path}}
+
+
 def test_identical_images_in_two_splits_are_found(tmp_path):
     names = [f"{split}/{label}/{i}.png" for split in ("train", "test") for label in "ab" for i in range(3)]
     write_images(tmp_path, names)
     (tmp_path / "test/b/2.png").write_bytes((tmp_path / "train/a/1.png").read_bytes())
-    pairs = find_copies(load_long_tailed(str(tmp_path)))
+    data = load_long_tailed(str(tmp_path))
+    pairs = find_copies(data)
     one, other = (os.path.join(tmp_path, name) for name in ("train/a/1.png", "test/b/2.png"))
     assert pairs == [(f"{one} of train", f"{other} of test")]
+    held = {split: part.map(embedded).shuffle(seed=0) for split, part in data.items()}  # of which paths keep the name
+    assert find_copies(held) == pairs and stored_paths(held["test"]) == []
+    assert sorted(stored_paths(data["test"].shuffle(seed=0))) == stored_paths(data["test"])
 
 
 def test_only_images_of_equal_length_are_read_to_find_copies(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from torchvision import transforms as tv
 from transformers import AutoImageProcessor
 
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, PretrainAugmentation, eval_processor
+from livt_hf.errors import LiVTError
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.27, 0.26, 0.28)
 
@@ -39,7 +40,7 @@ def small_images(count: int) -> torch.Tensor:
 def test_the_crop_is_torchvisions_random_resized_crop_up_to_its_random_numbers():
     picture = Image.fromarray(np.dstack([*np.mgrid[:60, :80], np.zeros((60, 80))]).astype(np.uint8))
     image = to_tensor(picture)
-    ours = torch.stack([PretrainAugmentation(16)(image, (0, 0, i)) for i in range(3000)]).double()
+    ours = PretrainAugmentation(16).batch([image] * 3000, 0, 0, range(3000)).double()
     crop = tv.RandomResizedCrop(16, scale=(0.2, 1.0), interpolation=tv.InterpolationMode.BICUBIC)
     torch.manual_seed(0)
     theirs = torch.stack([to_tensor(tv.RandomHorizontalFlip()(crop(picture))) for _ in range(3000)]).double()
@@ -52,7 +53,7 @@ def test_the_crop_is_torchvisions_random_resized_crop_up_to_its_random_numbers()
 def test_a_batch_in_memory_gets_the_crops_of_single_images_up_to_one_level():
     images, augmentation = small_images(64), PretrainAugmentation(32)
     together = augmentation.batch(images, 0, 3, range(64))
-    single = torch.stack([augmentation(image, (0, 3, i)) for i, image in enumerate(images)])
+    single = torch.cat([augmentation.batch([image], 0, 3, [i]) for i, image in enumerate(images)])
     assert (together.int() - single.int()).abs().max() <= 1
 
 
@@ -118,8 +119,9 @@ def test_augmentation_leaves_the_global_generators_alone():
 def test_unknown_policies_are_refused():
     with pytest.raises(ValueError, match='policy is "centre"'):
         FinetuneAugmentation(32, policy="centre")
-    with pytest.raises(ValueError, match='rand_augment is "trivial"'):
-        FinetuneAugmentation(32, rand_augment="trivial")
+    for policy in ("trivial", "randaugment"):
+        with pytest.raises(LiVTError, match=f'rand_augment is "{policy}"'):
+            FinetuneAugmentation(32, rand_augment=policy)
 
 
 @pytest.mark.parametrize("magnitude", range(11))

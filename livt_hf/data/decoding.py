@@ -19,12 +19,14 @@ from typing import BinaryIO, TypeVar
 
 import fsspec
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from datasets import Image as ImageColumn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm.auto import tqdm
 
+from livt_hf.data.labels import image_paths, of_rows
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
@@ -242,7 +244,7 @@ def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
 
     Only images of equal length are read.
     """
-    sizes = {split: [_stored_size(image) for image in stored_images(dataset)] for split, dataset in splits.items()}
+    sizes = {split: _stored_sizes(dataset) for split, dataset in splits.items()}
     several = {size for size, count in Counter(itertools.chain(*sizes.values())).items() if count > 1 and size != 0}
     seen: dict[bytes, tuple[str, str]] = {}
     pairs = []
@@ -266,21 +268,27 @@ def copies_in_words(splits: Mapping[str, Dataset]) -> str | None:
     return f"{found}\nRemove one of each pair, or give both the same group: a test must not show what was trained on."
 
 
-def stored_paths(dataset: Dataset) -> Iterator[str]:
+def stored_paths(dataset: Dataset) -> list[str]:
     """The files of images that are stored as such on this machine."""
-    for image in stored_images(dataset):
-        if image["bytes"] is None and image["path"] and "://" not in image["path"]:
-            yield image["path"]
+    stored = zip(image_paths(dataset).to_pylist(), _embedded_sizes(dataset), strict=True)
+    return [path for path, size in stored if size is None and path and "://" not in path]
 
 
-def _stored_size(image: Mapping) -> int | None:
-    """Bytes of an image, 0 where there are none; None where asking would mean to fetch it."""
-    data, path = image["bytes"], image["path"]
-    if data is not None or path is None:
-        return len(data or b"")
-    if "://" in path:
+def _stored_sizes(dataset: Dataset) -> list[int | None]:
+    """Bytes of each image, 0 where there are none; None where asking would mean to fetch it."""
+    stored = zip(image_paths(dataset).to_pylist(), _embedded_sizes(dataset), strict=True)
+    return [_file_size(path) if size is None else size for path, size in stored]
+
+
+def _embedded_sizes(dataset: Dataset) -> list[int | None]:
+    """Bytes of the images that the dataset holds itself, which are not read for it."""
+    return of_rows(dataset, pc.binary_length(pc.struct_field(dataset.data.column("image"), "bytes"))).to_pylist()
+
+
+def _file_size(path: str | None) -> int | None:
+    if path is not None and "://" in path:
         return None
-    return os.path.getsize(path) if os.path.isfile(path) else 0
+    return os.path.getsize(path) if path is not None and os.path.isfile(path) else 0
 
 
 def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:

@@ -47,6 +47,8 @@ def carved_test(splits: dict[str, Dataset], settings: DataSettings) -> dict[str,
     """The training split in two parts: one to train on, one to test on."""
     train = splits["train"]
     rows, test_rows = _divided(train, "test", settings.test_fraction, settings)
+    if not len(test_rows):
+        raise _nothing_aside(train, "test", settings.test_fraction, settings)
     parts = carved(train, rows, "test", test_rows)
     rename = ", or call the validation split so" if "validation" in splits else ""
     logger.warning(
@@ -70,6 +72,10 @@ def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, 
     if fraction == 0:
         return {}
     rows, held_rows = _divided(train, "validation", fraction, settings)
+    if not len(held_rows):
+        if settings.validation_fraction is None:
+            return {}
+        raise _nothing_aside(train, "validation", fraction, settings)
     if settings.stage not in ("eval", "calibrate"):  # of a training that is over, nobody needs to be told
         logger.info(
             "%d of %d training images are held out as validation split, to calibrate; --validation_fraction 0 keeps "
@@ -98,6 +104,15 @@ def _divided(train: Dataset, split: str, fraction: float, settings: DataSettings
     return np.flatnonzero(fold < 0), np.flatnonzero(fold == 0)
 
 
+def _nothing_aside(train: Dataset, split: str, fraction: float, settings: DataSettings) -> LiVTError:
+    grouped = settings.group_column is not None
+    what = f"{len(np.unique(group_codes(train)))} groups" if grouped else f"{len(train)} images"
+    return LiVTError(
+        f"{split}_fraction {fraction} of {what} in {number_of_classes(train)} classes sets none aside, as each class "
+        f"keeps one to train on: pass a larger one{', another group column' * grouped} or a split called {split}."
+    )
+
+
 def warn_of_shared_groups(splits: dict[str, Dataset]) -> None:
     """Splits that the dataset came with stay as they are, also where they divide a group."""
     groups = {split: set(labels_of(part, "group").values.tolist()) for split, part in splits.items()}
@@ -122,6 +137,7 @@ def thinned(train: Dataset, settings: DataSettings) -> Dataset:
         raise LiVTError(
             "a rule needs one label per image, but this dataset has several: drop rule and imbalance_factor."
         )
+    refuse_empty_classes(train)
     names = ("rule", "imbalance_factor", "images_per_class", "cap")
     counts = counts_by_rule(class_counts(train), **{name: getattr(settings, name) for name in names})
     return train.select(long_tail_indices(labels_of(train).values, counts, settings.split_seed, settings.cap))

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,19 +11,17 @@ from datasets import Dataset
 
 from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.labels import Labels, plain_name
-from livt_hf.data.tables import SPLIT_OF_WORD, dataset_of_paths
+from livt_hf.data.paths import dataset_of_paths
+from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.system import is_of_runs
 
 logger = logging.getLogger(__name__)
 
-# train, val2017, test_images; but "bullet train" and "test tube" are classes.
-SPLIT_FOLDER = re.compile(rf"({'|'.join(SPLIT_OF_WORD)})([\W_]*(images|set|data))?[\W_]*\d*", re.IGNORECASE)
-
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder is not meant to be seen: .DS_Store, ._bird.jpg, __MACOSX."""
-    return name.startswith((".", "__"))
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def holds_images(folder: Path) -> bool:
@@ -52,7 +49,7 @@ def open_image_folder(folder: Path) -> dict[str, Dataset]:
         return open_image_folder(Path(root, tops[0]))  # as archives unpack: birds/birds/finch
     named = {top: SPLIT_FOLDER.fullmatch(top) for top in tops if top in hold_folders}
     splits = {top: SPLIT_OF_WORD[match[1].lower()] for top, match in named.items() if match}
-    below = [place for place in folders if place.partition("/")[2] in SPLIT_OF_WORD and not splits]
+    below = [place for place in folders if place.partition("/")[2].lower() in SPLIT_OF_WORD and not splits]
     if below:
         raise LiVTError(f"{os.path.join(root, below[0])} lies below a class: put the class folders below the splits.")
     return _by_class(root, images, folders, splits)

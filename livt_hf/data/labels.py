@@ -1,38 +1,18 @@
-"""Labels as arrays, and any dataset with the columns `image` and `label`. Linear in the rows, never one by one."""
+"""Labels as arrays, and how a dataset is asked for them. Linear in the rows, never one by one."""
 
-import logging
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import (
-    ClassLabel,
-    Dataset,
-    DatasetInfo,
-    Features,
-    Image,
-    IterableDataset,
-    List,
-    Value,
-    concatenate_datasets,
-)
+from datasets import ClassLabel, Dataset, IterableDataset, List
 
 from livt_hf.data.splits import label_counts
 from livt_hf.errors import LiVTError
-from livt_hf.settings import DataSettings
 
-logger = logging.getLogger(__name__)
-
-IMAGE_NAMES = ("image", "img", "picture", "file_name", "path", "filename", "file", "filepath", "file_path")
-IMAGE_NAMES += ("image_path", "image_id")
-LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis", "cls")
-MERGED = "rare classes"  # the class that --rare_classes merge makes
 NAMED = 10  # classes that a warning names
-LeftOut = dict[str, Counter]  # why images are left out -> which ones (their files or classes) and how many
 
 
 @dataclass(frozen=True)
@@ -44,6 +24,14 @@ class Labels:
 
     values: np.ndarray
     offsets: np.ndarray | None = None
+
+    @classmethod
+    def of_ids(cls, ids: pa.Array | pa.ChunkedArray, offsets: np.ndarray | None) -> "Labels":
+        """Ids of which some are null: -1 where that is the one label of an image, and nothing in a list."""
+        if offsets is None:
+            return cls(ids.fill_null(-1).to_numpy().astype(np.int64))
+        named = ids.is_valid().to_numpy(zero_copy_only=False)
+        return cls(ids.drop_null().to_numpy().astype(np.int64), offsets_of(named)[offsets])
 
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
@@ -132,7 +120,7 @@ def flat_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa
 
 def class_feature(dataset: Dataset) -> ClassLabel:
     """The names behind the labels, whether an image has one label or several."""
-    return _class_label(dataset.features["label"])
+    return class_label(dataset.features["label"])
 
 
 def number_of_classes(dataset: Dataset) -> int:
@@ -166,8 +154,13 @@ def group_codes(dataset: Dataset) -> np.ndarray:
 
 def image_paths(dataset: Dataset) -> pa.ChunkedArray:
     """The files of all images; null for those that came without a name."""
-    paths, rows = pc.struct_field(dataset.data.column("image"), "path"), rows_of(dataset)
-    return paths if rows is None else paths.take(pa.array(rows))
+    return of_rows(dataset, pc.struct_field(dataset.data.column("image"), "path"))
+
+
+def of_rows(dataset: Dataset, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """What a column of the base table, or one made of it, holds for the rows of a dataset."""
+    rows = rows_of(dataset)
+    return column if rows is None else column.take(pa.array(rows))
 
 
 def rows_of(dataset: Dataset) -> np.ndarray | None:
@@ -180,224 +173,12 @@ def class_counts(dataset: Dataset) -> np.ndarray:
     return labels_of(dataset).counts(number_of_classes(dataset))
 
 
-def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
-    """The splits with the columns `image`, `label` and perhaps `group` alone, and one list of class names.
-
-    Image bytes are not copied. A split without labels (all -1, as the Hub publishes hidden test sets) is left out.
-    Where another split names its classes in another order, its labels follow their names. Images of classes that the
-    settings take away are counted in `left_out`.
-    """
-    features = splits["train"].features
-    image_column, label_column = _find_columns(features, settings)
-    if label_column is None:
-        raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
-    labels, names = _encoded_labels(splits, label_column)
-    new_id, new_names, why = _chosen_classes(labels["train"].counts(len(names)), names, settings)
-    result = {}
-    for split, dataset in splits.items():
-        if labels[split].hidden:
-            logger.warning('the split "%s" has no labels and is left out', split)
-            continue
-        label_counts(labels[split].values, len(names))  # raises where a label has no name
-        columns = {image_column: "image"} | ({settings.group_column: "group"} if settings.group_column else {})
-        own = _class_label(dataset.features[label_column])
-        if own is not None and own.names == names == new_names:
-            columns |= {label_column: "label"}
-        chosen = dataset.select_columns(list(columns)).rename_columns(columns)
-        if chosen.features["image"] == Value("large_binary"):  # of which older datasets make no image
-            chosen = chosen.cast_column("image", Value("binary"))
-        if chosen.features["image"] != Image():
-            chosen = chosen.cast_column("image", Image())
-        relabelled, kept = labels[split].relabelled(new_id)
-        if "label" not in chosen.features:
-            chosen = _with_labels(chosen, relabelled, new_names)
-        if not kept.all():
-            _count_left_out(labels[split].take(np.flatnonzero(~kept)), names, why, left_out)
-            chosen = chosen.select(np.flatnonzero(kept))
-        chosen = chosen.select_columns(["image", "label", *(["group"] if settings.group_column else [])])
-        result[split] = _with_text_groups(chosen) if settings.group_column else chosen
-    return result
-
-
-def _with_labels(images: Dataset, labels: Labels, names: list[str]) -> Dataset:
-    """Put a new label column beside the images."""
-    features = Features(label=labels.feature(names))
-    table = pa.table({"label": labels.to_arrow()}).cast(features.arrow_schema)
-    if images._indices is not None:
-        images = images.flatten_indices()
-    beside = Dataset(table, info=DatasetInfo(features=features))
-    return concatenate_datasets([images, beside], axis=1, split=images.split)
-
-
-def _with_text_groups(dataset: Dataset) -> Dataset:
-    """The group of every image as text."""
-    if dataset.features["group"] != Value("string"):
-        dataset = dataset.cast_column("group", Value("string"))
-    blank = pc.equal(pc.utf8_trim_whitespace(pa.array(labels_of(dataset, "group").values, type=pa.string())), "")
-    empty = np.flatnonzero(blank.fill_null(True))
-    if len(empty):
-        first = image_paths(dataset)[int(empty[0])]
-        raise LiVTError(
-            f"{len(empty)} images have an empty cell for their group, the first is image {empty[0]} ({first}): give "
-            "each such image a group of its own, or the one that it belongs to."
-        )
-    return dataset
-
-
-def _count_left_out(labels: Labels, names: list[str], why: dict[int, str], left_out: LeftOut) -> None:
-    """Count images by the reason why the class, or the first of several classes, was taken away."""
-    first = labels.values if labels.offsets is None else labels.values[labels.offsets[:-1]]
-    for label, count in zip(*np.unique(first, return_counts=True), strict=True):
-        left_out.setdefault(why[label], Counter())[names[label]] += int(count)
-
-
 def first_names(names: Sequence[str]) -> str:
     """The first names of classes, and how many more there are: a dataset may have thousands."""
     more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
 
-def say_left_out(left_out: LeftOut) -> None:
-    """A table of what is left out and why, as a warning."""
-    lines = []
-    for reason, which in left_out.items():
-        named = [name if count == 1 else f"{name} ({count})" for name, count in which.most_common(5)]
-        more = ", ..." if len(which) > 5 else ""
-        lines.append(f"\n  {which.total():>7,}  {reason}: {', '.join(named)}{more}")
-    if lines:
-        total = sum(which.total() for which in left_out.values())
-        logger.warning("left out %s images:%s", f"{total:,}", "".join(lines))
-
-
-def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings) -> tuple[np.ndarray, list, dict]:
-    """The new id of each class (-1 is none), the names of the new classes, and why a class is not among them."""
-    whole = settings.exclude_labels or ""  # a name may itself have a comma: "tench, Tinca tinca"
-    asked = [whole] if whole in names else [label.strip() for label in whole.split(",") if label.strip()]
-    if absent := [label for label in asked if label not in names]:
-        logger.warning("there is no label %s to exclude", " or ".join(map(repr, absent)))
-    why = {c: "the label is excluded" for c, name in enumerate(names) if name in asked}
-    rare = [c for c in np.flatnonzero(counts < (settings.min_images or 0)).tolist() if c not in why]
-    merged = rare if settings.rare_classes == "merge" else []
-    if merged:
-        few = f"{len(merged)} classes with fewer than {settings.min_images} training images"
-        logger.warning('made one class, "%s", of %s: %s', MERGED, few, first_names([names[c] for c in merged]))
-    else:
-        why |= dict.fromkeys(rare, f"the class has fewer than {settings.min_images} training images")
-    if settings.drop_empty:
-        empty = [c for c in np.flatnonzero(counts == 0).tolist() if c not in why and c not in merged]
-        if empty:
-            logger.warning("left out classes without a training image: %s", first_names([names[c] for c in empty]))
-        why |= dict.fromkeys(empty, "the class has no training image")
-    kept = [c for c in range(len(names)) if c not in why and c not in merged]
-    new_id = np.full(len(names), -1)
-    new_id[kept], new_id[merged] = np.arange(len(kept)), len(kept)
-    return new_id, [names[c] for c in kept] + [MERGED] * bool(merged), why
-
-
-def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, Labels], list[str]]:
-    """Labels as integers for every split, and the names behind them."""
-    raw = {split: _checked(labels_of(dataset, column), split) for split, dataset in splits.items()}
-    classes = _class_label(splits["train"].features[column])
-    if classes is not None:
-        for split, dataset in splits.items():
-            raw[split] = _by_name(raw[split], _class_label(dataset.features[column]), classes.names, split)
-        return raw, classes.names
-    values = np.concatenate([labels.values for labels in raw.values()])
-    if values.dtype.kind in "iu":
-        for labels in raw.values():
-            _refuse_flags(labels, column)
-        return raw, [str(i) for i in range(int(values.max()) + 1)]
-    if values.dtype.kind not in "OUSb":
-        raise LiVTError(
-            f'column "{column}" holds {values.dtype}, not classes; the columns are '
-            f"{_described(splits['train'].features)}."
-        )
-    names = np.unique(values.astype(str))
-    ids = {split: np.searchsorted(names, labels.values.astype(str)) for split, labels in raw.items()}
-    return {split: Labels(ids[split], labels.offsets) for split, labels in raw.items()}, names.tolist()
-
-
-def _refuse_flags(labels: Labels, column: str) -> None:
-    """Refuse lists of one 0 or 1 per class, which would be read as class 0 and class 1."""
-    if labels.offsets is None or not np.isin(labels.values, (0, 1)).all():
-        return
-    lengths, ones = np.diff(labels.offsets), np.bincount(labels.images, labels.values, len(labels))
-    if len(lengths) and (lengths == lengths[0]).all() and ((ones > 1) | (lengths - ones > 1)).any():
-        raise LiVTError(
-            f'column "{column}" holds one 0 or 1 per class, not the numbers of an image\'s classes: write those, such '
-            "as [1, 3] for [0, 1, 0, 1]."
-        )
-
-
-def _by_name(labels: Labels, own: ClassLabel | None, names: list[str], split: str) -> Labels:
-    """Labels under a split's own class names as labels under the training split's; plain numbers are taken as ids."""
-    if own is None or own.names == names or labels.hidden:
-        return labels
-    id_of = {name: i for i, name in enumerate(names)}
-    new_id = np.array([id_of.get(name, -1) for name in own.names])
-    counts = label_counts(labels.values, len(own.names))  # raises where a label has no name
-    strangers = [own.names[i] for i in np.flatnonzero((counts > 0) & (new_id < 0))]
-    if strangers:
-        raise LiVTError(
-            f'the split "{split}" has images of {len(strangers)} classes that the training split does not name (such '
-            f"as {', '.join(strangers[:5])}): name the classes alike in both, or remove those images."
-        )
-    return Labels(new_id[labels.values], labels.offsets)
-
-
-def _class_label(feature) -> ClassLabel | None:
+def class_label(feature) -> ClassLabel | None:
     element = feature.feature if isinstance(feature, List) else feature
     return element if isinstance(element, ClassLabel) else None
-
-
-def _checked(labels: Labels, split: str) -> Labels:
-    values = labels.values
-    empty = np.equal(values, None) if values.dtype.kind == "O" else values != values  # NaN: an empty integer
-    if empty.any():
-        raise LiVTError(f'row {int(np.argmax(empty))} of the split "{split}" has no label: remove such rows.')
-    return labels
-
-
-def _find_columns(features: Features, settings: DataSettings) -> tuple[str, str | None]:
-    """The columns of the images and of the labels: as named by the settings, or found by their type or name."""
-    for option in ("image_column", "label_column", "group_column"):
-        column = getattr(settings, option)
-        if column is not None and column not in features:
-            raise LiVTError(f'there is no {option} "{column}"; the columns are {_described(features)}.')
-    images, classes = (
-        [name for name, feature in features.items() if isinstance(feature, kind)] for kind in (Image, ClassLabel)
-    )
-    image, label = settings.image_column, settings.label_column or telling_name(features, LABEL_NAMES)
-    if image is None:
-        image = images[0] if len(images) == 1 else telling_name(images or features, IMAGE_NAMES)
-    if image is None:
-        raise LiVTError(f"found no image column; name it with --image_column, the columns are {_described(features)}.")
-    return image, label or (classes[0] if len(classes) == 1 else None)
-
-
-def telling_name(columns: Iterable[str], telling: Sequence[str]) -> str | None:
-    """The column with the first of some names, whatever its case."""
-    by_name = {column.casefold(): column for column in columns}
-    return next((by_name[name] for name in telling if name in by_name), None)
-
-
-def _described(features: Features) -> str:
-    kinds = {name: type(f).__name__ if not isinstance(f, Value) else f.dtype for name, f in features.items()}
-    return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-
-
-def standard_stream(dataset: IterableDataset, settings: DataSettings) -> IterableDataset:
-    """The same for a stream, whose labels stay only where they have names: nothing is read to find these."""
-    features = dataset.features
-    if features is None:
-        raise LiVTError("the stream does not declare its columns: load it without streaming.")
-    image_column, label_column = _find_columns(features, settings)
-    columns = {image_column: "image"}
-    if label_column is not None and _class_label(features[label_column]) is not None:
-        columns[label_column] = "label"
-    elif settings.label_column is not None:
-        raise LiVTError(f'column "{label_column}" of the stream has no class names: load it without streaming.')
-    # Renaming hands the rows through Python: decoded images would be encoded again, and a broken one end the stream.
-    encoded = dataset.select_columns(list(columns)).cast_column(image_column, Image(decode=False))
-    renamed = {old: new for old, new in columns.items() if old != new}
-    return encoded.rename_columns(renamed).cast_column("image", Image())

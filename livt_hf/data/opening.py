@@ -2,8 +2,7 @@
 
 import contextlib
 import errno
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,26 +15,17 @@ from huggingface_hub.errors import HTTPError
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.folders import holds_images, open_image_folder
 from livt_hf.data.labels import image_paths, labels_of
+from livt_hf.data.lists import ImageList, datasets_from_lists, find_lists, is_image_list, read_list
 from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
-from livt_hf.data.tables import (
-    SPLIT_OF_WORD,
-    TABLES,
-    ImageList,
-    datasets_from_lists,
-    find_lists,
-    is_image_list,
-    read_list,
-)
+from livt_hf.data.split_names import by_split, named_splits, refuse_empty_splits
+from livt_hf.data.tables import TABLES
 from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
 from livt_hf.system import is_of_runs
 
-SPLITS = ("train", "validation", "test")
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
 STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
-# Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
-SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_OF_WORD)})(?![^\W\d_])")
 
 
 def open_splits(settings: DataSettings, benchmark: Benchmark, streaming: bool) -> dict:
@@ -131,7 +121,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         root = Path(settings.source or path.parent)
         splits = datasets_from_lists({"train": read_list(path)}, root, skip_missing)
     elif path.is_file():
-        splits = _load(KINDS.get(path.suffix, ""), {"train": [str(path)]}, streaming)
+        splits = _load(KINDS.get(path.suffix.lower(), ""), {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
     elif means_a_place(where) or path.suffix.lower() in TABLES:
@@ -139,19 +129,12 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         raise LiVTError(f"{where} does not exist: {pass_one}.{perhaps_meant(where)}")
     else:
         splits = _open_hub(where, settings, streaming)
+    splits = named_splits(splits, where)
     if streaming:  # what is stored as paths becomes one too
-        splits = {name: as_stream(s, STREAM_SHARDS) if isinstance(s, Dataset) else s for name, s in splits.items()}
-    return named_splits(splits, where)
-
-
-def named_splits(splits: Mapping, where: str) -> dict:
-    if "train" not in splits:
-        if len(splits) != 1:
-            raise LiVTError(f"{where} has no split called train, but {', '.join(splits)}: rename one.")
-        splits = {"train": next(iter(splits.values()))}
-    aliases = {"val": "validation", "valid": "validation", "dev": "validation"}
-    splits = {aliases.get(split, split): dataset for split, dataset in splits.items()}
-    return {split: splits[split] for split in SPLITS if split in splits}
+        stored = {split: dataset for split, dataset in splits.items() if isinstance(dataset, Dataset)}
+        refuse_empty_splits(stored)
+        splits |= {split: as_stream(dataset, STREAM_SHARDS) for split, dataset in stored.items()}
+    return splits
 
 
 def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
@@ -164,13 +147,14 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
             return dict(load_dataset(repository, config or None))
         builder = load_dataset_builder(repository, config or None)
         streams = builder.as_streaming_dataset()
-    except (ConnectionError, FileNotFoundError, HTTPError) as error:
-        away = f"{repository} could not be loaded from the Hub ({error})"
+    # A ValueError is a config that is missing or misspelt, or no name for a dataset; a RuntimeError a loading script.
+    except (ConnectionError, FileNotFoundError, HTTPError, ValueError, RuntimeError) as error:
+        away = f"{repository} could not be loaded from the Hub ({in_words(error)})"
         if settings.dataset in BENCHMARKS:
             away += ": without internet or access rights, pass a local copy with --source FOLDER."
         else:
-            away = f"there is no folder {where}, and {away}: correct the name, or give the folder of a local copy."
-            away += near
+            away = f"there is no folder {where}, and {away}: correct the name (owner/name, or owner/name:config), or "
+            away += f"give the folder of a local copy.{near}"
         raise LiVTError(away) from error
     if builder.name != "parquet":
         raise LiVTError(
@@ -193,13 +177,13 @@ def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
     for suffix in (".parquet", ".arrow"):
         files = sorted(str(file) for file in path.rglob(f"*{suffix}") if not is_of_runs(file, path))
         if files:
-            return _load(KINDS[suffix], _by_split(files, path), streaming)
+            return _load(KINDS[suffix], by_split(files, path), streaming)
     lists = find_lists(path)
     if "train" in lists:
         return datasets_from_lists({split: read_list(file) for split, file in lists.items()}, path, skip_missing)
     archives = sorted(str(file) for file in path.rglob("*.tar"))
     if archives and not holds_images(path):  # what was unpacked may lie beside its archive
-        return _load("webdataset", _by_split(archives, path), streaming)
+        return _load("webdataset", by_split(archives, path), streaming)
     return open_image_folder(path)
 
 
@@ -229,21 +213,3 @@ def _reading_dataset(place: str | Path) -> Iterator[None]:
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # where the cache is: the files may be good
             raise cause from None
         raise LiVTError(f"{place} cannot be read as a dataset: {in_words(cause)}; put back a good copy.") from error
-
-
-def _by_split(files: list[str], folder: Path) -> dict[str, list[str]]:
-    """Files by the last word of their path below `folder` that names a split.
-
-    Where no file names the training split, those that name none are it.
-    """
-    splits: dict[str, list[str]] = {}
-    unnamed = []
-    for file in files:
-        words = SPLIT_WORD.findall(Path(file).relative_to(folder).as_posix().lower())
-        (splits.setdefault(SPLIT_OF_WORD[words[-1]], []) if words else unnamed).append(file)
-    if unnamed and "train" in splits:
-        raise LiVTError(
-            f"{unnamed[0]} names no split, but {splits['train'][0]} does: put train, validation or test into its "
-            "name, or move it elsewhere."
-        )
-    return splits | ({"train": unnamed} if unnamed else {})

@@ -11,6 +11,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
+from livt_hf.data.columns import LeftOut, say_left_out, standard_columns, standard_stream
 from livt_hf.data.decoding import without_broken
 from livt_hf.data.division import (
     carved,
@@ -22,9 +23,9 @@ from livt_hf.data.division import (
     warn_of_shared_groups,
 )
 from livt_hf.data.folds import test_folds
-from livt_hf.data.labels import LeftOut, say_left_out, standard_columns, standard_stream
-from livt_hf.data.opening import SPLITS, named_splits, open_splits
-from livt_hf.data.tables import is_table, open_table, split_by_column
+from livt_hf.data.opening import open_splits
+from livt_hf.data.split_names import SPLITS, named_splits, refuse_empty_splits, split_by_column
+from livt_hf.data.tables import is_table, open_table
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
 
@@ -51,8 +52,10 @@ def load_long_tailed(
     `streaming`: for pretraining on data that does not fit; see `livt_hf.data.streaming` for what it gives up.
     `options`: any other field of `DataSettings`. `rule` may also be the counts of all classes.
     """
-    known = DataSettings.names()
+    known, called = DataSettings.names(), {"dataset": "name", "split_seed": "seed"}
     for option in options:
+        if option in called:
+            raise LiVTError(f"load_long_tailed has no option {option!r}; it is called {called[option]} here.")
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
@@ -115,8 +118,10 @@ def load_images(settings: DataSettings, streaming: bool = False) -> Images:
         if len(splits) == 1:
             logger.warning("a stream without a test split is trained on as a whole: keep images to test on elsewhere")
         return Images(_reported_as_test(splits, benchmark))
+    refuse_empty_splits(splits)
     splits = _reported_as_test(standard_columns(splits, settings, left_out), benchmark)
     say_left_out(left_out)
+    refuse_empty_splits(splits)
     if settings.fold is not None:
         splits = {"train": pooled(splits)}
     elif settings.group_column is not None and len(splits) > 1:
@@ -127,6 +132,7 @@ def load_images(settings: DataSettings, streaming: bool = False) -> Images:
         splits["train"] = thinned(splits["train"], settings)
     if settings.on_broken == "skip":
         splits = {split: without_broken(dataset) for split, dataset in splits.items()}
+        refuse_empty_splits(splits)
         if settings.drop_empty:  # classes that had broken images only
             again = DataSettings(drop_empty=True, group_column=settings.group_column and "group")
             splits = standard_columns(splits, again, {})

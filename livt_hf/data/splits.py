@@ -13,6 +13,7 @@ import numpy as np
 
 from livt_hf.errors import LiVTError
 
+FINEST = 50  # parts of which a fraction of groups is made: as many folds take seconds
 MOST_BUNDLES = 2000  # of groups that are divided one by one: scikit-learn needs half a millisecond for each
 
 
@@ -144,6 +145,8 @@ def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
     outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(outside):
         row = outside[0]
+        if (labels == -1).all():
+            raise LiVTError("all labels are -1, which is how hidden ones are published: take images with labels.")
         raise LiVTError(
             f"row {row} has label {labels[row]}, but there are {num_classes} classes (0 to {num_classes - 1}): "
             f"drop the {len(outside)} rows with such labels or name more classes."
@@ -169,26 +172,20 @@ def grouped_split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows for training and rows for test: no group is in both, and each class is divided as evenly as that allows.
 
-    The fraction is met as nearly as tenths or simpler fractions allow. Every class keeps a group in training.
+    The fraction is met as nearly as the number of groups allows. A group that alone has images of a class is trained
+    on.
     """
     labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
     free = np.flatnonzero(~np.isin(groups, lone_groups(labels, groups)))
-    share = Fraction(test_fraction).limit_denominator(10)
-    folds = min(max(share.denominator, 2), len(np.unique(groups[free])), np.bincount(labels[free], minlength=1).max())
+    most = min(FINEST, len(np.unique(groups[free])), int(np.bincount(labels[free], minlength=1).max()))
     is_test = np.zeros(len(labels), dtype=bool)
-    if folds >= 2:
-        fold = stratified_folds(labels[free], groups[free], folds, seed)
+    if most >= 2:
+        share = Fraction(test_fraction).limit_denominator(FINEST)
+        if not 1 < share.denominator <= most:  # few groups, or a very small or large fraction
+            share = Fraction(min(max(round(test_fraction * most), 1), most - 1), most)
+        fold = stratified_folds(labels[free], groups[free], share.denominator, seed)
         # Few groups have one best division: then the seed chooses among its folds.
-        is_test[free] = (fold + seed) % folds < max(share.numerator, 1)
-    for label in np.setdiff1d(labels, labels[~is_test]):  # both groups of a class may have come to the same fold
-        tested = groups[is_test & (labels == label)]
-        if len(tested):  # else they have come back with those of other classes
-            is_test[groups == tested[0]] = False
-    if not is_test.any():
-        raise LiVTError(
-            f"the {groups.max() + 1} groups leave none for a test set, because every class must keep one in training: "
-            "add a split column, or choose another group column."
-        )
+        is_test[free] = (fold + seed) % share.denominator < share.numerator
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 

@@ -75,7 +75,7 @@ class _ShardRow:
         order = np.random.RandomState(seed).permutation(len(self.lengths))
         ends = np.cumsum(self.lengths[order])
         for shard, start, stop in zip(order.tolist(), ends - self.lengths[order], ends, strict=True):
-            if begin < stop and start < end:
+            if max(begin, start) < min(end, stop):
                 yield from self._of_shard(shard, max(begin - start, 0), min(end, stop) - start)
 
     def _of_shard(self, shard: int, first: int, last: int) -> Iterator[tuple[int, dict]]:

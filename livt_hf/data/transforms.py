@@ -39,13 +39,8 @@ class Augmentation:
     scale: tuple[float, float]
     flip: bool = True
 
-    def __call__(self, image: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
-        """A uint8 image (3, H, W) and its key (seed, epoch, index) to a uint8 image (3, image_size, image_size)."""
-        seed, epoch, index = key
-        return self.batch([image], seed, epoch, [index])[0]
-
     def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
-        """The same for a batch: (B, 3, image_size, image_size)."""
+        """uint8 images under the keys (seed, epoch, index) as uint8 images (B, 3, image_size, image_size)."""
         numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, CROP_NUMBERS)
         return _resized_crops(images, numbers, self.image_size, self.scale, self.flip)
 
@@ -75,7 +70,7 @@ class FinetuneAugmentation(Augmentation):
     def __post_init__(self):
         if self.policy not in ("resized-crop", "pad-crop"):
             raise LiVTError(f'policy is "{self.policy}": pass "resized-crop" or "pad-crop".')
-        if self.rand_augment is not None and not self.rand_augment.startswith(("rand", "3a")):
+        if self.rand_augment is not None and self.rand_augment.split("-")[0] not in ("rand", "3a"):
             raise LiVTError(
                 f'rand_augment is "{self.rand_augment}": pass a timm policy such as "rand-m9-mstd0.5-inc1" or "3a", '
                 "or None for no colour policy."

@@ -1,0 +1,69 @@
+"""Images that stay in their files: paths below a folder, and the dataset of them."""
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetInfo, Features, Image, NamedSplit, Value
+
+from livt_hf.data.decoding import image_suffixes
+from livt_hf.data.labels import Labels
+from livt_hf.errors import LiVTError
+
+
+def relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
+    """Paths below the root, with slashes; one that leads out of it is refused."""
+    paths = pc.replace_substring(paths, "\\", "/")
+    paths = pc.replace_substring_regex(paths, f"^({re.escape(root.as_posix().rstrip('/'))}/|(\\./)+)", "")
+    outside = pc.match_substring_regex(paths, r"^(/|[A-Za-z]:)|(^|/)\.\.(/|$)").fill_null(False)
+    if pc.any(outside).as_py():
+        first = paths.filter(outside)[0]
+        raise LiVTError(
+            f'"{first}" leads out of the image folder {root}: paths must stay inside; --source sets the folder.'
+        )
+    return paths
+
+
+def locate(paths: Iterable[str], root: Path) -> list[str | None]:
+    """The file behind each path below `root`, also where the table leaves out its suffix; None where there is none.
+
+    Each folder is read once, instead of asking for each file.
+    """
+    root = Path(os.path.abspath(root))
+    suffixes, prefix, found = image_suffixes(), f"{root}/", []
+    listed: dict[str, set[str]] = {}
+    stems: dict[str, dict[str, list[str]]] = {}  # by folder: the images of each name without its suffix
+    for path in paths:
+        folder, slash, name = path.rpartition("/")
+        if folder not in listed:
+            place = root / folder
+            listed[folder] = set(os.listdir(place)) if place.is_dir() else set()
+        if name not in listed[folder]:
+            if folder not in stems:
+                stems[folder] = {}
+                for file in sorted(listed[folder]):
+                    stem, suffix = os.path.splitext(file)
+                    if suffix.lower() in suffixes:
+                        stems[folder].setdefault(stem, []).append(file)
+            meant = stems[folder].get(name, [])
+            if len(meant) > 1:
+                raise LiVTError(f"{path} may be {' or '.join(meant)} in {root / folder}: write its suffix.")
+            name = meant[0] if meant else None
+        found.append(None if name is None else f"{prefix}{folder}{slash}{name}")
+    return found
+
+
+def dataset_of_paths(
+    paths: pa.Array, labels: Labels, names: list[str], split: str, groups: pa.Array | None = None
+) -> Dataset:
+    """A dataset of images that stay in their files."""
+    storage = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], names=["bytes", "path"])
+    columns = {"image": storage, "label": labels.to_arrow()}
+    features = Features(image=Image(), label=labels.feature(names))
+    if groups is not None:
+        columns["group"], features["group"] = groups, Value("string")
+    table = pa.table(columns).cast(features.arrow_schema)
+    return Dataset(table, info=DatasetInfo(features=features), split=NamedSplit(split))
