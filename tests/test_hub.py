@@ -312,7 +312,7 @@ def test_names_of_classes_that_look_like_paths_are_published_as_they_are(tmp_pat
     folder = prepare_publication(own, tmp_path / "out", Publication("org/livt", license="mit")) / "report"
     published = json.loads((folder / "evaluation.json").read_text())
     assert published["names"] == names and published["why"] == "of /m/01abc or (local)/01abcd"
-    assert (folder / "report.md").read_text().split("\n") == [*lines, "(local)/x, (local)/x"]
+    assert (folder / "report.md").read_text().split("\n") == [*lines, "(local)/run/x, (local)/x"]
 
 
 def test_places_are_cut_from_pages_and_looked_for_in_texts_alone(tmp_path):

@@ -13,6 +13,7 @@ from PIL import Image
 
 from livt_hf import reports
 from livt_hf.metrics import LongTailMetrics, confusions
+from livt_hf.runs import read_log
 
 
 def size_of(path):
@@ -220,10 +221,10 @@ def write_log(path, rows, end=""):
 def test_a_line_that_a_killed_process_left_unfinished_does_not_count(tmp_path):
     rows = [{"update": 1, "loss": 3}, {"update": 2, "loss": 2}, {"update": 2, "eval": {"accuracy": 0.5}}]
     log = write_log(tmp_path / "log.jsonl", rows, '{"upd')
-    assert reports.read_log(log) == rows
+    assert read_log(log) == rows
     log.write_text('{"upd\n{"update": 1, "loss": 1}\n')
     with pytest.raises(ValueError, match="line 1 of"):
-        reports.read_log(log)
+        read_log(log)
 
 
 def test_one_run_shows_its_groups_together_and_several_runs_one_panel_per_group(tmp_path, figures):

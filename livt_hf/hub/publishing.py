@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from transformers import PreTrainedModel
 
 from livt_hf.conversion import save_timm, to_beit
 from livt_hf.errors import LiVTError, perhaps_meant
-from livt_hf.evaluation.models import class_names, load_checkpoint, load_processor
+from livt_hf.evaluation.models import class_names, is_multi_label, load_checkpoint, load_processor
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
@@ -68,11 +69,12 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the publication.")
-    counts, names = _write_model(run, folder, results, publication.form)
+    model = _write_model(run, folder, results, publication.form)
+    counts, names = (None, []) if model is None else (model.config.long_tail.class_counts, class_names(model))
     records = _chosen_records(run, results, publication.with_pictures)
     _copy_records(run, folder, records, hub_ids(results), names)
     if counts:
-        class_distribution(counts, folder / COUNTS_PICTURE, names)
+        class_distribution(counts, folder / COUNTS_PICTURE, names, biases=not is_multi_label(model))
     # The card is made from the scrubbed copies, so that no path reaches it.
     copies = Run(folder)
     pictures = [name for name in records if name.suffix in PICTURES]
@@ -143,15 +145,15 @@ def _tag(api: HfApi, publication: Publication, commit: CommitInfo) -> None:
         ) from error
 
 
-def _write_model(run: Path, folder: Path, results: Results, form: str) -> tuple[list[int] | None, list[str]]:
-    """The weights in the form others can load; returns the class counts if the model knows them, and the names."""
+def _write_model(run: Path, folder: Path, results: Results, form: str) -> PreTrainedModel | None:
+    """The weights in the form others can load. Returns the model, if it is a classifier."""
     if results.stage == "pretrain":
         if form != "transformers":
             raise LiVTError(f"a pretraining run has no {form} form; publish the fine-tuned classifier instead.")
         for pattern in ("config.json", "preprocessor_config.json", "model*.safetensors", "model*.index.json"):
             for path in run.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
-        return None, []
+        return None
     loss_spec(results)  # a loss that is not registered is refused before the model asks for it
     model, processor = load_checkpoint(str(run)), load_processor(str(run))
     livit = isinstance(model, LiViTForImageClassification)
@@ -163,7 +165,7 @@ def _write_model(run: Path, folder: Path, results: Results, form: str) -> tuple[
         # Every other classifier is of a stock class already.
         (to_beit(model) if livit else model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(folder)
-    return model.config.long_tail.class_counts, class_names(model)
+    return model
 
 
 def _chosen_records(run: Path, results: Results, with_pictures: bool) -> dict[Path, Path]:

@@ -17,7 +17,8 @@ from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 TEXTS = (".md", ".html", ".json", ".jsonl", ".yaml")
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
 # A path inside a sentence. Its first slash stands after a space, quote, bracket, `=` or at the start, which leaves
-# alone URLs, "many/medium/few", closing HTML tags, base64 and what was cut before. At least one folder, so that a lone "/" is no path.
+# alone URLs, "many/medium/few", closing HTML tags, base64 and what was cut before. At least one folder, so that a lone
+# "/" is no path.
 _POSIX = r"(?<![\w.:/<>)+\\-])(?:file://)?~?/(?:[^\s/\"'<>|:;,()\\]+/)+[^\s/\"'<>|:;,()\\]*"
 _WINDOWS = r"(?<!\w)[A-Za-z]:(?:\\{1,2}[^\s\"'<>|:;,()\\]+)+"
 _WHOLE = re.compile(r"(?:file://|~|/|[A-Za-z]:[\\/])[^\n]*")
