@@ -25,7 +25,15 @@ from transformers import AutoImageProcessor, ViTMAEForPreTraining, pipeline
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.data import eval_processor, load_data, read_rgb
 from livt_hf.errors import LiVTError
-from livt_hf.hub import Publication, PublishError, origin_of, prepare_publication, publish, publish_dataset
+from livt_hf.hub import (
+    Publication,
+    PublishError,
+    dataset_card,
+    origin_of,
+    prepare_publication,
+    publish,
+    publish_dataset,
+)
 from livt_hf.hub.repository import visible
 from livt_hf.hub.scrubbing import Scrubber, refuse_secrets
 from livt_hf.long_tail.losses import LOSSES
@@ -662,6 +670,17 @@ def test_the_card_of_a_balanced_dataset_names_its_images_per_class(tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
     settings = PublishDataSettings(dataset=str(pictures), repo_id="org/x", rule="balanced", license="mit")
     assert origin_of(load_data(settings), settings).rule == "Every class keeps 6 training images."
+
+
+def test_the_card_of_a_dataset_says_by_what_images_were_left_out_and_names_the_licence(tmp_path):
+    pictures = make_pictures(tmp_path / "pictures")
+    settings = PublishDataSettings(
+        dataset=str(pictures), repo_id="org/x", exclude_labels="class0,class3", license="mit"
+    )
+    data = load_data(settings)
+    card = dataset_card(data, Publication("org/x", license="mit"), origin_of(data, settings)).text
+    assert "The images were chosen by `--exclude_labels class0,class3`." in card and "those of the dataset" not in card
+    assert "The images are published under the licence mit." in card and "| class1 | 18 |" in card
 
 
 def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):
