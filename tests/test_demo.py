@@ -330,6 +330,9 @@ def test_classes_are_listed_from_worst_to_best_with_what_they_are_taken_for():
     assert rows[0] == [1, "dog", 90, 3, 0.0, 63.3, "newt <b> (2)"]
     assert [row[4] for row in rows] == [0, 100, 100]
     assert predictions.taken_for(1) == [(2, 2), (0, 1)]
+    assert predictions.wrong(1).tolist() == [4, 2, 3]  # the surest mistake first
+    bins = predictions.bins(0)
+    assert sum(row["images"] for row in bins) == 2 and bins[13]["confidence"] == pytest.approx(0.9)
 
 
 def test_names_of_classes_are_no_markup_in_the_words_about_their_errors(served):
@@ -339,9 +342,6 @@ def test_names_of_classes_are_no_markup_in_the_words_about_their_errors(served):
         tab = tabs.ErrorsTab(tabs.Shown(served, predictions=predictions))
     taken, right = (tab.choose("rule", None, SimpleNamespace(row_value=[label]))[1] for label in (1, 2))
     assert "Taken for newt &lt;b&gt; (1)." in taken and right.startswith("### newt &lt;b&gt;\n")
-    assert predictions.wrong(1).tolist() == [4, 2, 3]  # the surest mistake first
-    bins = predictions.bins(0)
-    assert sum(row["images"] for row in bins) == 2 and bins[13]["confidence"] == pytest.approx(0.9)
 
 
 # Reconstruction
