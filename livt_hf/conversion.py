@@ -20,6 +20,7 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.pretrained import listed
+from livt_hf.records import read_record, write_values
 
 INAT18_CLASSES = 8142
 # Our names into those of timm, which the authors (and MAE) use, applied one after the other.
@@ -162,6 +163,11 @@ def save_timm(model: LiViTForImageClassification, folder: str | Path, processor:
     }
     labels = [config.id2label[label] for label in range(config.num_labels)]
     save_for_hf(vit, folder, {"label_names": labels}, model_args=_timm_arguments(config), safe_serialization=True)
+    # timm 1.0.31 also writes the number of classes here, which transformers would pass a second time.
+    path = Path(folder) / "config.json"
+    written = read_record(path)
+    written["model_args"].pop("num_classes", None)
+    write_values(path, written)
 
 
 def _read_official(path: Path) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from livt_hf.evaluation.running import Outputs, Rule, run_model
 from livt_hf.evaluation.tables import ANSWERS, write_predictions
 from livt_hf.metrics import MultiLabelMetrics
 from livt_hf.reports.evaluation import write_report
-from livt_hf.results import OWN, PAPER, UNIFORM, provenance
+from livt_hf.results import EACH_LABEL, OWN, PAPER, UNIFORM, provenance
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings, FinetuneSettings
 from livt_hf.stages import counts_summary
@@ -121,7 +121,7 @@ def _examine_several(
         return metrics
 
     pooled, folds = measured(slice(None)), _spread([measured(rows).compute() for rows in _rows_of_folds(answers)])
-    summary |= {"rules": {column.removeprefix(_LABELS)[:-1]: pooled.compute()}, "folds": folds}
+    summary |= {"rules": {EACH_LABEL: pooled.compute()}, "folds": folds}
     return Findings(summary, {}, None, pooled.per_class(names))
 
 

@@ -190,7 +190,10 @@ class TrainingSettings(DataSettings):
     hub_model_id: str | None = option(None, "organisation/name on the Hub", free=True)
     hub_public: bool = option(False, "make the Hub repository public; without it the repository is private", free=True)
     hub_license: str | None = option(
-        None, "licence of the published weights, as the Hub spells it; must be named for own data", free=True
+        None,
+        "licence of the published weights, as the Hub spells it; must be named for own data and for weights that "
+        "started from somebody else's checkpoint",
+        free=True,
     )
 
 

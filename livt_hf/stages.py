@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.data import Batches
-from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import encoded_images, read_image
 from livt_hf.data.sampling import Sampler
+from livt_hf.data.sources import with_defaults
 from livt_hf.metrics import group_sizes
 from livt_hf.results import provenance
 from livt_hf.runs import Run
@@ -76,11 +77,12 @@ def is_own(start: str | None) -> bool:
 
 def common_results(settings: TrainingSettings, loop: Loop, model: PreTrainedModel) -> dict:
     """What the results of both stages say alike."""
+    made = with_defaults(settings, BENCHMARKS.get(settings.dataset, Benchmark()))
     return {
         "stage": settings.stage,
         "dataset": settings.dataset,
         "dataset_local": is_local(settings.dataset),
-        "imbalance_factor": settings.imbalance_factor,
+        "imbalance_factor": None if made.rule == "balanced" else made.imbalance_factor,
         "model_type": model.config.model_type,
         "model_size": settings.model_size,
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -64,7 +64,7 @@ from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
 from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.reports.shifts import shift_rows
-from livt_hf.results import percent, provenance
+from livt_hf.results import EACH_LABEL, percent, provenance
 from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
@@ -105,13 +105,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_multi_label(model):
         outputs, given = run_model(model, loader(settings.split), accelerator), partial(given_labels, model)
         measured = evaluate_multi_label(outputs.batches(), accelerator, counts, given, **thresholds)
-        rules = standard_rules(model)
-        summary["rules"] = dict.fromkeys(rules, measured.compute())  # there is one
+        summary["rules"] = {EACH_LABEL: measured.compute()}
         if accelerator.is_main_process:
             print(several_labels_in_words(summary))
             found = Findings(summary, {}, None, measured.per_class(class_names(model)))
             print(f"Report: {write_report(folder, settings, found, dataset)}")
-            write_table(settings, model, outputs, rules, dataset)
+            write_table(settings, model, outputs, standard_rules(model), dataset)
         return
 
     shifted = planned_shifts(settings, dataset, counts)

@@ -125,8 +125,8 @@ class PublishSettings(CommandSettings):
     repo_id: str | None = option(None, "organisation/name on the Hub", positional="?")
     license: str | None = option(
         None,
-        "licence of the weights, as the Hub spells it; must be named for weights trained on own data or started from "
-        "a checkpoint on the Hub; default for this package's benchmarks: apache-2.0",
+        "licence of the weights, as the Hub spells it; must be named for own data and for weights that started from "
+        "somebody else's checkpoint; default for this package's benchmarks: apache-2.0",
     )
     public: bool = option(False, "make the repository public; without it the repository is private")
     with_pictures: bool = option(

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,7 +17,8 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.recipes.paper.cards import converted_card, converted_names
 from livt_hf.results import UNIFORM, Results
-from livt_hf.stages import is_local
+from livt_hf.settings import FinetuneSettings
+from livt_hf.stages import common_results, is_local
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 METRICS = {"accuracy": 0.421, "top5": 0.7, "many": 0.612, "medium": 0.408, "few": None, "mean_class_accuracy": 0.42}
@@ -125,6 +127,9 @@ def test_the_card_says_of_each_loss_what_its_spec_says(loss):
     assert ("No bias is added" in text) == (not LOSSES[loss].balanced)
     assert ("model.probabilities" in text) == (why is None)
     assert why is None or f"not probabilities under any prior, because {why}" in text
+    sigmoid = LOSSES[loss].balanced and LOSSES[loss].activation == "sigmoid"
+    assert ("With a sigmoid head" in text) == (sigmoid and why is None)
+    assert "model.probabilities" not in card_of(replace(RESULTS, loss=loss), form="timm").text
 
 
 def test_the_settings_of_a_loss_may_decide_whether_it_has_a_posterior():
@@ -140,9 +145,9 @@ def test_a_loss_of_a_plugin_that_is_not_loaded_is_refused_with_the_option_that_l
 
 def test_the_card_names_the_world_for_which_the_logits_are_meant():
     assert "a world in which every class is equally frequent" in card_of(test_prior="uniform").text
-    assert (
-        "a world in which the classes are as frequent as `clinic.json` says" in card_of(test_prior="clinic.json").text
-    )
+    asked = {"test_prior": "clinic.json"}
+    assert "frequent as the test prior of the training says (`test_prior` in `config.json`)" in card_of(**asked).text
+    assert "in `config.json`" not in card_of(form="timm", **asked).text  # that of timm does not have it
 
 
 def test_a_record_of_an_older_version_reads_without_the_fields_that_it_lacks():
@@ -217,6 +222,7 @@ def test_no_leaderboard_gets_numbers_of_images_that_nobody_else_has_set_aside():
     [
         ({"pretrained": "none"}, {}),
         ({"tau": 1.5}, {}),
+        ({"model_type": "convnext"}, {}),
         ({}, {"pooling": "cls"}),
         ({}, {"bias": "ce"}),
         ({}, {"test_prior": "prior.json"}),
@@ -224,6 +230,22 @@ def test_no_leaderboard_gets_numbers_of_images_that_nobody_else_has_set_aside():
 )
 def test_the_paper_is_not_quoted_beside_another_experiment(results, arguments):
     assert "| the paper" not in card_of(replace(RESULTS, **results), **arguments).text
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [({}, 100), ({"imbalance_factor": 10}, 10), ({"rule": "balanced"}, None), ({"dataset": "data/birds"}, None)],
+)
+def test_a_run_records_the_imbalance_of_its_benchmark_where_none_was_asked_for(options, factor):
+    loop = SimpleNamespace(progress=SimpleNamespace(update=1, seconds=1.0))
+    model = SimpleNamespace(config=SimpleNamespace(model_type="livit"), parameters=list)
+    settings = FinetuneSettings(**{"dataset": "cifar100-lt"} | options)
+    assert common_results(settings, loop, model)["imbalance_factor"] == factor
+
+
+def test_a_card_writes_epochs_in_full():
+    assert "after epoch 1200 of 1200." in card_of(replace(RESULTS, epoch=1200.0, epochs=1200)).text
+    assert "after epoch 3.33 of 10." in card_of(replace(RESULTS, epoch=10 / 3)).text
 
 
 def test_the_paper_is_quoted_where_tau_is_its_own_or_plays_no_part():

@@ -92,6 +92,7 @@ def test_authors_livit_beit_and_timm_have_equal_logits(tmp_path, pooling, image_
         LiViTForImageClassification.from_pretrained(tmp_path / "beit"),
         to_timm(model),
         timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval(),
+        AutoModelForImageClassification.from_pretrained(tmp_path / "timm"),
     ]
     assert isinstance(served[1], BeitForImageClassification)
     for other in served:

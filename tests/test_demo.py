@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +22,7 @@ from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, SpaceCard
 from packaging.version import Version
 from PIL import Image
-from test_cards import RESULTS
+from test_cards import PRETRAINING, RESULTS
 from test_hub import make_run
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 
@@ -333,6 +335,15 @@ def test_classes_are_listed_from_worst_to_best_with_what_they_are_taken_for():
     assert sum(row["images"] for row in bins) == 2 and bins[13]["confidence"] == pytest.approx(0.9)
 
 
+def test_names_of_classes_are_no_markup_in_the_words_about_their_errors(served):
+    gradio, tabs = pytest.importorskip("gradio"), pytest.importorskip("livt_hf.demo.tabs")
+    predictions = {"rule": Predictions(np.arange(2), np.array([1, 2]), np.array([2, 2]), np.array([0.5, 0.6]), "test")}
+    with gradio.Blocks():
+        tab = tabs.ErrorsTab(tabs.Shown(served, predictions=predictions))
+    taken, right = (tab.choose("rule", None, SimpleNamespace(row_value=[label]))[1] for label in (1, 2))
+    assert "Taken for newt &lt;b&gt; (1)." in taken and right.startswith("### newt &lt;b&gt;\n")
+
+
 # Reconstruction
 
 
@@ -490,9 +501,17 @@ def test_a_space_is_an_app_its_requirements_and_a_card_with_the_metadata_that_th
     (bound,) = re.findall(r'"gradio>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert Version(card.sdk_version) >= Version(bound)
     assert (folder / "requirements.txt").read_text().startswith("livt-hf[demo]>=")
+    assert "image-classification" in card.tags
     assert "HF_TOKEN" in (folder / "README.md").read_text()  # a private model
     with pytest.raises(LiVTError, match="is not empty"):
         prepare_space(finished_run, folder, Publication("org/livt", license="mit"))
+
+
+def test_the_space_of_a_pretraining_promises_no_classes(finished_run, tmp_path):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    (run / "results.json").write_text(PRETRAINING.to_json())
+    card = SpaceCard.load(prepare_space(run, tmp_path / "space", Publication("org/mgp")) / "README.md")
+    assert "image-classification" not in card.data.tags and "probable classes" not in card.text
 
 
 def test_the_published_space_runs_as_it_is_and_serves_the_published_model(finished_run, tmp_path):

@@ -263,8 +263,13 @@ def test_an_existing_report_folder_is_refused_before_the_model_is_read(workplace
 
 def test_a_class_with_prior_zero_is_never_predicted(workplace, evaluate, tmp_path):
     prior = written(tmp_path / "prior.json", [0, 0, 0, 1])
-    rules = evaluate("--model", workplace.finetuned, "--prior", prior).summary["rules"]
+    told = evaluate("--model", workplace.finetuned, "--prior", prior)
+    rules, report = told.summary["rules"], (told.report / "report.md").read_text()
     assert list(rules) == [PAPER, UNIFORM, "posterior, prior of prior.json"]
+    table = report.partition(
+        "## Accuracy where classes are as frequent as the prior of prior.json says (percent)\n\n"
+    )[2]
+    assert "| posterior, prior of prior.json | 100.0 |" in table.partition("##")[0]  # there is no other class
     served = rules["posterior, prior of prior.json"]
     # Always "class3", one of three few-shot classes: right on a quarter of the balanced test set, wherever it is.
     assert (served["accuracy"], served["medium"], served["few"]) == pytest.approx((0.25, 0, 1 / 3))

@@ -25,14 +25,23 @@ from transformers import AutoImageProcessor, ViTMAEForPreTraining, pipeline
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.data import eval_processor, load_data, read_rgb
 from livt_hf.errors import LiVTError
-from livt_hf.hub import Publication, PublishError, origin_of, prepare_publication, publish, publish_dataset
+from livt_hf.hub import (
+    Publication,
+    PublishError,
+    dataset_card,
+    origin_of,
+    prepare_publication,
+    publish,
+    publish_dataset,
+)
 from livt_hf.hub.repository import visible
-from livt_hf.hub.scrubbing import refuse_secrets, scrub_file
+from livt_hf.hub.scrubbing import Scrubber, refuse_secrets
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings
 from livt_hf.recipes.publish import main
 from livt_hf.recipes.publish_data import PublishDataSettings
 from livt_hf.recipes.publish_data import main as publish_data
+from livt_hf.reports.page import plain_markdown
 from livt_hf.runs import Run
 
 SIZES = dict(
@@ -227,9 +236,9 @@ def test_the_published_files_name_no_path_no_user_and_no_token(run, pretraining_
             for secret in (b"jane", b"/home", str(tmp_path.parent).encode(), TOKEN.encode(), b"my data"):
                 assert secret not in content, (name, secret)
     arguments = yaml.safe_load(hub.files("org/livt")["arguments.yaml"])
-    assert arguments == {"epochs": 10, "output_dir": "<local>/finetune-x/1", "source": "<local>/cifar"}
-    assert b"<local>/pretrain-glyphs-micro/1" in hub.files("org/livt")["README.md"]
-    assert hub.files("org/livt")["report/report.md"] == b"# <local>/x on <local>/ward 3 (test): <local>/data.\n"
+    assert arguments == {"epochs": 10, "output_dir": "(local)/finetune-x/1", "source": "(local)/cifar"}
+    assert b"(local)/pretrain-glyphs-micro/1" in hub.files("org/livt")["README.md"]
+    assert hub.files("org/livt")["report/report.md"] == b"# (local)/x on (local)/ward 3 (test): (local)/data.\n"
 
 
 def test_pictures_of_the_datasets_images_are_uploaded_only_when_asked_for(run, pretraining_run, hub):
@@ -254,7 +263,7 @@ def test_of_names_with_a_slash_only_those_on_the_hub_are_published_whole(run, tm
     folder = prepare_publication(make_run(tmp_path / "run", results, model, **places), tmp_path / "out", publication)
     arguments = yaml.safe_load((folder / "arguments.yaml").read_text())
     for published in (json.loads((folder / "results.json").read_text()), arguments):
-        assert (published["dataset"], published["pretrained"]) == ("<local>/birds", "org/mgp")
+        assert (published["dataset"], published["pretrained"]) == ("(local)/birds", "org/mgp")
 
 
 def test_every_option_that_may_name_a_place_is_published_without_it(tmp_path):
@@ -266,8 +275,8 @@ def test_every_option_that_may_name_a_place_is_published_without_it(tmp_path):
             places |= set(command.names("place"))
     assert {"lists", "test_prior", "plugin", "source", "output_dir", "pretrained", "dataset", "resume"} <= places
     (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(dict.fromkeys(places, "clinic/ward 3/x")))
-    scrub_file(tmp_path / "arguments.yaml", tmp_path / "published.yaml")
-    assert set(yaml.safe_load((tmp_path / "published.yaml").read_text()).values()) == {"<local>/x"}
+    Scrubber().file(tmp_path / "arguments.yaml", tmp_path / "published.yaml")
+    assert set(yaml.safe_load((tmp_path / "published.yaml").read_text()).values()) == {"(local)/x"}
 
 
 def test_the_report_that_is_published_is_the_newest_that_agrees_with_the_results(run, tmp_path, caplog):
@@ -293,16 +302,31 @@ def test_the_report_that_is_published_is_the_newest_that_agrees_with_the_results
     report(4, "other birds")
     assert published("first").read_text() == "report 2"
     shutil.rmtree(own / "report-2")
-    assert published("second").read_text().startswith("# <local>/x")
+    assert published("second").read_text().startswith("# (local)/x")
     shutil.rmtree(own / "report")
     assert not published("third").exists()
     assert "has no report on the model as it is now" in caplog.text
 
 
+def test_names_of_classes_that_look_like_paths_are_published_as_they_are(tmp_path):
+    names = ["/m/01abc", "C:\\thing\\two", "~tilde", "/a/b & c", "cat"]
+    config = LiViTConfig(**SIZES, class_counts=[5] * 5, id2label=dict(enumerate(names)))
+    own = make_run(tmp_path / "run", replace(RESULTS, pretrained=None), LiViTForImageClassification(config))
+    said = json.loads((own / "report" / "evaluation.json").read_text())
+    said |= {"names": names, "why": "of /m/01abc or /m/01abcd"}
+    (own / "report" / "evaluation.json").write_text(json.dumps(said))
+    lines = [f"| {plain_markdown(name)} |" for name in names]
+    (own / "report" / "report.md").write_text("\n".join([*lines, f"{own}/x, /m/01abc/x"]))
+    folder = prepare_publication(own, tmp_path / "out", Publication("org/livt", license="mit")) / "report"
+    published = json.loads((folder / "evaluation.json").read_text())
+    assert published["names"] == names and published["why"] == "of /m/01abc or (local)/01abcd"
+    assert (folder / "report.md").read_text().split("\n") == [*lines, "(local)/run/x, (local)/x"]
+
+
 def test_places_are_cut_from_pages_and_looked_for_in_texts_alone(tmp_path):
     (tmp_path / "report.html").write_text("<p>../R&amp;D clinic/run/1 on birds</p>")
-    scrub_file(tmp_path / "report.html", tmp_path / "out.html", places={"../R&D clinic/run/1"})
-    assert (tmp_path / "out.html").read_text() == "<p>&lt;local&gt;/1 on birds</p>"
+    Scrubber({"../R&D clinic/run/1"}).file(tmp_path / "report.html", tmp_path / "out.html")
+    assert (tmp_path / "out.html").read_text() == "<p>(local)/1 on birds</p>"
     (tmp_path / "model.safetensors").write_bytes(b"\x00/w\x01")  # any two letters are somewhere in a million numbers
     refuse_secrets(tmp_path, ["/w"])
     (tmp_path / "log.jsonl").write_text('{"said": "/w"}')
@@ -646,6 +670,17 @@ def test_the_card_of_a_balanced_dataset_names_its_images_per_class(tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
     settings = PublishDataSettings(dataset=str(pictures), repo_id="org/x", rule="balanced", license="mit")
     assert origin_of(load_data(settings), settings).rule == "Every class keeps 6 training images."
+
+
+def test_the_card_of_a_dataset_says_by_what_images_were_left_out_and_names_the_licence(tmp_path):
+    pictures = make_pictures(tmp_path / "pictures")
+    settings = PublishDataSettings(
+        dataset=str(pictures), repo_id="org/x", exclude_labels="class0,class3", license="mit"
+    )
+    data = load_data(settings)
+    card = dataset_card(data, Publication("org/x", license="mit"), origin_of(data, settings)).text
+    assert "The images were chosen by `--exclude_labels class0,class3`." in card and "those of the dataset" not in card
+    assert "The images are published under the licence mit." in card and "| class1 | 18 |" in card
 
 
 def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):

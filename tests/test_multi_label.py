@@ -13,10 +13,12 @@ from recipe_runs import TINY, RecipeRun
 from livt_hf import LiViTForImageClassification
 from livt_hf.evaluation.models import load_classifier
 from livt_hf.evaluation.rules import given_labels, label_thresholds
+from livt_hf.hub import Publication, prepare_publication
 from livt_hf.metrics import MultiLabelMetrics, best_thresholds
 from livt_hf.recipes import finetune
 from livt_hf.recipes.eval import main as evaluate
 from livt_hf.recipes.predict import main as predict
+from livt_hf.results import EACH_LABEL
 from livt_hf.runs import Run
 
 NAMES = ["red", "green", "blue"]
@@ -68,7 +70,7 @@ def test_thresholds_are_chosen_on_validation_kept_with_the_model_and_used_everyw
         assert given == [name for name, score, t in zip(NAMES, scores, thresholds, strict=True) if score >= t]
     assert set("|".join(rows["label"]).split("|")) <= {*NAMES, ""}
     summary = json.loads((folder / "report" / "evaluation.json").read_text())
-    assert summary["rules"][rule.strip("()")] == pytest.approx(Run(folder).results.metrics, abs=1e-6)
+    assert summary["rules"][EACH_LABEL] == pytest.approx(Run(folder).results.metrics, abs=1e-6)
     page = (folder / "report" / "report.html").read_text()
     assert "Average precision against class frequency" in page and all(f">{name}</td>" in page for name in NAMES)
     printed = capsys.readouterr().out
@@ -80,6 +82,23 @@ def test_thresholds_are_chosen_on_validation_kept_with_the_model_and_used_everyw
     scores = {row["label"]: row["score"] for row in answer["predictions"]}
     expected = [name for name, t in zip(NAMES, thresholds.tolist(), strict=True) if scores[name] >= round(t, 4)]
     assert answer["labels"] == expected
+
+
+def test_a_model_of_several_labels_is_published_with_its_report_and_without_the_biases_of_single_ones(
+    options, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    drawn = []
+    monkeypatch.setattr(
+        "livt_hf.hub.publishing.class_distribution", lambda *said, biases: drawn.append((said, biases))
+    )
+    folder = tmp_path / "run"
+    finetune.main([*options, "--epochs", "1", "--output_dir", str(folder)])
+    evaluate(["--model", str(folder), "--threads", "1"])
+    published = prepare_publication(folder, tmp_path / "out", Publication("org/colours", license="mit"))
+    assert (published / "report" / "evaluation.json").exists()
+    (((_, _, names), biases),) = drawn
+    assert names == NAMES and not biases and "logit biases" not in (published / "README.md").read_text()
 
 
 def test_several_labels_are_cross_validated_too(options, tmp_path, monkeypatch, capsys):

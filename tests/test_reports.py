@@ -13,6 +13,8 @@ from PIL import Image
 
 from livt_hf import reports
 from livt_hf.metrics import LongTailMetrics, confusions
+from livt_hf.reports.page import plain_markdown
+from livt_hf.runs import read_log
 
 
 def size_of(path):
@@ -134,7 +136,8 @@ def test_the_two_biases_cross_zero_at_the_uniform_share_and_part_at_the_head(fig
 def test_classes_without_training_images_are_drawn_without_biases(figures):
     reports.class_distribution([9, 4, 0], "x.png")
     reports.class_distribution([9, 4, 1], "x.png")
-    assert [len(figure.axes) for figure in figures] == [1, 2]
+    reports.class_distribution([9, 4, 1], "x.png", biases=False)
+    assert [len(figure.axes) for figure in figures] == [1, 2, 1]
 
 
 def test_a_contact_sheet_shows_each_image_pixel_for_pixel_and_its_caption(tmp_path, figures):
@@ -220,10 +223,10 @@ def write_log(path, rows, end=""):
 def test_a_line_that_a_killed_process_left_unfinished_does_not_count(tmp_path):
     rows = [{"update": 1, "loss": 3}, {"update": 2, "loss": 2}, {"update": 2, "eval": {"accuracy": 0.5}}]
     log = write_log(tmp_path / "log.jsonl", rows, '{"upd')
-    assert reports.read_log(log) == rows
+    assert read_log(log) == rows
     log.write_text('{"upd\n{"update": 1, "loss": 1}\n')
     with pytest.raises(ValueError, match="line 1 of"):
-        reports.read_log(log)
+        read_log(log)
 
 
 def test_one_run_shows_its_groups_together_and_several_runs_one_panel_per_group(tmp_path, figures):
@@ -265,6 +268,18 @@ def test_a_markdown_table_has_one_column_per_key_and_dashes_for_what_is_absent()
         "| a\\|b | 0.1235 | - |",
         "| c&lt;d&gt; | - | 7 |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("<b>bold</b>", "&lt;b&gt;bold&lt;/b&gt;"),
+        ("a*b* `c` [d](e) $f$ g|h \\i", "a\\*b\\* \\`c\\` \\[d\\](e) \\$f\\$ g\\|h \\\\i"),
+        ("__bal_bce_", "\\_\\_bal_bce\\_"),
+    ],
+)
+def test_markdown_shows_a_name_as_it_is(name, written):
+    assert plain_markdown(name) == written and f"| {written} |" in reports.markdown_table([{"class": name}])
 
 
 def test_numbers_stand_right_under_their_heading_and_names_left_also_where_digits_are_fixed(tmp_path):

@@ -25,7 +25,7 @@ from livt_hf.data.loading import augmented_in_order, eval_loader, train_loader
 from livt_hf.data.sources import load_long_tailed
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, eval_processor
 from livt_hf.errors import LiVTError
-from livt_hf.hub.scrubbing import named_places, refuse_secrets, scrub_value
+from livt_hf.hub.scrubbing import Scrubber, named_places, refuse_secrets
 from livt_hf.long_tail.calibration import Calibration, fit_calibration
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.metrics import LongTailMetrics
@@ -155,13 +155,13 @@ def test_a_folder_of_windows_is_no_hub_id_and_loses_the_separator_that_a_shell_a
 
 
 def test_the_whole_disk_is_no_place_that_must_be_hidden():
-    assert scrub_value({"source": "/"}) == {"source": "/"} and named_places({"source": "/"}) == set()
+    assert Scrubber().value({"source": "/"}) == {"source": "/"} and named_places({"source": "/"}) == set()
 
 
 def test_places_of_windows_are_not_published(tmp_path):
     said = {"output_dir": "runs\\finetune-birds\\1", "dataset": "my birds\\2026", "note": "see C:\\data\\x\\y"}
-    scrubbed = {"output_dir": "<local>/finetune-birds/1", "dataset": "<local>/2026", "note": "see <local>/y"}
-    assert scrub_value(said) == scrubbed
+    scrubbed = {"output_dir": "(local)/finetune-birds/1", "dataset": "(local)/2026", "note": "see (local)/y"}
+    assert Scrubber().value(said) == scrubbed
     (tmp_path / "log.jsonl").write_text(json.dumps({"place": "D:\\work\\birds"}))
     with pytest.raises(LiVTError, match="names a private place"):
         refuse_secrets(tmp_path, ["D:\\work\\birds"])

@@ -13,6 +13,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.metrics import GROUPS, LongTailMetrics, confusions
 from livt_hf.recipes.eval import main
 from livt_hf.reports.comparison import difference, write_classes
+from livt_hf.reports.page import plain_markdown
 from livt_hf.reports.verdict import Measured, actions, doubtful, first_screen, first_screen_text, groups
 from livt_hf.results import PAPER, UNIFORM
 
@@ -64,6 +65,17 @@ def test_a_class_is_doubted_for_few_images_for_a_class_it_is_taken_for_and_for_o
     assert doubtful(measured([(label, label, 0.95) for label in range(4) for _ in range(10)])) == []
 
 
+def test_one_class_and_one_image_are_spoken_of_in_the_singular():
+    found = measured(WEAK, counts=[500, 200, 30, 1])
+    assert doubtful(found)[1]["why"].startswith("only 1 training image;")
+    assert "few: 1 class with fewer" in first_screen(found) and "- few (1 class, fewer" in first_screen_text(found)
+
+
+def test_more_images_are_asked_for_of_classes_that_are_right_less_often_than_frequent_ones():
+    rows = [(label, 2 if label == 3 else label, 0.9) for label, _, _ in WEAK]
+    assert any(step.startswith("Label more images of rarer: ") for step in actions(measured(rows)))
+
+
 def test_what_is_to_be_done_is_what_promises_most():
     better = [(label, label, 0.9) for label, _, _ in WEAK]
     steps = actions(measured(WEAK, better))
@@ -94,8 +106,9 @@ def test_a_perfect_model_has_nothing_to_be_done():
 def test_names_are_never_read_as_html_and_the_text_says_the_same():
     page, text = first_screen(measured(WEAK)), first_screen_text(measured(WEAK))
     assert "common &lt;b&gt;" in page and "<b>common" not in page
+    assert "70.0 % are taken for common &lt;b&gt;" in text
     for step in actions(measured(WEAK)):
-        assert step in text
+        assert plain_markdown(step) in text
     assert "- few (2 classes, fewer than 20 training images): 35.0 % right" in text
 
 

@@ -17,6 +17,7 @@ from livt_hf.demo.reconstruction import ServedPretraining
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
 from livt_hf.reports import reliability_diagram
+from livt_hf.reports.page import plain_markdown
 
 SHOWN = 24  # wrong images of a class
 NEIGHBOURS = 6
@@ -263,7 +264,8 @@ class ErrorsTab:
         label = int(event.row_value[0])
         predictions, names, data = self.shown.predictions[rule], self.served.names, self.shown.data
         taken = ", ".join(f"{names[other]} ({images})" for other, images in predictions.taken_for(label)[:8])
-        words = f"### {names[label]}\n\n" + (f"Taken for {taken}." if taken else "Every test image is right.")
+        said = f"Taken for {taken}." if taken else "Every test image is right."
+        words = f"### {plain_markdown(names[label])}\n\n{plain_markdown(said)}"
         picture = private_folder() / "reliability.png"
         diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
         if data is None:

@@ -14,6 +14,7 @@ from livt_hf.hub.publication import Publication
 from livt_hf.metrics import GROUPS
 from livt_hf.results import PAPER, Results, duration, number, percent
 
+TAGS = ["livt", "long-tailed-recognition", "imbalanced-data"]
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
 CITATION = """\
 @inproceedings{xu2023livt,
@@ -129,7 +130,7 @@ def model_card(
     data.library_name = publication.form
     if results.stage == "pretrain":
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
-    common |= dict(form=publication.form, livit=is_vit(results), **_outputs(results, arguments))
+    common |= dict(form=publication.form, livit=is_vit(results), **_outputs(results, arguments, publication.form))
     return render("classifier", data, **common, **_results_sections(results, arguments))
 
 
@@ -156,7 +157,7 @@ def card_data(results: Results, model_name: str, source: Mapping | None = None, 
     """The metadata of a card; `source` says who measured, where it was not the run itself."""
     classifier = results.stage == "finetune"
     hub_id = dataset_names(results)[1]
-    tags = ["livt", "long-tailed-recognition", "imbalanced-data"] + (["vit"] if is_vit(results) else [])
+    tags = TAGS + (["vit"] if is_vit(results) else [])
     tags += [] if classifier else ["vit_mae", "mae"]
     return ModelCardData(
         library_name="transformers",
@@ -195,13 +196,15 @@ def _data(results: Results) -> str:
     return f"{title}, {part}" + (f", from `{hub_id}`." if hub_id else ".")
 
 
-def _outputs(results: Results, arguments: Mapping) -> dict:
+def _outputs(results: Results, arguments: Mapping, form: str) -> dict:
     """What the logits and the probabilities mean, which the loss alone decides."""
     spec, prior = loss_spec(results), arguments.get("test_prior")
     world = "every class is equally frequent"
     if prior not in (None, "uniform", "none"):
-        world = f"the classes are as frequent as `{prior}` says"
-    return dict(balanced=spec.balanced, world=world, no_posterior=why_no_posterior(results, arguments))
+        place = "" if form == "timm" else " (`test_prior` in `config.json`)"
+        world = f"the classes are as frequent as the test prior of the training says{place}"
+    told = dict(balanced=spec.balanced, sigmoid=spec.activation == "sigmoid", world=world)
+    return told | dict(no_posterior=why_no_posterior(results, arguments))
 
 
 def _results_sections(results: Results, arguments: Mapping) -> dict:
@@ -244,14 +247,15 @@ def _measured_on(results: Results) -> str:
 def _evaluation(results: Results) -> str:
     weights = "exponential moving average of the weights" if results.weights == "ema" else "plain weights"
     return (
-        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch {results.epoch:.3g} "
-        f"of {results.epochs:g}. Selection: {results.selection}; {weights}; seed {results.seed}."
+        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch "
+        f"{round(results.epoch, 2):g} of {results.epochs:g}. "
+        f"Selection: {results.selection}; {weights}; seed {results.seed}."
     )
 
 
 def _paper_row(results: Results, arguments: Mapping) -> dict | None:
-    """The paper's numbers where this run is the paper's method: two stages, and its pooling, bias and tau."""
-    if results.pretrained in (None, "none"):
+    """The paper's numbers where this run is the paper's method: a ViT in two stages, and its pooling, bias and tau."""
+    if results.pretrained in (None, "none") or not is_vit(results):
         return None
     if any(name in arguments and arguments[name] not in values for name, values in PAPER_SETTINGS.items()):
         return None

@@ -13,16 +13,18 @@ from livt_hf.data.decoding import stored_paths
 from livt_hf.data.labels import class_feature
 from livt_hf.data.sources import with_defaults
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import template
+from livt_hf.hub.cards import TAGS, template
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
 from livt_hf.metrics import group_sizes
+from livt_hf.reports.page import markdown_table
 from livt_hf.results import number
 from livt_hf.settings import DataSettings
+from livt_hf.system import shell_line
 
 LISTED_CLASSES = 1000  # with more classes than this, the card lists the largest and the smallest only
-
-
+# The options by which images are left out, or get another class.
+CHOOSING = ("exclude_labels", "min_images", "rare_classes", "drop_empty", "on_broken")
 RULES = {
     "exponential": "The i-th largest of C classes keeps int(n_max * {gamma:g}^(-i / (C - 1))) training images, where "
     "i counts from 0 and n_max is the number of images of the largest class.",
@@ -44,18 +46,21 @@ class Origin:
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     """The origin of a dataset that was loaded with these settings, and lies where they say."""
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).exists()
-    made = with_defaults(settings, benchmark)
-    rule = "The training images are those of the dataset."
+    made, told = with_defaults(settings, benchmark), settings.said_of_data()
+    chosen = [word for name in CHOOSING if name in told for word in (f"--{name}", told[name])]
+    rule = [f"The images were chosen by `{shell_line(chosen)}`."] if chosen else []
+    if not chosen and made.rule is None:
+        rule.append("The training images are those of the dataset.")
+    if has_carved_test(splits):
+        rule.append("The test split is not the dataset's own: it was set aside from the training images.")
     if made.rule is not None:
         largest = made.images_per_class or class_counts(splits["train"]).max()
-        rule = RULES[made.rule].format(gamma=made.imbalance_factor, count=largest)
-    if has_carved_test(splits):
-        rule += " The test split is not the dataset's own: it was set aside from the training images before that."
+        rule.append(RULES[made.rule].format(gamma=made.imbalance_factor, count=largest))
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
     place = Path(settings.source or settings.dataset)
     if settings.source or (local and settings.dataset not in BENCHMARKS):
         _refuse_stray_files(splits, place if place.is_dir() else place.parent)
-    return Origin(rule, settings.split_seed, hub_id)
+    return Origin(" ".join(rule), settings.split_seed, hub_id)
 
 
 def _refuse_stray_files(splits: DatasetDict, folder: Path) -> None:
@@ -81,10 +86,13 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
     data = DatasetCardData(
         license=publication.license,
         task_categories=["image-classification"],
-        tags=["long-tailed-recognition", "imbalanced-data", "livt"],
+        tags=TAGS,
         source_datasets=[f"extended|{source}"] if source else None,
         pretty_name=publication.name,
     )
+    terms = f"The images stay under the terms of {source or 'their source'}; this is a selection of them."
+    if publication.license and not source:
+        terms = f"The images are published under the licence {publication.license}."
     taken = f", taken from [{source}](https://huggingface.co/datasets/{source})" if source else ""
     card = DatasetCard.from_template(
         data,
@@ -94,10 +102,9 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
         summary=f"A long-tailed image classification dataset of {len(names):,} classes{taken}. Made with livt_hf.",
         rule=origin.rule,
         seed=origin.seed,
-        splits=list(splits),
-        split_rows=[[name, *_split_row(count)] for name, count in counts.items()],
-        class_rows=_class_rows(names, counts),
-        terms=f"The images stay under the terms of {source or 'their source'}; this is a selection of them.",
+        split_table=markdown_table([{"split": name} | _sizes(count) for name, count in counts.items()]),
+        class_table=markdown_table(_class_rows(names, counts)),
+        terms=terms,
     )
     return DatasetCard(f"{str(card).rstrip()}\n")
 
@@ -127,17 +134,19 @@ def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origi
     return f"{api.endpoint}/datasets/{repo_id}"
 
 
-def _split_row(counts: np.ndarray) -> list[str]:
+def _sizes(counts: np.ndarray) -> dict[str, str]:
     present = counts[counts > 0]
-    sizes = [present.sum(), len(present), present.max(), present.min()]
-    groups = group_sizes(present).values()
-    return [*map(number, map(int, sizes)), f"{present.max() / present.min():g}", *map(number, groups)]
+    sizes = {"images": present.sum(), "classes with images": len(present)}
+    sizes |= {"largest class": present.max(), "smallest class": present.min()}
+    row = {name: number(int(size)) for name, size in sizes.items()}
+    row["imbalance"] = f"{present.max() / present.min():g}"
+    return row | {group: number(size) for group, size in group_sizes(present).items()}
 
 
-def _class_rows(names: list[str], counts: dict[str, np.ndarray]) -> list[list[str]]:
+def _class_rows(names: list[str], counts: dict[str, np.ndarray]) -> list[dict[str, str]]:
     """Every class from head to tail of the first split, or the two ends of a long list."""
     order = np.argsort(-next(iter(counts.values())), kind="stable")
-    rows = [[str(names[i]).replace("|", "\\|"), *(number(int(count[i])) for count in counts.values())] for i in order]
+    rows = [{"class": names[i]} | {split: number(int(count[i])) for split, count in counts.items()} for i in order]
     if len(rows) <= LISTED_CLASSES:
         return rows
-    return [*rows[:50], ["…", *("…" for _ in counts)], *rows[-50:]]
+    return [*rows[:50], dict.fromkeys(rows[0], "…"), *rows[-50:]]

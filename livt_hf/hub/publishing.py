@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from transformers import PreTrainedModel
 
 from livt_hf.conversion import save_timm, to_beit
 from livt_hf.errors import LiVTError, perhaps_meant
-from livt_hf.evaluation.models import load_checkpoint, load_processor
+from livt_hf.evaluation.models import class_names, is_multi_label, load_checkpoint, load_processor
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason, visible
-from livt_hf.hub.scrubbing import TEXTS, named_places, refuse_secrets, scrub_file
+from livt_hf.hub.scrubbing import TEXTS, Scrubber, named_places, refuse_secrets
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.records import read_record
 from livt_hf.reports.biases import class_distribution
@@ -68,11 +69,12 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the publication.")
-    counts = _write_model(run, folder, results, publication.form)
+    model = _write_model(run, folder, results, publication.form)
+    counts, names = (None, []) if model is None else (model.config.long_tail.class_counts, class_names(model))
     records = _chosen_records(run, results, publication.with_pictures)
-    _copy_records(run, folder, records, hub_ids(results))
+    _copy_records(run, folder, records, hub_ids(results), names)
     if counts:
-        class_distribution(counts, folder / COUNTS_PICTURE)
+        class_distribution(counts, folder / COUNTS_PICTURE, names, biases=not is_multi_label(model))
     # The card is made from the scrubbed copies, so that no path reaches it.
     copies = Run(folder)
     pictures = [name for name in records if name.suffix in PICTURES]
@@ -143,8 +145,8 @@ def _tag(api: HfApi, publication: Publication, commit: CommitInfo) -> None:
         ) from error
 
 
-def _write_model(run: Path, folder: Path, results: Results, form: str) -> list[int] | None:
-    """The weights in the form others can load; returns the class counts if the model knows them."""
+def _write_model(run: Path, folder: Path, results: Results, form: str) -> PreTrainedModel | None:
+    """The weights in the form others can load. Returns the model, if it is a classifier."""
     if results.stage == "pretrain":
         if form != "transformers":
             raise LiVTError(f"a pretraining run has no {form} form; publish the fine-tuned classifier instead.")
@@ -163,7 +165,7 @@ def _write_model(run: Path, folder: Path, results: Results, form: str) -> list[i
         # Every other classifier is of a stock class already.
         (to_beit(model) if livit else model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(folder)
-    return model.config.long_tail.class_counts
+    return model
 
 
 def _chosen_records(run: Path, results: Results, with_pictures: bool) -> dict[Path, Path]:
@@ -207,15 +209,17 @@ def _agree(rules: Mapping, results: Mapping) -> bool:
     return bool(pairs) and all(a == b or None not in (a, b) and abs(a - b) < ROUNDED for a, b in pairs)
 
 
-def _copy_records(run: Path, folder: Path, files: dict[Path, Path], known: set[str]) -> None:
+def _copy_records(run: Path, folder: Path, files: dict[Path, Path], known: set[str], names: list[str]) -> None:
     """Copy files of a run, texts without the places on this machine that they name."""
     places = named_places(Run(run).arguments, known)
     if MEASURED in files:  # an evaluation may have been told other places than the training
         places |= named_places(read_record(files[MEASURED]), known)
+    scrubber = Scrubber(places)
+    scrubber = Scrubber(places, known | {name for name in names if scrubber.value(name) != name})
     for name, path in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         if name.suffix in TEXTS:
-            scrub_file(path, folder / name, known, places)
+            scrubber.file(path, folder / name)
         else:
             shutil.copyfile(path, folder / name)
 

@@ -11,14 +11,16 @@ import yaml
 
 from livt_hf.errors import LiVTError
 from livt_hf.records import read_records, read_values
+from livt_hf.reports.page import plain_markdown
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 
 TEXTS = (".md", ".html", ".json", ".jsonl", ".yaml")
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{20,}")
 # A path inside a sentence. Its first slash stands after a space, quote, bracket, `=` or at the start, which leaves
-# alone URLs, "many/medium/few", closing HTML tags and base64. At least one folder, so that a lone "/" is no path.
-_POSIX = re.compile(r"(?<![\w.:/<>+\\-])(?:file://)?~?/(?:[^\s/\"'<>|:;,()\\]+/)+[^\s/\"'<>|:;,()\\]*")
-_WINDOWS = re.compile(r"(?<!\w)[A-Za-z]:(?:\\{1,2}[^\s\"'<>|:;,()\\]+)+")
+# alone URLs, "many/medium/few", closing HTML tags, base64 and what was cut before. At least one folder, so that a lone
+# "/" is no path.
+_POSIX = r"(?<![\w.:/<>)+\\-])(?:file://)?~?/(?:[^\s/\"'<>|:;,()\\]+/)+[^\s/\"'<>|:;,()\\]*"
+_WINDOWS = r"(?<!\w)[A-Za-z]:(?:\\{1,2}[^\s\"'<>|:;,()\\]+)+"
 _WHOLE = re.compile(r"(?:file://|~|/|[A-Za-z]:[\\/])[^\n]*")
 # The options that may name a place on this machine, of the commands whose records are published.
 PLACES = {name for settings in (PretrainSettings, FinetuneSettings, EvalSettings) for name in settings.names("place")}
@@ -26,12 +28,52 @@ PLACES = {name for settings in (PretrainSettings, FinetuneSettings, EvalSettings
 _HOME = re.compile(rb"(?<![\w+/.])(?:/home/|/Users/)\w|[A-Za-z]:\\{1,2}Users\\")
 
 
-def scrub_text(text: str, places: Collection[str] = ()) -> str:
-    """The text with each absolute path in it, and each of the given places, cut to `<local>/name`."""
-    for place in sorted(places, key=len, reverse=True):
-        for written in (str, html.escape):  # as a page has it
-            text = text.replace(written(place), written(_shortened(place)))
-    return _WINDOWS.sub(lambda match: _shortened(match[0]), _POSIX.sub(lambda match: _shortened(match[0]), text))
+class Scrubber:
+    """Cuts each absolute path, and each of the given places, to `(local)/name`.
+
+    `places` are paths also where they stand in a sentence and look like words. `kept` only look like paths and stay as
+    they are: ids on the Hub, and names of classes such as `/m/01g317`.
+    """
+
+    def __init__(self, places: Collection[str] = (), kept: Collection[str] = ()):
+        self.kept = kept
+        whole = rf"(?<![\w/\\])(?:{_any_of(kept)})(?![\w/\\])"
+        self.pattern = re.compile(f"(?P<kept>{whole})|{_any_of(places)}|{_POSIX}|{_WINDOWS}")
+
+    def text(self, text: str) -> str:
+        return self.pattern.sub(lambda found: found[0] if found["kept"] else _shortened(found[0]), text)
+
+    def value(self, value):
+        """`text` through dictionaries and lists; a string that is a path from end to end may contain spaces."""
+        if isinstance(value, dict):
+            return {
+                name: _shortened(item) if _is_place(name, item, self.kept) else self.value(item)
+                for name, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.value(item) for item in value]
+        if isinstance(value, str) and value not in self.kept:
+            return _shortened(value) if _WHOLE.fullmatch(value) and len(value) > 1 else self.text(value)
+        return value
+
+    def file(self, source: Path, target: Path) -> None:
+        """Copy a text file, JSON, JSON lines or YAML."""
+        if source.suffix == ".json":
+            text = json.dumps(self.value(read_values(source)), indent=2, ensure_ascii=False) + "\n"
+        elif source.suffix == ".jsonl":
+            lines = map(self.value, read_records(source))
+            text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+        elif source.suffix in (".yaml", ".yml"):
+            text = yaml.safe_dump(self.value(read_values(source)), sort_keys=False, allow_unicode=True)
+        else:
+            text = self.text(source.read_text(encoding="utf-8"))
+        target.write_text(text, encoding="utf-8")
+
+
+def _any_of(words: Collection[str]) -> str:
+    """A pattern of these words, the longest first, as a record or a page has them; of none it matches nothing."""
+    forms = {form for word in words for form in (word, plain_markdown(word), html.escape(word))}
+    return "|".join(map(re.escape, sorted(forms, key=len, reverse=True))) or "(?!)"
 
 
 def _shortened(place: str) -> str:
@@ -40,49 +82,18 @@ def _shortened(place: str) -> str:
     kept = parts[parts.index("runs") + 1 :] if "runs" in parts[:-1] else parts[-1:]
     if kept[0].startswith("~") or parts[-2:-1] in (["home"], ["Users"]):  # the folder is called like its owner
         kept = []
-    return "/".join(["<local>", *kept])
+    return "/".join(["(local)", *kept])  # no <local>: a browser takes that for a tag
 
 
-def scrub_value(value, hub_ids: Collection[str] = ()):
-    """`scrub_text` through dictionaries and lists; a string that is a path from end to end may contain spaces."""
-    if isinstance(value, dict):
-        return {
-            name: _shortened(item) if _is_place(name, item, hub_ids) else scrub_value(item, hub_ids)
-            for name, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [scrub_value(item, hub_ids) for item in value]
-    if isinstance(value, str):
-        return _shortened(value) if _WHOLE.fullmatch(value) and len(value) > 1 else scrub_text(value)
-    return value
-
-
-def _is_place(name: str, value, hub_ids: Collection[str]) -> bool:
+def _is_place(name: str, value, kept: Collection[str]) -> bool:
     """Fields that name places are shortened also when they are relative, unless the place is on the Hub."""
     a_path = isinstance(value, str) and value != "/" and re.search(r"[/\\]", value)
-    return name in PLACES and a_path and value not in hub_ids
+    return name in PLACES and a_path and value not in kept
 
 
 def named_places(record: Mapping, hub_ids: Collection[str] = ()) -> set[str]:
     """The places on this machine that the options in a record name."""
     return {value for name, value in record.items() if _is_place(name, value, hub_ids)}
-
-
-def scrub_file(source: Path, target: Path, hub_ids: Collection[str] = (), places: Collection[str] = ()) -> None:
-    """Copy a text file, JSON, JSON lines or YAML without its paths.
-
-    `hub_ids` only look like paths; `places` are paths also where they stand in a sentence and look like words.
-    """
-    if source.suffix == ".json":
-        text = json.dumps(scrub_value(read_values(source), hub_ids), indent=2, ensure_ascii=False) + "\n"
-    elif source.suffix == ".jsonl":
-        lines = [scrub_value(line, hub_ids) for line in read_records(source)]
-        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
-    elif source.suffix in (".yaml", ".yml"):
-        text = yaml.safe_dump(scrub_value(read_values(source), hub_ids), sort_keys=False, allow_unicode=True)
-    else:
-        text = scrub_text(source.read_text(encoding="utf-8"), places)
-    target.write_text(text, encoding="utf-8")
 
 
 def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:

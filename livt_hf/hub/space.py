@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, SpaceCard, SpaceCardData
 
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import template
+from livt_hf.hub.cards import TAGS, template
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.publishing import check_finished, listing, published_files
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
@@ -34,15 +34,16 @@ def prepare_space(run: str | Path, folder: str | Path, publication: Publication)
         raise LiVTError(f"a Space serves the transformers form of a model, not {publication.form}; leave --form out.")
     (folder / "app.py").write_text(APP.format(model=publication.repo_id), encoding="utf-8")
     (folder / "requirements.txt").write_text(f"livt-hf[demo]>={__version__}\n", encoding="utf-8")
+    results = Run(run).results
     data = SpaceCardData(
         title=publication.name,
         sdk="gradio",
         sdk_version=SDK_VERSION,
         python_version="3.11",
         app_file="app.py",
-        license=publication.licensed(Run(run).results).license,
+        license=publication.licensed(results).license,
         models=[publication.repo_id],
-        tags=["image-classification", "long-tailed-recognition", "imbalanced-data", "livt"],
+        tags=["image-classification"] * (results.stage == "finetune") + TAGS,
     )
     words = {"repo_id": publication.repo_id, "private": not publication.public}
     card = SpaceCard.from_template(data, template_str=template("space"), **words)

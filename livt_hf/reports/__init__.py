@@ -11,7 +11,6 @@ from livt_hf.reports.classes import (
 from livt_hf.reports.curves import sweep_plot, training_curves
 from livt_hf.reports.page import html_report, markdown_table
 from livt_hf.reports.sheets import contact_sheet, reconstruction_sheet
-from livt_hf.runs import read_log
 
 __all__ = [
     "accuracy_by_frequency",
@@ -24,7 +23,6 @@ __all__ = [
     "contact_sheet",
     "html_report",
     "markdown_table",
-    "read_log",
     "reconstruction_sheet",
     "reliability_diagram",
     "sweep_plot",

@@ -20,11 +20,13 @@ def _both(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return balanced_ce_bias(counts, test_prior="uniform").numpy(), balanced_bce_bias(counts, "uniform").numpy()
 
 
-def class_distribution(counts: Sequence[int], path: str | Path, names: Sequence[str] | None = None) -> Path:
+def class_distribution(
+    counts: Sequence[int], path: str | Path, names: Sequence[str] | None = None, biases: bool = True
+) -> Path:
     """Number of training images of each class from head to tail, and the biases that follow from it (right axis).
 
     The shot groups are shaded. A class without a training image has no bias: where there is one, the right axis is
-    left out.
+    left out. Pass `biases=False` where images have several labels, whose biases need the number of images too.
     """
     counts = np.asarray(counts)
     order = np.argsort(-counts, kind="stable")
@@ -42,7 +44,7 @@ def class_distribution(counts: Sequence[int], path: str | Path, names: Sequence[
         ax.set_yscale("log")
         ax.set_ylim(bottom=0.7)
     label_classes(ax, order if names is None else [names[i] for i in order], len(sizes))
-    if sizes[-1] > 0:
+    if biases and sizes[-1] > 0:
         right = ax.twinx()
         right.spines["top"].set_visible(False)
         right.set_ylabel("logit bias")

@@ -89,10 +89,8 @@ def _of_one_label(folder: Path, found: Findings, dataset: Dataset) -> tuple[Pict
     pictures = {
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
         "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
+        "Most confused classes": confused_classes(found.pairs[:20], folder / "confused.png"),
     }
-    confused = found.pairs[:20]
-    if confused:
-        pictures["Most confused classes"] = confused_classes(confused, folder / "confused.png")
     for number, (rule, metric) in enumerate(found.measured.items()):
         title = f"Reliability: {rule}"
         if any(row["images"] for row in metric.bins):  # none where all logits are NaN
@@ -125,6 +123,11 @@ def _tables(summary: dict, per_class: list[dict]) -> Tables:
     }
     if "folds" in summary:
         tables = {f"Folds (percent; {first})": fold_rows(summary)} | tables
+    if "under_prior" in summary:
+        (_, words), *accuracies = summary["under_prior"].items()
+        rows = [{"rule": rule, "accuracy": percent(accuracy)} for rule, accuracy in accuracies]
+        rows = rows or [{"accuracy": "no class has test images"}]
+        tables[f"Accuracy where classes are as frequent as the {words} says (percent)"] = rows
     if "shifted" in summary:
         tables["Shifted test sets (accuracy in percent)"] = shift_rows(summary["shifted"])
     return tables | {"Classes (percent; the accuracy of a class is its recall)": _class_rows(per_class)}

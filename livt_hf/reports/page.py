@@ -48,6 +48,11 @@ def _is_numeric(rows: Sequence[Mapping], column: str) -> bool:
     return all(not isinstance(cell, str) or cell == "-" or _NUMBER.fullmatch(cell) for cell in cells)
 
 
+def plain_markdown(text: str) -> str:
+    """A text that Markdown shows as it is. An underscore between letters, as in `bal_bce`, is no markup."""
+    return re.sub(r"[\\`*\[\]|$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", html.escape(text, quote=False))
+
+
 def markdown_table(rows: Sequence[Mapping]) -> str:
     """Rows as a Markdown table with one column per key, in the order in which the keys first appear."""
     columns = _columns(rows)
@@ -55,7 +60,7 @@ def markdown_table(rows: Sequence[Mapping]) -> str:
         return ""
 
     def line(cells: list[str]) -> str:
-        safe = (html.escape(cell, quote=False).replace("|", "\\|").replace("\n", " ") for cell in cells)
+        safe = (plain_markdown(cell).replace("\n", " ") for cell in cells)
         return f"| {' | '.join(safe)} |"
 
     rule = "|" + "|".join(" ---: " if _is_numeric(rows, c) else " --- " for c in columns) + "|"

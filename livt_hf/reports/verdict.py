@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from livt_hf.metrics import GROUPS, LongTailMetrics
+from livt_hf.reports.page import plain_markdown
 from livt_hf.reports.style import GROUP_COLOURS
 from livt_hf.results import PAPER, percent
 from livt_hf.system import shell_line
@@ -66,7 +67,7 @@ def doubts(row: Mapping) -> list[str]:
         return []
     words = []
     if row["group"] == "few":
-        words.append(f"only {row['count']} training images")
+        words.append(f"only {_counted(row['count'], 'training image', 'training images')}")
     pair = row["confused"]
     if pair is not None and pair["share"] >= CONFUSED:
         words.append(f"{percent(pair['share'])} % are taken for {pair['predicted_name']}")
@@ -105,15 +106,14 @@ def _better_rule(measured: Measured) -> list[tuple[float, str]]:
 
 def _more_labels(measured: Measured) -> list[tuple[float, str]]:
     numbers, rows = measured.first.compute(), measured.classes
-    rare = sorted((row for row in rows if row["group"] == "few"), key=lambda row: row["accuracy"])
-    if not rare or numbers["many"] is None:
+    rare, many = [row for row in rows if row["group"] == "few"], numbers["many"]
+    if not rare or many is None:
         return []
-    gain = (numbers["many"] - numbers["few"]) * len(rare) / len(rows)
-    named = _listed([row["name"] for row in rare])
+    gain = (many - numbers["few"]) * len(rare) / len(rows)
+    weak = sorted((row for row in rare if row["accuracy"] < many), key=lambda row: row["accuracy"])
+    named = _listed([row["name"] for row in weak])
     words = f"Label more images of {named}: classes with fewer than {measured.first.few_below} training images"
-    return [
-        (gain, f"{words} are right in {percent(numbers['few'])} %, frequent ones in {percent(numbers['many'])} %.")
-    ]
+    return [(gain, f"{words} are right in {percent(numbers['few'])} %, frequent ones in {percent(many)} %.")]
 
 
 def _calibration(measured: Measured) -> list[tuple[float, str]]:
@@ -187,20 +187,26 @@ def _card(group: Mapping) -> str:
     return (
         f'<div class="card"><b>{share:.1f} %</b> <span>{low_high and f"({low_high})"}</span>'
         f'<div class="track"><div style="width: {share:.1f}%; background: {GROUP_COLOURS[name]}"></div></div>'
-        f"<div>{name}: {group['classes']:,} classes with {group['words']}</div></div>"
+        f"<div>{name}: {_counted(group['classes'], 'class', 'classes')} with {group['words']}</div></div>"
     )
 
 
 def first_screen_text(measured: Measured) -> str:
     """The same in Markdown."""
     lines = [
-        f"- {row['group']} ({row['classes']:,} classes, {row['words']}): {percent(row['accuracy'])} % right"
+        f"- {row['group']} ({_counted(row['classes'], 'class', 'classes')}, {row['words']}): "
+        f"{percent(row['accuracy'])} % right"
         for row in groups(measured)
     ]
-    found = [f"- {row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(measured)[:DOUBTED]]
-    steps = [f"{number}. {words}" for number, words in enumerate(actions(measured), start=1)]
+    doubted = [f"{row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(measured)[:DOUBTED]]
+    found = [f"- {plain_markdown(words)}" for words in doubted]
+    steps = [f"{number}. {plain_markdown(words)}" for number, words in enumerate(actions(measured), start=1)]
     parts = {"Is it good enough?": lines, "Classes to distrust": found, "What to do next": steps}
     return "\n\n".join(f"## {title}\n\n" + "\n".join(rows or ["Nothing stands out."]) for title, rows in parts.items())
+
+
+def _counted(number: int, one: str, more: str) -> str:
+    return f"{number:,} {one if number == 1 else more}"
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:

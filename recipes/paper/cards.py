@@ -109,6 +109,7 @@ def _classifier_card(results: Results, common: dict) -> ModelCard:
         livit=True,
         measure="top-1 accuracy",
         balanced=True,
+        sigmoid=True,
         world="every class is equally frequent",
         accuracy_rows=[["the paper", *(percent(metrics[column]) for column in ACCURACY_COLUMNS)]],
         calibration_rows=[calibration] if "ece" in metrics else [],
