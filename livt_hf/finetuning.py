@@ -59,8 +59,6 @@ def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
         )
     if settings.tune == "head" and settings.pretrained == "none":
         raise LiVTError("--tune head needs a pretrained model; name one with --pretrained.")
-    if not 0 < settings.keep_ratio <= 1:
-        raise LiVTError(f"keep_ratio is {settings.keep_ratio}; it must be above 0 and at most 1.")
     if settings.hours is not None and settings.sampler == "progressive":
         raise LiVTError("the progressive sampler must know the number of epochs; pass --epochs instead of --hours.")
     if settings.select == "best":

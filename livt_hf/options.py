@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import operator
 import os
 import sys
 import types
@@ -24,12 +25,18 @@ from livt_hf.plugins import load_plugin
 from livt_hf.records import read_values, replace_text
 
 REQUIRED = dataclasses.MISSING
+_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "at_least": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "at_most": (operator.le, "at most"),
+    "below": (operator.lt, "less than"),
+}
 
 
 def option(default: Any, help: str, **facts) -> Any:
     """Declare an option with everything that is known about it.
 
-    `at_least`: its smallest value. `below`: what it must be less than. `choices`: the values it can have, or a
+    `at_least`, `above`, `at_most`, `below`: bounds of its value. `choices`: the values it can have, or a
     function that lists them; that may import torch, so `--help` does not ask it. `selects_data`: it decides which
     images are trained on. `place`: it may name a place on this machine. `free`: it may change when a run is resumed,
     because it touches neither the data nor the mathematics. `before`: its value in runs from before there was such an
@@ -58,12 +65,11 @@ class CommandSettings:
 
     def _check(self, declared: dataclasses.Field) -> None:
         """Refuse a value that the option's declaration does not allow."""
-        name, value, lowest = declared.name, getattr(self, declared.name), declared.metadata.get("at_least")
-        if lowest is not None and value is not None and not value >= lowest:  # so written, NaN is refused too
-            raise LiVTError(f"{name} is {value}; it must be at least {lowest}.")
-        bound = declared.metadata.get("below")
-        if bound is not None and value is not None and not value < bound:
-            raise LiVTError(f"{name} is {value}; it must be less than {bound}.")
+        name, value = declared.name, getattr(self, declared.name)
+        for fact, (holds, words) in _BOUNDS.items():
+            bound = declared.metadata.get(fact)
+            if bound is not None and value is not None and not holds(value, bound):  # so written, NaN is refused too
+                raise LiVTError(f"{name} is {value}; it must be {words} {bound}.")
         choices = _choices(type(self), declared)
         if choices and isinstance(value, str) and value not in choices:
             raise LiVTError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")

@@ -142,7 +142,7 @@ class TrainingSettings(DataSettings):
     patch_size: int | None = option(None, "pixels; default: the preset's", at_least=1)
     epochs: int = option(100, "passes over the training set", at_least=1)
     hours: float | None = option(
-        None, "train for as many epochs as fit into these hours, start-up included; evaluation comes on top"
+        None, "train for as many epochs as fit into these hours, start-up included; evaluation comes on top", above=0
     )
     warmup_epochs: float = option(10, "epochs of linear warm-up", at_least=0)
     batch_size: int = option(1024, "images per update, over all processes and accumulation steps", at_least=1)
@@ -151,7 +151,7 @@ class TrainingSettings(DataSettings):
     min_lr: float = option(0.0, "floor of the cosine, not scaled by the batch", at_least=0)
     weight_decay: float = option(0.05, "AdamW's decoupled decay", at_least=0)
     adam_beta2: float = option(0.95, "AdamW's second beta", at_least=0, below=1)
-    clip_grad: float | None = option(None, "largest gradient norm; default: no clipping, as in the paper", at_least=0)
+    clip_grad: float | None = option(None, "largest gradient norm; default: no clipping, as in the paper", above=0)
     flip: bool = option(True, "mirror training images at random; not for images with a handedness, such as text")
     seed: int = option(0, "seed of everything random except the split: order, crops, masks, initial weights")
     output_dir: str | None = option(
@@ -209,7 +209,9 @@ class PretrainSettings(TrainingSettings):
     base_lr: float = option(1.5e-4, "learning rate for 256 images per update; scaled by batch_size / 256", at_least=0)
     mask_ratio: float = option(0.75, "share of patches hidden from the encoder")
     decode_ratio: float = option(1.0, "share of hidden patches decoded: 1 is the paper, less is faster and different")
-    crop_scale: float = option(0.2, "smallest area of a random resized crop; 1 keeps the whole image")
+    crop_scale: float = option(
+        0.2, "smallest area of a random resized crop; 1 keeps the whole image", above=0, at_most=1
+    )
     streaming: bool = option(False, "read the data as a stream, for datasets that do not fit")
 
 
@@ -244,6 +246,8 @@ class FinetuneSettings(TrainingSettings):
     keep_ratio: float = option(
         1.0,
         "share of an image's patches, drawn anew each epoch, that a LiViT trains on: 1 is the paper, less is faster",
+        above=0,
+        at_most=1,
     )
     keep_all_epochs: int = option(1, "number of last epochs with all patches", at_least=0)
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
@@ -286,8 +290,10 @@ class FinetuneSettings(TrainingSettings):
     augmentation: Literal["rand_augment", "three_augment", "crop", "pad_crop"] = option(
         "rand_augment", "the paper's, DeiT III's, random resized crops alone, or pad-and-crop for small images"
     )
-    crop_scale: float = option(0.08, "smallest area of a random resized crop; 1 keeps the whole image")
-    erase: float = option(0.25, "probability of random erasing")
+    crop_scale: float = option(
+        0.08, "smallest area of a random resized crop; 1 keeps the whole image", above=0, at_most=1
+    )
+    erase: float = option(0.25, "probability of random erasing", at_least=0, at_most=1)
     mixup: float = option(0.8, "mixup alpha; 0 is off", at_least=0)
     cutmix: float = option(1.0, "cutmix alpha; 0 is off", at_least=0)
     mixup_off_epochs: int = option(0, "number of last epochs without mixup and cutmix", at_least=0)

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from livt_hf.configuration_livit import PRESETS
+from livt_hf.configuration_livit import encoder_preset
 from livt_hf.data import Batches
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import encoded_images, read_image
@@ -23,7 +23,7 @@ LOOKED_AT = 16  # images that tell the sizes of all
 
 
 def image_size(settings: TrainingSettings) -> int:
-    return settings.image_size or PRESETS[settings.model_size]["image_size"]
+    return settings.image_size or encoder_preset(settings.model_size)["image_size"]
 
 
 def is_native(dataset: Dataset, image_size: int) -> bool:

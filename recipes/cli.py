@@ -111,6 +111,8 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "accelerate.commands.launch")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    # After a signal torch kills the processes in 30 seconds, whatever they are saving.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     words = [*launcher, "--module", "livt_hf.recipes.cli", command, *argv]
     accelerated.simple_launcher = launch_one
     try:

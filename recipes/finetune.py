@@ -164,6 +164,8 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         raise LiVTError("a cross-validation has no model of its own to publish; leave --push_to_hub out.")
     if settings.hours is not None:
         raise LiVTError("--hours fits the epochs of one model to a time; with --folds give --epochs instead.")
+    if settings.fold is not None:
+        raise LiVTError(f"--folds {settings.folds} goes through all folds; leave --fold {settings.fold} out.")
     started, accelerator = time.monotonic(), make_accelerator(settings)
     with accelerator.main_process_first():
         images = load_images(fold_settings(settings, 1))

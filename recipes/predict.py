@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.prior is not None:
         predictor.serve_under(serving_prior(settings.prior, predictor.model), prior_words(settings.prior))
     print(predictor.explanation, file=sys.stderr)
-    line = FORMATS[settings.format](paths, settings.top_k, predictor.thresholds is not None)
+    several, shown = predictor.thresholds is not None, min(settings.top_k, len(predictor.labels))
+    line = FORMATS[settings.format](paths, shown, several)
     broken = 0
     output = contextlib.nullcontext()
     if settings.output is not None:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 broken += 1
                 tqdm.write(f"cannot read {path}: {error}", file=sys.stderr)
                 scores = torch.full((len(predictor.labels),), torch.nan)
-            named = [] if error else best(scores, predictor.labels, settings.top_k)
+            named = [] if error else best(scores, predictor.labels, shown)
             text = line(path, named, predictor.given(scores), error)
             if text is not None:
                 tqdm.write(text)
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def best(scores: torch.Tensor, labels: list[str], top_k: int) -> list[tuple[str, float]]:
-    top = scores.topk(min(top_k, len(scores)))
+    top = scores.topk(top_k)
     return [(labels[i], round(score, 4)) for i, score in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
 
 
@@ -106,7 +107,8 @@ def comma_separated(_paths: list[Path], top_k: int, several: bool) -> Line:
 
     def line(path, named, given, error):
         labels = [SEPARATOR.join(given)] * several
-        return _csv_row([path, error, *labels, *(value for pair in named for value in pair)])
+        answers = [value for pair in named for value in pair] or [None] * len(columns)
+        return _csv_row([path, error, *labels, *answers])
 
     return line
 

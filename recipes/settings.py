@@ -36,7 +36,7 @@ class TrainSettings(DataSettings):
     dataset: str = option(
         "glyphs", "benchmark name, image folder, table of labels, or Hub dataset", positional=True, place=True
     )
-    hours: float = option(1.0, "hours of training; evaluation comes on top")
+    hours: float = option(1.0, "hours of training; evaluation comes on top", above=0)
     pretrained: str | None = option(
         None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
     )
@@ -74,7 +74,7 @@ class PredictSettings(CommandSettings):
     stage: ClassVar[str] = "predict"
 
     model: str = option(REQUIRED, "run folder, checkpoint or Hub id", positional=True, place=True, trained=True)
-    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", positional="+", place=True)
+    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", positional=True, place=True)
     prior: str | None = option(
         None,
         "how frequent each class is where the model serves: training, uniform, or a JSON or YAML file; "
@@ -98,7 +98,7 @@ class DemoSettings(CommandSettings):
     stage: ClassVar[str] = "demo"
 
     models: list[str] = option(
-        REQUIRED, "run folders, checkpoints or Hub ids", positional="+", place=True, trained=True
+        REQUIRED, "run folders, checkpoints or Hub ids", positional=True, place=True, trained=True
     )
     images: str | None = option(None, "folder of example images; default: images of the run's test split", place=True)
     report: str | None = option(
@@ -121,8 +121,8 @@ class PublishSettings(CommandSettings):
 
     stage: ClassVar[str] = "publish"
 
-    run: str | None = option(None, "folder of a finished run", positional="?", place=True, trained=True)
-    repo_id: str | None = option(None, "organisation/name on the Hub", positional="?")
+    run: str | None = option(None, "folder of a finished run", positional=True, place=True, trained=True)
+    repo_id: str | None = option(None, "organisation/name on the Hub", positional=True)
     license: str | None = option(
         None,
         "licence of the weights, as the Hub spells it; must be named for own data and for weights that started from "
@@ -154,8 +154,8 @@ class PublishDataSettings(DataSettings):
 
     stage: ClassVar[str] = "publish-data"
 
-    dataset: str | None = dataclasses.field(default=None, metadata=_DATASET.metadata | {"positional": "?"})
-    repo_id: str | None = option(None, "organisation/name on the Hub", positional="?")
+    dataset: str | None = dataclasses.field(default=None, metadata=_DATASET.metadata | {"positional": True})
+    repo_id: str | None = option(None, "organisation/name on the Hub", positional=True)
     license: str | None = option(
         None, "licence of the images, as the Hub spells it; must be named for images of your own"
     )
@@ -206,7 +206,7 @@ class LookSettings(DataSettings):
 
     stage: ClassVar[str] = "data"
 
-    dataset: str = dataclasses.field(default=_DATASET.default, metadata=_DATASET.metadata | {"positional": "?"})
+    dataset: str = dataclasses.field(default=_DATASET.default, metadata=_DATASET.metadata | {"positional": True})
     output: str | None = option(
         None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", place=True
     )

@@ -38,9 +38,10 @@ from livt_hf.training.machine import available_cores, use_all_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = TrainSettings.parse(argv)
-    if settings.hours <= 0:
-        raise LiVTError(f"hours is {settings.hours}; it must be above 0.")
+    asked = TrainSettings.asked(argv)
+    settings = TrainSettings.merged(asked)
+    if settings.resume is not None and (other := asked.keys() - {"resume", "threads", "launch", "plugin"}):
+        raise LiVTError(f"{settings.resume} goes on with its own plan; leave --{min(other)} out, or begin a new run.")
     folder = begin(settings) if settings.resume is None else Path(settings.resume)
     if not (folder / PLAN).exists():
         what = f"has no {PLAN}" if folder.exists() else "does not exist"
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if stopped:
             print(f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}")
             raise Interrupted
-    run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *threads])
+    plugin = FinetuneSettings.asked(plan["stages"]["finetune"]).get("plugin")
+    run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *as_words({"plugin": plugin}), *threads])
     print(f"Next, try it in the browser:\n  {shell_line(['livt', 'demo', folder / 'finetune'])}")
 
 

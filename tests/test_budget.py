@@ -143,6 +143,17 @@ def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys
     assert capsys.readouterr().out.endswith(f"  livt demo {folder / 'finetune'}\n")
     train.main(["--resume", str(folder)])
     assert [words[0] for words in commands[4:]] == ["eval"]
+    with pytest.raises(LiVTError, match="goes on with its own plan; leave --hours out"):
+        train.main(["--resume", str(folder), "--hours", "3"])
+
+
+def test_train_gives_its_plugin_to_the_evaluation_too(commands, tmp_path):
+    pictures, plugin = make_pictures(tmp_path / "pictures"), tmp_path / "plugin.py"
+    plugin.touch()
+    with pytest.raises(Interrupted):
+        train.main([str(pictures), "--plugin", str(plugin), "--output_dir", str(tmp_path / "out")])
+    train.main(["--resume", str(tmp_path / "out")])
+    assert all(words[words.index("--plugin") + 1] == str(plugin) for words in commands)
 
 
 def test_a_share_of_the_cores_is_what_the_model_is_chosen_for(tmp_path, monkeypatch):

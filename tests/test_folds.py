@@ -263,4 +263,6 @@ def test_what_is_refused_leaves_no_folder_behind(labels, backbone, tmp_path):
         cross_validated(labels, backbone, tmp_path / "run", "--batch_size", "512")
     with pytest.raises(LiVTError, match="folds is 1; it must be at least 2"):
         cross_validated(labels, backbone, tmp_path / "run", "--folds", "1")
+    with pytest.raises(LiVTError, match="--folds 2 goes through all folds; leave --fold 1/2 out"):
+        cross_validated(labels, backbone, tmp_path / "run", "--fold", "1/2")
     assert not (tmp_path / "run").exists()

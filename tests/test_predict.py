@@ -233,8 +233,11 @@ def test_labels_keep_their_accents_and_csv_quotes_its_commas(livit, pictures, tm
     eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(tmp_path)
     main([str(tmp_path), str(pictures / "0.jpg"), "--format", "jsonl"])
     assert all(name in capsys.readouterr().out for name in names[:1])
-    main([str(tmp_path), str(pictures / "0.jpg"), "--format", "csv", "--top_k", "3"])
-    header, row = csv.reader(capsys.readouterr().out.splitlines())
+    (tmp_path / "broken.jpg").write_text("no image")
+    with pytest.raises(SystemExit):  # of the five best classes there are three
+        main([str(tmp_path), str(pictures / "0.jpg"), str(tmp_path / "broken.jpg"), "--format", "csv"])
+    header, row, broken = csv.reader(capsys.readouterr().out.splitlines())
+    assert broken[2:] == [""] * 6 and broken[1]
     assert header == ["file", "error", "label_1", "score_1", "label_2", "score_2", "label_3", "score_3"]
     assert set(row[2::2]) == set(names) and row[1] == ""
     assert sum(map(float, row[3::2])) == pytest.approx(1, abs=1e-3)

@@ -170,6 +170,25 @@ def test_a_count_below_one_is_refused(name):
         FinetuneSettings.parse([f"--{name}", "0"])
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        ("clip_grad", "0", "above 0"),  # would make every gradient zero
+        ("crop_scale", "8", "at most 1"),
+        ("crop_scale", "0", "above 0"),
+        ("erase", "nan", "at least 0"),
+        ("erase", "25", "at most 1"),
+        ("keep_ratio", "0", "above 0"),
+        ("keep_ratio", "1.5", "at most 1"),
+        ("hours", "nan", "above 0"),
+        ("drop_path", "1", "less than 1"),
+    ],
+)
+def test_a_value_outside_its_bounds_is_refused(name, value, bound):
+    with pytest.raises(LiVTError, match=rf"{name} is {float(value)}; it must be {bound}"):
+        FinetuneSettings.parse([f"--{name}", value])
+
+
 @pytest.mark.parametrize("cls", [PretrainSettings, FinetuneSettings, EvalSettings])
 def test_every_option_is_explained(cls):
     assert all(field.metadata["help"] for field in dataclasses.fields(cls))
