@@ -604,14 +604,15 @@ def parquet_of(tmp_path: Path, columns: dict, features: dict) -> str:
     return str(file)
 
 
-def test_text_and_number_labels_get_class_names(tmp_path):
+@pytest.mark.parametrize("kind", ["int32", "uint8", "uint64"])
+def test_text_and_number_labels_get_class_names(tmp_path, kind):
     text = parquet_of(tmp_path, rows(["owl", "finch"] * 5), {"image": Image(), "label": Value("string")})
     data = load_long_tailed(text)
     assert data["train"].features["label"].names == ["finch", "owl"]
     assert class_counts(data["train"]).tolist() == [4, 4]
     texts = parquet_of(tmp_path, rows(["10", "9 ", "9"] * 4), {"image": Image(), "label": Value("string")})
     assert load_long_tailed(texts)["train"].features["label"].names == ["9", "10"]  # as of a table
-    number = parquet_of(tmp_path, rows([1, 0] * 5, "picture", "kind"), {"picture": Image(), "kind": Value("int32")})
+    number = parquet_of(tmp_path, rows([1, 0] * 5, "picture", "kind"), {"picture": Image(), "kind": Value(kind)})
     data = load_long_tailed(number, image_column="picture", label_column="kind")
     assert data["train"].features["label"].names == ["0", "1"] and data["train"][0]["image"].size == (4, 4)
 

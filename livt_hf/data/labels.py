@@ -28,10 +28,11 @@ class Labels:
     @classmethod
     def of_ids(cls, ids: pa.Array | pa.ChunkedArray, offsets: np.ndarray | None) -> "Labels":
         """Ids of which some are null: -1 where that is the one label of an image, and nothing in a list."""
+        ids = ids.cast(pa.int64(), safe=False)  # unsigned numbers know no -1
         if offsets is None:
-            return cls(ids.fill_null(-1).to_numpy().astype(np.int64))
+            return cls(ids.fill_null(-1).to_numpy())
         named = ids.is_valid().to_numpy(zero_copy_only=False)
-        return cls(ids.drop_null().to_numpy().astype(np.int64), offsets_of(named)[offsets])
+        return cls(ids.drop_null().to_numpy(), offsets_of(named)[offsets])
 
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
