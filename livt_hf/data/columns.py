@@ -110,7 +110,7 @@ def _with_columns(images: Dataset, columns: dict[str, pa.Array], features: Featu
         place = np.zeros(images.data.num_rows, dtype=np.int64)
         place[rows] = np.arange(len(rows))
         columns = {name: column.take(pa.array(place)) for name, column in columns.items()}
-        images = Dataset(images.data, info=images.info, split=images.split)
+        images = Dataset(images.data, info=images.info, split=images.split, fingerprint=images._fingerprint)
     beside = Dataset(pa.table(columns).cast(features.arrow_schema), info=DatasetInfo(features=features))
     both = concatenate_datasets([images, beside], axis=1, split=images.split)
     return both if rows is None else both.select(rows)
