@@ -415,6 +415,12 @@ def test_settings_that_mean_nothing_are_refused():
         LongTailMetrics(COUNTS).load_state_tensor(LongTailMetrics(COUNTS, bins=10).state_tensor())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_confusions_of_many_classes_are_found_also_among_small_integers(dtype):
+    [found] = confusions(torch.tensor([199], dtype=dtype), torch.tensor([198], dtype=dtype), [1] * 200)
+    assert (found["label"], found["predicted"]) == (198, 199)
+
+
 def test_confusions_count_who_is_taken_for_whom():
     predictions, labels = torch.tensor([1, 1, 0, 2, 2, 1]), torch.tensor([0, 0, 0, 0, 2, 2])
     found = confusions(predictions, labels, [9, 8, 7], ["cat", "dog", "eel"])
