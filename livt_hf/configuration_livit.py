@@ -1,6 +1,6 @@
 """`LiViTConfig`: the sizes of a ViT, how it pools, and the settings of its long-tailed head."""
 
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from transformers import PreTrainedConfig
 
@@ -89,7 +89,7 @@ class LiViTConfig(PreTrainedConfig):
         return (self.image_size // self.patch_size) ** 2
 
     def _check_sizes(self):
-        hints = LiViTConfig.__annotations__ | {"pooling": Any}  # whose choices are named below
+        hints = LiViTConfig.__annotations__
         check_settings({name: getattr(self, name) for name in hints}, hints)
         for name in _SIZES:
             if not 1 <= getattr(self, name) <= _LARGEST:
@@ -103,9 +103,6 @@ class LiViTConfig(PreTrainedConfig):
             raise LiVTError(f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads.")
         if not 0 <= self.drop_path_rate < 1:
             raise LiVTError(f"drop_path_rate {self.drop_path_rate} must be at least 0 and below 1.")
-        choices = get_args(LiViTConfig.__annotations__["pooling"])
-        if self.pooling not in choices:
-            raise LiVTError(f"pooling {self.pooling!r} is not known; choose one of {', '.join(choices)}.")
 
 
 def with_settings(values: dict, settings: dict) -> dict:

@@ -20,10 +20,9 @@ logger = logging.getLogger(__name__)
 
 # What a checkpoint of another model may hold that a LiViT encoder has no use for.
 _NOT_ENCODER = ("decoder.", "classifier.", "pooler.", "layernorm.", "fc_norm.", "embeddings.mask_token")
-_ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
+_ENCODER_TYPES = ("livit", "vit", "vit_mae")
 # The stock-BEiT form a LiViT is published in (see conversion.to_beit), read back under our names.
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
 
 
@@ -48,8 +47,7 @@ class ReadsOtherCheckpoints:
         if config is not None:  # not a field, so the copy made of the config would lose it
             kwargs.setdefault("attn_implementation", config._attn_implementation)
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in _FIELDS and name != "dtype"}
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        source = _config_dict(path, **hub)
+        source = _config_dict(path, **kwargs)
         target = _target_config(config or source, overrides, path)
         read = cls._read_encoder if cls.encoder_class is None else cls._read_classifier
         result = read(path, source, target, **kwargs)
@@ -145,8 +143,8 @@ def read_config(path: str) -> dict:
         return _config_dict(path)
 
 
-def _config_dict(path, **hub) -> dict:
-    config, _ = PreTrainedConfig.get_config_dict(path, **hub)
+def _config_dict(path, **kwargs) -> dict:
+    config, _ = PreTrainedConfig.get_config_dict(path, **kwargs)  # which takes what it knows of the keywords
     if not isinstance(config, dict):
         raise LiVTError(f"the config.json of {path} holds a {type(config).__name__}; copy or download it again.")
     return config
@@ -171,15 +169,13 @@ def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConf
     """The config asked for: the checkpoint's (or the given one), with the keywords over it."""
     values = base if isinstance(base, dict) else base.to_dict()
     kind = values.get("model_type")
-    if kind not in _ENCODER_TYPES:
+    if kind == "beit" and "livit" in values:
+        values = values | values["livit"]
+    elif kind not in _ENCODER_TYPES:
         raise LiVTError(
             f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}. Load it with "
             "AutoModelForImageClassification and pass it to livt_hf.balance."
         )
-    if kind == "beit":
-        if "livit" not in values:
-            raise LiVTError(f"{path} is a BEiT that was not exported by livt_hf; its attention is not a plain ViT's.")
-        values = values | values["livit"]
     values = with_settings(values, {})
     known = _FIELDS - {"architectures", "transformers_version", "dtype"}
     if kind in ("vit", "vit_mae"):

@@ -597,7 +597,7 @@ def test_key_names_of_older_transformers_are_read(build, tmp_path):
 def test_a_checkpoint_of_another_kind_is_refused_by_its_name(tmp_path):
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=10)
     BertModel(BertConfig(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a 'bert' checkpoint; LiViT can start from livit, vit, vit_mae, beit"):
+    with pytest.raises(ValueError, match="is a 'bert' checkpoint; LiViT can start from livit, vit, vit_mae. Load"):
         LiViTForImageClassification.from_pretrained(tmp_path, class_counts=COUNTS)
 
 

@@ -44,15 +44,15 @@ def load_checkpoint(path: str) -> PreTrainedModel:
         options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
         with without_load_report():
             model, info = reader.from_pretrained(path, **options)
-    if info["missing_keys"]:
-        raise LiVTError(
-            f"{path} lacks weights of a classifier ({listed(info['missing_keys'])}); fine-tune it first, or measure "
-            "its features (livt eval --probe)."
-        )
-    return balance(model.eval()) if config.get("long_tail") else model.eval()
+        if info["missing_keys"]:
+            raise LiVTError(
+                f"{path} lacks weights of a classifier ({listed(info['missing_keys'])}); fine-tune it first, or "
+                "measure its features (livt eval --probe)."
+            )
+        return balance(model.eval()) if config.get("long_tail") else model.eval()
 
 
-def told_its_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrainedModel:
+def balanced_by_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrainedModel:
     """A classifier trained elsewhere, balanced by its class counts: those of its training folder or of a file."""
     if head_of(model) is not None:
         raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
