@@ -121,10 +121,10 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
     path = settings.pretrained
     with reading_checkpoint(path):
         config = AutoConfig.from_pretrained(path)
+        drops = {"drop_path_rate": settings.drop_path} if _has_drop_path(config) else {}
     fresh = getattr(config, "long_tail", None) is None or config.id2label != labels["id2label"]
     for name, value in labels.items():
         setattr(config, name, value)
-    drops = {"drop_path_rate": settings.drop_path} if _has_drop_path(config) else {}
     if settings.drop_path and not drops:
         logger.warning("%s has no stochastic depth: drop_path %g does nothing.", path, settings.drop_path)
     if isinstance(config, TimmWrapperConfig):

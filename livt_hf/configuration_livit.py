@@ -127,7 +127,7 @@ def _keep_labels(settings: dict, values: dict) -> bool:
         return labels_of(values) == labels_of(settings)
     counts = settings.get("class_counts")
     asked = settings.get("num_labels") or (0 if counts is None else len(counts))
-    return asked in (0, len(labels_of(values)))
+    return not asked or asked == len(labels_of(values))
 
 
 def labels_of(config: dict) -> list[str]:
