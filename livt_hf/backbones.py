@@ -1,12 +1,15 @@
 """Where fine-tuning starts: a LiViT, or any image classifier of transformers and timm, each under a balanced head."""
 
 import copy
+import inspect
 import logging
 from dataclasses import dataclass
 
 import numpy as np
+import timm
 import torch
 from datasets import Dataset
+from PIL import Image
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -30,7 +33,7 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.pretrained import read_config, reading_checkpoint, without_load_report
-from livt_hf.records import fits
+from livt_hf.records import fits, in_words
 from livt_hf.runs import lent_by_pretraining
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import image_size, is_native
@@ -118,18 +121,30 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
     path = settings.pretrained
     with reading_checkpoint(path):
         config = AutoConfig.from_pretrained(path)
+        drops = {"drop_path_rate": settings.drop_path} if _has_drop_path(config) else {}
     fresh = getattr(config, "long_tail", None) is None or config.id2label != labels["id2label"]
     for name, value in labels.items():
         setattr(config, name, value)
+    if settings.drop_path and not drops:
+        logger.warning("%s has no stochastic depth: drop_path %g does nothing.", path, settings.drop_path)
     if isinstance(config, TimmWrapperConfig):
         # Loaded with labels, it would save those again.
         config.label_names = list(labels["id2label"].values())
-        config.model_args = (config.model_args or {}) | {"drop_path_rate": settings.drop_path}
+        config.model_args = (config.model_args or {}) | drops
         if settings.image_size is not None:
             config.pretrained_cfg["input_size"] = (3, settings.image_size, settings.image_size)
-    elif hasattr(config, "drop_path_rate"):
-        config.drop_path_rate = settings.drop_path
+    else:
+        config.update(drops)
     return balance(_image_classifier(path, config), fresh_classifier=fresh, **head)
+
+
+def _has_drop_path(config: PreTrainedConfig) -> bool:
+    """Whether a model has stochastic depth; some classes of timm hand it on to a parent."""
+    if not isinstance(config, TimmWrapperConfig):
+        return hasattr(config, "drop_path_rate")
+    with torch.device("meta"):
+        kinds = type(timm.create_model(config.architecture, **(config.model_args or {}))).__mro__
+    return any("drop_path_rate" in inspect.signature(kind.__init__).parameters for kind in kinds)
 
 
 def load_backbone(path: str) -> PreTrainedModel:
@@ -148,8 +163,8 @@ def _image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
     options |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise LiVTError(
-            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; name one "
-            "of an image model."
+            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; take "
+            "timm's form of it if there is one (timm/...), or the full checkpoint of a CLIP or SigLIP."
         )
     with reading_checkpoint(path), without_load_report():
         model, info = AutoModelForImageClassification.from_pretrained(path, **options)
@@ -174,18 +189,37 @@ class InputFacts:
 
 
 def input_facts(processor: BaseImageProcessor) -> InputFacts:
-    timm = getattr(processor, "data_config", None)
-    if timm is not None:
-        return InputFacts(timm["input_size"][-1], tuple(timm["mean"]), tuple(timm["std"]))
+    config = getattr(processor, "data_config", None)  # of timm
+    if config is not None:
+        return InputFacts(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]))
     size = processor.crop_size if processor.do_center_crop else processor.size
     side = None if size is None else size.get("height") or size.get("shortest_edge")
-    mean, std = processor.image_mean, processor.image_std
-    if not (fits(side, int) and fits(mean, list[float]) and fits(std, list[float]) and len(mean) == len(std) == 3):
+    if not fits(side, int):
+        raise LiVTError(f"the image processor makes images of {side} pixels; correct preprocessor_config.json.")
+    return InputFacts(side, *_normalisation(processor))
+
+
+def _normalisation(processor: BaseImageProcessor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The mean and the deviation by which a processor normalises: seen in what it makes of black, white and red.
+
+    Its attributes do not say it all: EfficientNet's divides by the deviation twice, MobileViT's swaps the channels.
+    """
+    images = [Image.new("RGB", (8, 8), colour) for colour in ("black", "white", "red")]
+    try:
+        pixels = processor(images, do_resize=False, do_center_crop=False, return_tensors="pt")["pixel_values"]
+        black, white, red = pixels[:, :, 0, 0]  # (3,) each
+        plain = torch.allclose(red, torch.stack([white[0], black[1], black[2]]), atol=1e-4)
+    except Exception as error:  # a damaged file comes to light in any line of the processor
         raise LiVTError(
-            f"the image processor makes images of {side} pixels with mean {mean} and deviation {std}; it needs a side "
-            "and a number for each of three channels: correct preprocessor_config.json."
+            f"the image processor cannot prepare an image ({in_words(error)}); correct preprocessor_config.json."
+        ) from error
+    if not plain:
+        raise LiVTError(
+            f"{type(processor).__name__} does more than rescale and normalise the colours of a pixel, and training "
+            "would not; take timm's form of the model if there is one (timm/...)."
         )
-    return InputFacts(side, tuple(mean), tuple(std))
+    std = 1 / (white - black)
+    return tuple((-black * std).tolist()), tuple(std.tolist())
 
 
 def serving_processor(settings: FinetuneSettings, train: Dataset, model: PreTrainedModel) -> BaseImageProcessor:
@@ -215,7 +249,7 @@ def _backbone_processor(settings: FinetuneSettings, model: PreTrainedModel) -> B
     try:
         with torch.no_grad():
             model.eval()(torch.zeros(1, 3, side, side))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, AssertionError) as error:  # the last is timm's
         words = str(error).splitlines()[0]
         raise LiVTError(
             f"{settings.pretrained} does not take images of {side} pixels ({words}); leave --image_size out."

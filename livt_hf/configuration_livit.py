@@ -1,6 +1,6 @@
 """`LiViTConfig`: the sizes of a ViT, how it pools, and the settings of its long-tailed head."""
 
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from transformers import PreTrainedConfig
 
@@ -18,6 +18,9 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 _SIZES = (*PRESETS["base"], "intermediate_size", "num_channels")
 _LARGEST = 2**16  # far above every ViT: a damaged file must not have a model built that never ends
+# What holds for one set of classes only.
+OF_LABELS = {"id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior"}
+OF_LABELS |= {"calibration", "trained_with", "seen_counts", "class_weights"}
 
 
 def encoder_preset(size: str) -> dict[str, int]:
@@ -78,7 +81,7 @@ class LiViTConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        settings = {name: kwargs.pop(name) for name in LongTailConfig.names() if name in kwargs}
+        settings = {name: kwargs.pop(name) for name in OF_LABELS.union(LongTailConfig.names()) if name in kwargs}
         return super().from_dict(with_settings(config_dict, settings), **kwargs)
 
     @property
@@ -86,7 +89,7 @@ class LiViTConfig(PreTrainedConfig):
         return (self.image_size // self.patch_size) ** 2
 
     def _check_sizes(self):
-        hints = LiViTConfig.__annotations__ | {"pooling": Any}  # whose choices are named below
+        hints = LiViTConfig.__annotations__
         check_settings({name: getattr(self, name) for name in hints}, hints)
         for name in _SIZES:
             if not 1 <= getattr(self, name) <= _LARGEST:
@@ -100,23 +103,37 @@ class LiViTConfig(PreTrainedConfig):
             raise LiVTError(f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads.")
         if not 0 <= self.drop_path_rate < 1:
             raise LiVTError(f"drop_path_rate {self.drop_path_rate} must be at least 0 and below 1.")
-        choices = get_args(LiViTConfig.__annotations__["pooling"])
-        if self.pooling not in choices:
-            raise LiVTError(f"pooling {self.pooling!r} is not known; choose one of {', '.join(choices)}.")
 
 
 def with_settings(values: dict, settings: dict) -> dict:
-    """The values of a config, flat, with other settings of the head.
+    """The values of a config, flat, with other labels or settings of the head.
 
-    New counts forget what belongs to the old ones, and every new setting of the head the calibration of the old ones.
+    New labels forget what belongs to the old ones, new counts too, and every new setting of the head the calibration
+    of the old ones.
     """
     values, settings = ({**given, **(given.get("long_tail") or {}), "long_tail": None} for given in (values, settings))
+    if not _keep_labels(settings, values):
+        values = {name: value for name, value in values.items() if name not in OF_LABELS}
     if "class_counts" in settings:
         for name in ("num_train_images", "seen_counts", "class_weights"):
             values.pop(name, None)
     if settings.keys() & set(LongTailConfig.names()):
         values.pop("calibration", None)
     return values | settings
+
+
+def _keep_labels(settings: dict, values: dict) -> bool:
+    if "id2label" in settings:
+        return labels_of(values) == labels_of(settings)
+    counts = settings.get("class_counts")
+    asked = settings.get("num_labels") or (0 if counts is None else len(counts))
+    return not asked or asked == len(labels_of(values))
+
+
+def labels_of(config: dict) -> list[str]:
+    """Label names in order of their ids; transformers leaves out the default two."""
+    names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
+    return [name for _, name in sorted((int(label), name) for label, name in names.items())]
 
 
 __all__ = ["LiViTConfig"]

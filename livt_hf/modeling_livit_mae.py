@@ -83,6 +83,8 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
     decodes a random share of the masked patches: faster, and another objective. In evaluation mode forward is stock.
     """
 
+    accepts_loss_kwargs = False  # as of BalancedClassifier
+
     def __init__(self, config: ViTMAEConfig, decode_ratio: float = 1.0):
         _check_config(config, decode_ratio)
         ViTMAEPreTrainedModel.__init__(self, config)

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
-from livt_hf.configuration_livit import LiViTConfig, with_settings
+from livt_hf.configuration_livit import OF_LABELS, LiViTConfig, labels_of, with_settings
 from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.records import in_words
@@ -20,13 +20,9 @@ logger = logging.getLogger(__name__)
 
 # What a checkpoint of another model may hold that a LiViT encoder has no use for.
 _NOT_ENCODER = ("decoder.", "classifier.", "pooler.", "layernorm.", "fc_norm.", "embeddings.mask_token")
-_ENCODER_TYPES = ("livit", "vit", "vit_mae", "beit")
+_ENCODER_TYPES = ("livit", "vit", "vit_mae")
 # The stock-BEiT form a LiViT is published in (see conversion.to_beit), read back under our names.
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
-# What holds for one set of classes only.
-_OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior")
-_OF_LABELS += ("calibration", "trained_with", "seen_counts", "class_weights")
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
 
 
@@ -51,8 +47,7 @@ class ReadsOtherCheckpoints:
         if config is not None:  # not a field, so the copy made of the config would lose it
             kwargs.setdefault("attn_implementation", config._attn_implementation)
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in _FIELDS and name != "dtype"}
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        source = _config_dict(path, **hub)
+        source = _config_dict(path, **kwargs)
         target = _target_config(config or source, overrides, path)
         read = cls._read_encoder if cls.encoder_class is None else cls._read_classifier
         result = read(path, source, target, **kwargs)
@@ -72,21 +67,22 @@ class ReadsOtherCheckpoints:
         """The whole classifier where its head fits, and otherwise its encoder under a fresh head."""
         cosine = with_settings(source, {}).get("normalised_classifier", False)
         same_kind = _source_pooling(source) == target.pooling and cosine == target.long_tail.normalised_classifier
-        if _has_our_head(source) and same_kind and _labels_of(source) == _labels_of(target.to_dict()):
+        if _has_our_head(source) and same_kind and labels_of(source) == labels_of(target.to_dict()):
             return cls._read(path, source, target, set(), **kwargs)
-        if kwargs.pop("output_loading_info", False):
-            raise LiVTError("output_loading_info is for a classifier loaded whole; this one gets a new head.")
-        if target.long_tail.class_counts is None and _labels_of(target.to_dict()) == _labels_of({}):
+        if target.long_tail.class_counts is None and labels_of(target.to_dict()) == labels_of({}):
             logger.warning(
                 "%s has no classifier, so this one has two untrained classes; pass class_counts, id2label or "
                 "num_labels for yours.",
                 path,
             )
-        encoder = cls.encoder_class._read_encoder(path, source, target, **kwargs)
+        with_info = kwargs.pop("output_loading_info", False)
+        encoder, info = cls.encoder_class._read_encoder(path, source, target, output_loading_info=True, **kwargs)
         # One config object for model and encoder: attention layers hold it too.
         model = cls(encoder.config).to(device=encoder.device, dtype=encoder.dtype)
         setattr(model, model.base_model_prefix, encoder)
-        return model.eval()
+        info["missing_keys"] = {f"{model.base_model_prefix}.{key}" for key in info["missing_keys"]}
+        info["missing_keys"] |= {f"classifier.{name}" for name, _ in model.classifier.named_parameters()}
+        return (model.eval(), info) if with_info else model.eval()
 
     @classmethod
     def _read(cls, path, source: dict, target: LiViTConfig, new: set[str], output_loading_info=False, **kwargs):
@@ -111,6 +107,7 @@ class ReadsOtherCheckpoints:
                 "for; of a checkpoint's sizes only image_size can be changed."
             )
         missing = {key for key in info["missing_keys"] if not (beit and key.endswith("k_proj.bias"))}
+        info["missing_keys"] = missing
         unknown = [key for key in info["unexpected_keys"] if not key.removeprefix("vit.").startswith(_NOT_ENCODER)]
         if missing != new or unknown:
             raise LiVTError(
@@ -146,8 +143,8 @@ def read_config(path: str) -> dict:
         return _config_dict(path)
 
 
-def _config_dict(path, **hub) -> dict:
-    config, _ = PreTrainedConfig.get_config_dict(path, **hub)
+def _config_dict(path, **kwargs) -> dict:
+    config, _ = PreTrainedConfig.get_config_dict(path, **kwargs)  # which takes what it knows of the keywords
     if not isinstance(config, dict):
         raise LiVTError(f"the config.json of {path} holds a {type(config).__name__}; copy or download it again.")
     return config
@@ -172,29 +169,19 @@ def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConf
     """The config asked for: the checkpoint's (or the given one), with the keywords over it."""
     values = base if isinstance(base, dict) else base.to_dict()
     kind = values.get("model_type")
-    if kind not in _ENCODER_TYPES:
+    if kind == "beit" and "livit" in values:
+        values = values | values["livit"]
+    elif kind not in _ENCODER_TYPES:
         raise LiVTError(
             f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}. Load it with "
             "AutoModelForImageClassification and pass it to livt_hf.balance."
         )
-    if kind == "beit":
-        if "livit" not in values:
-            raise LiVTError(f"{path} is a BEiT that was not exported by livt_hf; its attention is not a plain ViT's.")
-        values = values | values["livit"]
     values = with_settings(values, {})
     known = _FIELDS - {"architectures", "transformers_version", "dtype"}
+    if kind in ("vit", "vit_mae"):
+        known -= OF_LABELS
     values = {name: value for name, value in values.items() if name in known}
-    if kind in ("vit", "vit_mae") or not _keeps_labels(values, overrides):
-        values = {name: value for name, value in values.items() if name not in _OF_LABELS}
     return LiViTConfig(**with_settings(values, overrides))
-
-
-def _keeps_labels(values: dict, overrides: dict) -> bool:
-    if "id2label" in overrides:
-        return _labels_of(values) == _labels_of(overrides)
-    counts = overrides.get("class_counts")
-    asked = overrides.get("num_labels") or (0 if counts is None else len(counts))
-    return asked in (0, len(_labels_of(values)))
 
 
 def _has_our_head(source: dict) -> bool:
@@ -206,12 +193,6 @@ def _source_pooling(source: dict) -> str:
     if source["model_type"] == "beit":
         return "mean" if source["use_mean_pooling"] else "cls"
     return source.get("pooling", "mean") if source["model_type"] == "livit" else "cls"
-
-
-def _labels_of(config: dict) -> list[str]:
-    """Label names in order of their ids; transformers leaves out the default two."""
-    names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
-    return [name for _, name in sorted((int(label), name) for label, name in names.items())]
 
 
 def listed(names: Iterable[str]) -> str:

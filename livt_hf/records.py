@@ -70,7 +70,10 @@ def check_settings(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Refuse settings of a model that are missing or that their hints do not allow."""
     for name, hint in hints.items():
         if not fits(values.get(name), hint):
-            raise LiVTError(f"{name} cannot be {shown(values.get(name))}; correct it in the call or in config.json.")
+            way_out = "correct it in the call or in config.json"
+            if get_origin(hint) is Literal:
+                way_out = f"choose one of {', '.join(get_args(hint))}"
+            raise LiVTError(f"{name} cannot be {shown(values.get(name))}; {way_out}.")
 
 
 def fits(value: Any, hint: Any) -> bool:

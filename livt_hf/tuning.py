@@ -21,6 +21,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from livt_hf.backbones import input_facts
+from livt_hf.configuration_livit import OF_LABELS
 from livt_hf.data import Batches, DeviceTransform, FinetuneAugmentation, eval_loader
 from livt_hf.data.decoding import image_digests
 from livt_hf.data.labels import labels_of, number_of_classes
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 DIGESTS = ".digests"  # the suffix of the file beside an array of features
 DIGEST_BYTES = hashlib.sha256().digest_size
+# What a config says beside how its model computes features.
+_NOT_OF_FEATURES = OF_LABELS | {"num_classes", "label_names", "long_tail"}
+_NOT_OF_FEATURES |= {"architectures", "transformers_version", "_name_or_path"}
 
 
 def freeze_unused(model: PreTrainedModel, side: int) -> None:
@@ -102,9 +106,14 @@ class HeadOnly(BalancedClassifier, nn.Module):
         super().__init__()
         self.config, self.head = model.config, model.head
         self.classifier = classifier_of(model)
-        mean, std = features.mean(axis=(0, 1), dtype=np.float64), features.std(axis=(0, 1), dtype=np.float64)
+        mean = features.mean(axis=(0, 1), dtype=np.float64)
+        # numpy's own variance would hold all features twice more in memory.
+        square = np.einsum("vnd,vnd->d", features, features, dtype=np.float64) / (
+            features.shape[0] * features.shape[1]
+        )
+        std = np.sqrt(np.maximum(square - mean**2, 1e-12))
         self.register_buffer("mean", torch.from_numpy(mean).float())
-        self.register_buffer("std", torch.from_numpy(np.maximum(std, 1e-6)).float())
+        self.register_buffer("std", torch.from_numpy(std).float())
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
         """`pixel_values` are features (B, D): evaluation need not know the difference."""
@@ -160,7 +169,7 @@ class FrozenBackbone:
 
     def __init__(self, model: PreTrainedModel, processor: BaseImageProcessor, accelerator: Accelerator):
         self.model, self.processor, self.accelerator = model.to(accelerator.device).eval(), processor, accelerator
-        self.weights = _digest_of_weights(model)
+        self.weights = _digest_of_backbone(model)
 
     def features(self, dataset: Dataset, settings: FinetuneSettings, augmentation: FinetuneAugmentation | None = None):
         """Features (views, images, D), float32. View 0 is the plain image, the others augmented.
@@ -285,10 +294,12 @@ def _open_part(path: Path) -> np.ndarray | None:
     return features if whole and features.offset + features.nbytes == path.stat().st_size else None
 
 
-def _digest_of_weights(model: nn.Module) -> str:
-    """Of everything the features depend on: the classifier, which is fresh, is left out."""
+def _digest_of_backbone(model: PreTrainedModel) -> str:
+    """Of everything the features depend on: the classifier, which is fresh, and its labels are left out."""
     classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
     digest = hashlib.sha256(str(type(model)).encode())
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_FEATURES}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in classifier and not name.startswith("head."):
             digest.update(name.encode())

@@ -33,6 +33,7 @@ from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Exam, Findings, accuracy_under_prior, examine
 from livt_hf.evaluation.models import (
+    balanced_by_counts,
     check_classes_match,
     check_posterior,
     class_names,
@@ -41,7 +42,6 @@ from livt_hf.evaluation.models import (
     lent_by_run,
     load_checkpoint,
     load_processor,
-    told_its_counts,
     training_counts,
     why_uncalibrated,
 )
@@ -140,7 +140,7 @@ def open_model(settings: EvalSettings) -> PreTrainedModel:
     settings.probe = pretraining
     model = load_checkpoint(settings.model)
     if settings.class_counts is not None and not pretraining:
-        model = told_its_counts(model, settings.class_counts, settings.trained_with)
+        model = balanced_by_counts(model, settings.class_counts, settings.trained_with)
     return model
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import threading
 
 import pytest
@@ -17,6 +18,8 @@ from transformers import (
     ConvNextForImageClassification,
     ConvNextV2Config,
     ConvNextV2ForImageClassification,
+    CvtConfig,
+    CvtForImageClassification,
     DeiTConfig,
     DeiTForImageClassification,
     DeiTForImageClassificationWithTeacher,
@@ -168,11 +171,13 @@ def test_multi_hot_labels_have_the_loss_of_the_livit_head(family):
     torch.testing.assert_close(model.probabilities(**batch), head.posterior(outputs.logits).detach())
 
 
-def test_a_copy_has_a_head_of_its_own_and_no_features_are_kept(family):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_a_head_of_its_own_and_no_features_are_kept(family, copied):
     model, batch = balance(build(family), class_counts=COUNTS, loss="ib"), inputs(family)
     before = model(**batch, labels=LABELS).loss
     model(**batch)
-    twin = copy.deepcopy(model)
+    twin = copied(model)
+    assert type(twin) is type(model) and torch.equal(twin(**batch, labels=LABELS).loss, before)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.1)
@@ -288,11 +293,21 @@ def test_settings_that_do_not_fit_are_refused_and_the_model_is_left_alone(settin
             "DeiTForImageClassificationWithTeacher is not a known kind .*`classifier`",
         ),
         (lambda: PPLCNetForImageClassification(PPLCNetConfig()), "PPLCNetForImageClassification is not a known kind"),
+        (
+            lambda: CvtForImageClassification(CvtConfig(embed_dim=[8, 8, 8], num_heads=[1, 1, 1])),
+            "CvtForImageClassification is not a known kind .*should call `self.loss_function`",
+        ),
+        (
+            timm_wrapped("deit_tiny_distilled_patch16_224", **TIMM_VIT),
+            r"`timm_model.get_classifier\(\)` should be .*it is a tuple; take a model without distillation",
+        ),
     ],
 )
-def test_a_model_of_another_kind_is_refused_with_what_was_looked_for(model, complaint):
+def test_a_model_of_another_kind_is_refused_with_what_was_looked_for_and_left_alone(model, complaint):
+    model = model()
     with pytest.raises(ValueError, match=complaint):
-        balance(model(), class_counts=[5, 4])
+        balance(model, class_counts=[5, 4])
+    assert "long_tail" not in model.config.to_dict()
 
 
 # Layers
@@ -350,6 +365,13 @@ def test_embeddings_are_layer_0_block_i_is_layer_i_plus_1_and_the_rest_is_last(f
     found = parameter_depths(build(family))
     assert {name: found[name] for name in depths} == depths
     assert max(found.values()) == max(depths.values())
+
+
+def test_a_model_whose_layers_cannot_be_counted_says_how_to_go_on():
+    model = timm_wrapped("poolformer_s12")(num_labels=3)
+    with pytest.raises(ValueError, match="its layers cannot be counted; pass --layer_decay 1"):
+        layer_decay_groups(balance(model, class_counts=COUNTS), 0.05, 0.5)
+    assert layer_decay_groups(model, 0.05)
 
 
 def test_tokens_positions_norms_and_biases_are_not_decayed_and_matrices_are(family):

@@ -305,12 +305,12 @@ def test_intervals_cover_as_often_as_they_say():
     covered = 0
     for seed in range(100):
         labels, predictions, truth = accuracies_of_inat18(seed)
-        intervals = bootstrap_intervals(labels, predictions, shots, level=0.9, resamples=100)
+        intervals = bootstrap_intervals(labels, predictions, shots, resamples=100)
         low, high = intervals["few"]
         covered += low <= truth <= high
         assert low <= (labels == predictions)[600:].mean() <= high
         assert intervals["many"] is None
-    assert 82 <= covered <= 98  # 90 +- 2.6 standard deviations
+    assert covered >= 89  # 95 - 2.6 standard deviations
 
 
 def test_images_of_one_patient_widen_the_interval_as_if_there_were_only_patients():
@@ -334,8 +334,6 @@ def test_intervals_repeat_and_there_is_none_for_a_faultless_model():
     assert bootstrap_intervals(labels, predictions, shots) == bootstrap_intervals(labels, predictions, shots)
     faultless = bootstrap_intervals(np.arange(7), np.arange(7), shot_groups(COUNTS))
     assert faultless["accuracy"] == faultless["macro_f1"] is None
-    with pytest.raises(ValueError, match="level=95"):
-        bootstrap_intervals(labels, predictions, shots, level=95)
 
 
 # Against scikit-learn
@@ -388,9 +386,10 @@ def test_the_mean_auroc_is_scikit_learns_one_against_rest_also_in_blocks(monkeyp
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [
-        (torch.zeros(3, 7), torch.zeros(2, dtype=torch.long), "3 rows of logits but 2 labels"),
+        (torch.zeros(3, 7), torch.zeros(2, dtype=torch.long), "2 labels for 3 images"),
         (torch.zeros(2, 7), torch.tensor([0, 7]), "label 7 is outside the 7 classes"),
         (torch.zeros(2, 7), torch.tensor([-1, 0]), "label -1 is outside"),
+        (torch.tensor([0, 7]), torch.tensor([0, 1]), "prediction 7 is outside"),
         (torch.zeros(2, 6), torch.tensor([0, 1]), "pass \\(images, 7\\)"),
         (torch.zeros(2, 7), torch.zeros(2, 7), "MultiLabelMetrics"),
     ],
@@ -413,6 +412,12 @@ def test_settings_that_mean_nothing_are_refused():
         LongTailMetrics(COUNTS).compute()
     with pytest.raises(ValueError, match="equal settings"):
         LongTailMetrics(COUNTS).load_state_tensor(LongTailMetrics(COUNTS, bins=10).state_tensor())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_confusions_of_many_classes_are_found_also_among_small_integers(dtype):
+    [found] = confusions(torch.tensor([199], dtype=dtype), torch.tensor([198], dtype=dtype), [1] * 200)
+    assert (found["label"], found["predicted"]) == (198, 199)
 
 
 def test_confusions_count_who_is_taken_for_whom():

@@ -37,6 +37,9 @@ from livt_hf.conversion import to_beit
 COUNTS = [60, 30, 10]
 
 
+READERS = pytest.mark.parametrize("reader", [LiViTForImageClassification, AutoModelForImageClassification])
+
+
 @pytest.fixture
 def build(tiny):
     def build(**config) -> LiViTForImageClassification:
@@ -465,7 +468,7 @@ def test_attention_and_dtype_reach_encoder_and_head(mgp):
     assert model.head.logit_bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize("reader", [LiViTForImageClassification, AutoModelForImageClassification])
+@READERS
 def test_an_attention_implementation_survives_however_it_is_asked_for(build, tmp_path, reader):
     build().save_pretrained(tmp_path)
     config = LiViTConfig.from_pretrained(tmp_path, attn_implementation="eager")
@@ -477,25 +480,34 @@ def test_an_attention_implementation_survives_however_it_is_asked_for(build, tmp
     assert reader.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
-def test_another_label_set_makes_only_the_classifier_new(build, tmp_path):
+@READERS
+def test_another_label_set_makes_only_the_classifier_new(build, tmp_path, reader):
     first = build()
     first.save_pretrained(tmp_path)
-    second = LiViTForImageClassification.from_pretrained(tmp_path, class_counts=[9, 8, 7, 6])
+    second, info = reader.from_pretrained(tmp_path, class_counts=[9, 8, 7, 6], output_loading_info=True)
     _, new = shared_and_new(second, first)
-    assert new == {"classifier.weight", "classifier.bias"}
+    assert new == info["missing_keys"] == {"classifier.weight", "classifier.bias"}
     assert second.config.long_tail.class_counts == [9, 8, 7, 6] and second.config.long_tail.num_images == 30
     torch.testing.assert_close(second.classifier.bias.data, torch.full((4,), -math.log(3)))
 
 
-def test_other_names_for_as_many_labels_make_the_classifier_new(build, tmp_path):
+@READERS
+@pytest.mark.parametrize(
+    ("asked", "names", "counts"),
+    [
+        (dict(num_labels=5), [f"LABEL_{i}" for i in range(5)], None),
+        (dict(id2label={0: "oak", 1: "elm"}, label2id={"oak": 0, "elm": 1}), ["oak", "elm"], None),
+        (dict(id2label={0: "oak", 1: "elm", 2: "ash"}, class_counts=[3, 2, 1]), ["oak", "elm", "ash"], [3, 2, 1]),
+    ],
+)
+def test_other_labels_forget_the_old_ones_and_their_counts(build, tmp_path, reader, asked, names, counts):
     first = build()
     first.classifier.bias.data.normal_()
     first.save_pretrained(tmp_path)
-    names = {0: "oak", 1: "elm", 2: "ash"}
-    second = LiViTForImageClassification.from_pretrained(tmp_path, id2label=names, class_counts=[3, 2, 1])
+    second = reader.from_pretrained(tmp_path, **asked)
     _, new = shared_and_new(second, first)
     assert new == {"classifier.weight", "classifier.bias"}
-    assert second.config.id2label == names
+    assert second.config.id2label == dict(enumerate(names)) and second.config.long_tail.class_counts == counts
 
 
 def test_the_same_labels_with_other_counts_keep_the_classifier(build, tmp_path):
@@ -585,7 +597,7 @@ def test_key_names_of_older_transformers_are_read(build, tmp_path):
 def test_a_checkpoint_of_another_kind_is_refused_by_its_name(tmp_path):
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=10)
     BertModel(BertConfig(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a 'bert' checkpoint; LiViT can start from livit, vit, vit_mae, beit"):
+    with pytest.raises(ValueError, match="is a 'bert' checkpoint; LiViT can start from livit, vit, vit_mae. Load"):
         LiViTForImageClassification.from_pretrained(tmp_path, class_counts=COUNTS)
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,18 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     BeitConfig,
     BeitForImageClassification,
     TimmWrapperConfig,
     TimmWrapperForImageClassification,
     ViTMAEConfig,
+    ViTModel,
     pipeline,
 )
 
-from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTModel
 from livt_hf.commands import run_command
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
@@ -194,6 +197,24 @@ def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
 def test_a_stock_classifier_refuses_a_prior_because_it_does_not_know_its_own(stock):
     with pytest.raises(ValueError, match="does not know its training prior"):
         Predictor(str(stock), prior=[0.5, 0.3, 0.2])
+
+
+@pytest.mark.parametrize("lost", ["classifier", "layer"])
+@pytest.mark.parametrize("model", ["livit", "stock"])
+def test_a_model_that_lacks_weights_is_not_served(request, model, lost, tmp_path):
+    folder = shutil.copytree(request.getfixturevalue(model), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if lost not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LiVTError, match="lacks"):
+        Predictor(str(folder))
+
+
+@pytest.mark.parametrize("kind", [LiViTModel, ViTModel])
+def test_an_encoder_without_a_classifier_is_not_served(tiny, tmp_path, kind):
+    kind(kind.config_class(**tiny)).save_pretrained(tmp_path)
+    with pytest.raises(LiVTError, match=r"lacks weights of a classifier \(classifier.bias, classifier.weight\)"):
+        Predictor(str(tmp_path))
 
 
 def test_a_pretraining_is_refused_because_it_has_no_classes(tmp_path):

@@ -69,6 +69,13 @@ def test_the_rule_holds_for_every_tau_bias_test_prior_and_smoothing(config):
     assert accuracy(served, labels) == pytest.approx(accuracy(log_density, labels), abs=2e-3)
 
 
+def test_classes_that_are_all_less_likely_than_label_smoothing_made_them_keep_their_order():
+    rule = head(label_smoothing=0.1)
+    fitted = torch.linspace(8e-3, 1e-3, CLASSES)[None]  # smoothing alone gives each class 0.01
+    served = rule.posterior(torch.logit(fitted) - rule.logit_bias, rule.training_prior())
+    torch.testing.assert_close(served, fitted / fitted.sum())
+
+
 def test_argmax_z_is_the_difference_of_log_odds_and_short_of_bayes():
     log_density, labels = gaussian_classes(UNIFORM)
     z = perfect_logits(log_density, head())

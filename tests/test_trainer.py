@@ -1,10 +1,12 @@
 """transformers' Trainer and a plain loop do the same, in one batch or accumulated, with hard or soft labels."""
 
+import copy
+
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 
 IMAGES, CLASSES = 16, 3
 PIXELS = torch.randn(IMAGES, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -29,7 +31,7 @@ def build(tiny):
     return build
 
 
-def train(model, labels, folder, batch_size: int, accumulation: int) -> tuple[list[dict], list[float]]:
+def train(model, labels, folder, batch_size: int, accumulation: int, **columns) -> tuple[list[dict], list[float]]:
     """Two updates of SGD by Trainer: the gradients before each update, and the logged losses."""
     gradients = []
 
@@ -52,11 +54,12 @@ def train(model, labels, folder, batch_size: int, accumulation: int) -> tuple[li
         use_cpu=True,
         disable_tqdm=True,
     )
-    data = [dict(pixel_values=x, labels=y) for x, y in zip(PIXELS, labels, strict=True)]
+    columns |= {"pixel_values": PIXELS, "labels": labels}
+    data = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     trainer = InOrder(model, arguments, train_dataset=data)
     trainer.create_optimizer()
     trainer.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        lambda *_: gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
     )
     trainer.train()
     return gradients, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -86,6 +89,16 @@ def test_trainer_has_the_losses_gradients_and_weights_of_a_plain_loop(build, tmp
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(trained.state_dict(), looped.state_dict(), rtol=1e-4, atol=1e-6)
     assert not torch.equal(trained.classifier.weight, build().classifier.weight)
+
+
+def test_trainer_accumulates_the_gradients_of_a_pretraining_on_images_with_labels(tiny, tmp_path):
+    sizes = dict(decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_intermediate_size=64)
+    model, found = LiViTForPreTraining(pretraining_config("micro", **tiny, **sizes)), []
+    start, noise = copy.deepcopy(model.state_dict()), torch.rand(IMAGES, model.num_patches)
+    for batch_size, accumulation in ((8, 1), (2, 4)):
+        model.load_state_dict(start)
+        found.append(train(model, HARD, tmp_path, batch_size, accumulation, noise=noise)[0])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
 def test_trainer_evaluates_and_predicts_logits(build, tmp_path):

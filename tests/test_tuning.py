@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from transformers import (
     Dinov2Config,
     Dinov2ForImageClassification,
     Dinov2Model,
+    EfficientNetImageProcessor,
+    MobileViTImageProcessor,
     ResNetConfig,
     ResNetForImageClassification,
     TimmWrapperConfig,
@@ -31,7 +34,7 @@ from transformers import (
 
 from livt_hf import balance, tuning
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, resized, serving_processor
-from livt_hf.data import Batches, eval_loader, load_long_tailed
+from livt_hf.data import Batches, DeviceTransform, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.finetuning import finetune_augmentation, measure
@@ -61,12 +64,21 @@ def dinov2(folder: Path) -> Path:
     return folder
 
 
-def wrapped_timm(folder: Path) -> Path:
-    cfg = dict(timm.create_model("resnet18").pretrained_cfg) | {"input_size": (3, 32, 32)}
-    arguments = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
-    config = TimmWrapperConfig(architecture="resnet18", num_labels=3, pretrained_cfg=cfg, model_args=arguments)
+def wrapped_timm(folder: Path, architecture: str = "resnet18", **arguments) -> Path:
+    cfg = dict(timm.get_pretrained_cfg(architecture).to_dict()) | {"input_size": (3, 32, 32)}
+    arguments = arguments or {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
+    config = TimmWrapperConfig(architecture=architecture, num_labels=3, pretrained_cfg=cfg, model_args=arguments)
     TimmWrapperForImageClassification(config).save_pretrained(folder)
     return folder
+
+
+def densenet(folder: Path) -> Path:
+    return wrapped_timm(folder, "densenet121", growth_rate=4, block_config=(1, 1, 1, 1))
+
+
+def timm_vit(folder: Path) -> Path:
+    sizes = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2)
+    return wrapped_timm(folder, "vit_tiny_patch16_224", **sizes)
 
 
 FAMILIES = {"resnet": resnet, "dinov2": dinov2, "timm": wrapped_timm}
@@ -209,7 +221,18 @@ def test_a_classifier_trained_on_standardised_features_fits_the_backbone_s_own(f
                                before, atol=1e-4, rtol=1e-4)  # fmt: skip
 
 
-def test_features_are_computed_once_per_image_and_never_reused_for_other_weights_or_sizes(frozen, monkeypatch):
+def test_features_are_standardised_without_a_copy_of_them(frozen):
+    noise = np.random.default_rng(0).normal(3, 2, size=(2, 20_000, 16)).astype(np.float32)
+    tracemalloc.start()
+    module = HeadOnly(frozen[2], noise)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < noise.nbytes / 2
+    np.testing.assert_allclose(module.mean, noise.mean(axis=(0, 1)), rtol=1e-4)
+    np.testing.assert_allclose(module.std, noise.std(axis=(0, 1)), rtol=1e-4)
+
+
+def test_features_are_computed_once_per_image_and_never_reused_for_other_weights_sizes_or_layers(frozen, monkeypatch):
     settings, train, model, backbone = frozen
     computed = []
     original = FrozenBackbone._compute
@@ -227,6 +250,12 @@ def test_features_are_computed_once_per_image_and_never_reused_for_other_weights
     next(p for n, p in model.named_parameters() if "embedder" in n).data += 1
     FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
     assert computed == [60, 2, 2, 64, 64]
+    model.config.id2label = dict(enumerate("abcd"))
+    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
+    assert computed == [60, 2, 2, 64, 64]
+    model.config.hidden_act = "gelu"
+    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
+    assert computed == [60, 2, 2, 64, 64, 64]
 
 
 def test_a_part_of_kept_features_that_was_interrupted_counts_for_nothing(tmp_path):
@@ -323,18 +352,19 @@ def test_an_interrupted_head_run_goes_on_to_the_same_weights(pictures, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("backbone", "options", "complaint"),
     [
-        (["--tune", "head", "--mixup", "0.2"], "features of a frozen backbone cannot be mixed"),
-        (["--tune", "head", "--image_size", "1"], "does not take images of 1 pixels"),
-        (["--tune", "head", "--normalised_classifier"], "leave --normalised_classifier out"),
-        (["--tune", "head", "--gradient_checkpointing"], "leave --gradient_checkpointing out"),
-        (["--tune", "full", "--mixup", "0.2", "--batch_size", "15"], "this one has 15"),
+        (dinov2, ["--tune", "head", "--mixup", "0.2"], "features of a frozen backbone cannot be mixed"),
+        (dinov2, ["--tune", "head", "--image_size", "1"], "does not take images of 1 pixels"),
+        (timm_vit, ["--tune", "head", "--image_size", "64"], "does not take images of 64 pixels"),
+        (dinov2, ["--tune", "head", "--normalised_classifier"], "leave --normalised_classifier out"),
+        (dinov2, ["--tune", "head", "--gradient_checkpointing"], "leave --gradient_checkpointing out"),
+        (dinov2, ["--tune", "full", "--mixup", "0.2", "--batch_size", "15"], "this one has 15"),
     ],
 )
-def test_what_cannot_work_is_refused_before_training(pictures, tmp_path, options, complaint):
+def test_what_cannot_work_is_refused_before_training(pictures, tmp_path, backbone, options, complaint):
     with pytest.raises(LiVTError, match=complaint):
-        trained(pictures, dinov2(tmp_path / "dinov2"), tmp_path / "run", *options)
+        trained(pictures, backbone(tmp_path / "start"), tmp_path / "run", *options)
     assert not (tmp_path / "run").exists()
 
 
@@ -369,7 +399,7 @@ def test_without_peft_lora_is_refused_with_the_command_that_installs_it(tmp_path
 def test_a_checkpoint_that_is_no_image_model_is_refused(pictures, tmp_path):
     sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
     BertModel(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
-    with pytest.raises(LiVTError, match="'bert' checkpoint, for which transformers has no image classifier; name"):
+    with pytest.raises(LiVTError, match="'bert' checkpoint, for which transformers has no image classifier; take"):
         trained(pictures, tmp_path / "bert", tmp_path / "run", "--tune", "head")
 
 
@@ -394,6 +424,36 @@ def test_a_processor_of_another_size_keeps_its_margin():
     )
     smaller = resized(processor, 112)
     assert input_facts(smaller).size == 112 and dict(smaller.size)["shortest_edge"] == 128
+
+
+@pytest.mark.parametrize(
+    "processor", [ViTImageProcessor(), EfficientNetImageProcessor(include_top=True), ConvNextImageProcessor()]
+)
+def test_a_colour_is_in_training_what_it_is_in_serving(processor):
+    colour, facts = (200, 100, 0), input_facts(processor)
+    image = {"pixel_values": torch.tensor(colour, dtype=torch.uint8)[None, :, None, None], "index": torch.tensor([0])}
+    trained_on = DeviceTransform(facts.mean, facts.std)(image, epoch=0, update=0)["pixel_values"].flatten()
+    served = processor(Pictures.new("RGB", (300, 300), colour), return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(trained_on, served[0, :, 0, 0], atol=1e-4, rtol=1e-4)
+    assert facts.size == served.shape[2]
+
+
+def test_a_processor_that_swaps_channels_is_refused():
+    with pytest.raises(LiVTError, match="MobileViTImageProcessor.* does more than rescale and normalise"):
+        input_facts(MobileViTImageProcessor())
+
+
+@pytest.mark.parametrize("backbone", [resnet, densenet])
+def test_a_backbone_without_stochastic_depth_goes_without_it_and_says_so(pictures, tmp_path, caplog, backbone):
+    settings = FinetuneSettings(pretrained=str(backbone(tmp_path / "start")), drop_path=0.1)
+    build_classifier(settings, load_long_tailed(str(pictures))["train"])
+    assert "has no stochastic depth: drop_path 0.1 does nothing" in caplog.text
+
+
+def test_a_backbone_with_stochastic_depth_gets_it(pictures, tmp_path):
+    settings = FinetuneSettings(pretrained=str(timm_vit(tmp_path / "start")), drop_path=0.1)
+    model = build_classifier(settings, load_long_tailed(str(pictures))["train"])
+    assert model.config.model_args["drop_path_rate"] == 0.1
 
 
 def test_labels_of_the_checkpoint_are_replaced_by_those_of_the_data(tmp_path):

@@ -20,7 +20,7 @@ from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
-from livt_hf.pretrained import read_config, reading_checkpoint
+from livt_hf.pretrained import listed, read_config, reading_checkpoint, without_load_report
 from livt_hf.records import in_words
 from livt_hf.runs import Run, lent_plugin, newest_finished, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings
@@ -39,17 +39,24 @@ def load_checkpoint(path: str) -> PreTrainedModel:
             raise LiVTError(f"{path} holds no model: it has no config.json with a model_type{hint}")
         if kind == "vit_mae":
             return LiViTForPreTraining.from_pretrained(path, dtype=torch.float32).eval()
-        if kind == "livit" or "livit" in config:
-            return LiViTForImageClassification.from_pretrained(path, dtype=torch.float32).eval()
-        model = AutoModelForImageClassification.from_pretrained(path, dtype=torch.float32, use_safetensors=True).eval()
-        return balance(model) if config.get("long_tail") else model
+        livit = kind == "livit" or "livit" in config
+        reader = LiViTForImageClassification if livit else AutoModelForImageClassification
+        options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+        with without_load_report():
+            model, info = reader.from_pretrained(path, **options)
+        if info["missing_keys"]:
+            raise LiVTError(
+                f"{path} lacks weights of a classifier ({listed(info['missing_keys'])}); fine-tune it first, or "
+                "measure its features (livt eval --probe)."
+            )
+        return balance(model.eval()) if config.get("long_tail") else model.eval()
 
 
-def told_its_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrainedModel:
+def balanced_by_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrainedModel:
     """A classifier trained elsewhere, balanced by its class counts: those of its training folder or of a file."""
     if head_of(model) is not None:
         raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
-    if model.config.problem_type == "multi_label_classification":
+    if is_multi_label(model):
         raise LiVTError("class counts balance a model of one label per image; leave --class_counts out.")
     if not Path(place).is_dir():
         return balance(model, class_counts=read_numbers(place, class_names(model), "class counts"), loss=loss)

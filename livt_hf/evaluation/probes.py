@@ -12,6 +12,8 @@ from livt_hf.evaluation.running import progress
 from livt_hf.long_tail.anatomy import pooled_features
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 
+PROBE_STEPS = 500
+
 
 @dataclass
 class Features:
@@ -52,9 +54,7 @@ def knn_scores(train: Features, test: Features, num_classes: int, k: int = 20, t
     return (scores / scores.sum(-1, keepdim=True)).log()
 
 
-def linear_probe_scores(
-    train: Features, test: Features, num_classes: int, *, steps: int = 500, weight_decay: float = 1e-4, seed: int = 0
-) -> Tensor:
+def linear_probe_scores(train: Features, test: Features, num_classes: int, *, seed: int = 0) -> Tensor:
     """Class scores of a linear classifier (balanced softmax) on standardised, frozen features. (N, C)"""
     mean, std = train.features.mean(0), train.features.std(0).clamp_min(1e-6)
     prior = torch.bincount(train.labels, minlength=num_classes).clamp_min(1).float()
@@ -63,9 +63,9 @@ def linear_probe_scores(
     probe = nn.Linear(train.features.shape[1], num_classes).to(train.features.device)
     nn.init.zeros_(probe.weight)
     nn.init.zeros_(probe.bias)
-    optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-2, weight_decay=weight_decay)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
+    optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-2, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, PROBE_STEPS)
+    for _ in range(PROBE_STEPS):
         rows = torch.randint(len(train.labels), (1024,), generator=generator).to(train.labels.device)
         logits = probe((train.features[rows] - mean) / std)
         nn.functional.cross_entropy(logits + log_prior, train.labels[rows]).backward()

@@ -19,12 +19,15 @@ def classifier_of(model: PreTrainedModel) -> nn.Linear:
         place, found = "timm_model.get_classifier()", model.timm_model.get_classifier()
     else:
         place, found = "classifier", getattr(model, "classifier", None)
-    layers = [] if found is None else [layer for layer in found.modules() if isinstance(layer, nn.Linear)]
+    # A distilled model of timm has a tuple of two.
+    parts = found.modules() if isinstance(found, nn.Module) else ()
+    layers = [layer for layer in parts if isinstance(layer, nn.Linear)]
     if not layers or layers[-1].out_features != model.config.num_labels:
         what = "missing" if found is None else f"a {type(found).__name__}"
         raise LiVTError(
             f"{type(model).__name__} is not a known kind of image classifier: `{place}` should be or end in a linear "
-            f"layer with {model.config.num_labels} outputs, one per label, and it is {what}."
+            f"layer with {model.config.num_labels} outputs, one per label, and it is {what}; take a model without "
+            "distillation or of another kind."
         )
     return layers[-1]
 
@@ -52,10 +55,10 @@ def pooled_features(model: PreTrainedModel, pixel_values: Tensor, **inputs) -> T
 def parameter_depths(model: PreTrainedModel) -> dict[str, int]:
     """The layer of each parameter: 0 for embeddings, i + 1 for block i, and one more for what follows the blocks.
 
-    What lies between two blocks belongs to the second one. timm says itself how its models are layered.
+    What lies between two blocks belongs to the second one. Most models of timm say themselves how they are layered.
     """
-    if isinstance(model, TimmWrapperForImageClassification):
-        timm_model = model.timm_model
+    timm_model = getattr(model, "timm_model", None)
+    if hasattr(timm_model, "group_matcher"):
         depths = group_parameters(timm_model, timm_model.group_matcher(coarse=False), reverse=True)
         return {f"timm_model.{name}": depth for name, depth in depths.items()}
     blocks = _blocks(model)
@@ -105,7 +108,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and not any(module in list(other.modules()) for other in outer):
             outer.append(module)
     if not outer:
-        raise LiVTError(f"{type(model).__name__} has no list of layers, so its layers cannot be counted.")
+        raise LiVTError(
+            f"{type(model).__name__} has no list of layers, so its layers cannot be counted; pass --layer_decay 1."
+        )
     blocks = []
     for stage in max(outer, key=lambda layers: sum(p.numel() for p in layers.parameters())):
         parts = [stage if isinstance(stage, nn.ModuleList) else None]

@@ -63,6 +63,8 @@ def balance(
     `balance(model, class_counts=counts, loss="ce")` (or "bce") names the loss it was trained with.
     """
     classifier = classifier_of(model)
+    if not isinstance(model, BalancedClassifier):
+        _check_kind(model)
     model.config.long_tail = _settings(model, class_counts, settings, isinstance(classifier, CosineClassifier))
     if isinstance(model, BalancedClassifier):
         model.head.derive(classifier.weight.device)
@@ -92,13 +94,16 @@ def _settings(model: PreTrainedModel, class_counts, settings: dict, cosine: bool
     return long_tail
 
 
-def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
+def _check_kind(model: PreTrainedModel) -> None:
     forward = inspect.unwrap(type(model).forward)
     if "loss_function" not in forward.__code__.co_names or hasattr(model, "head"):
         raise LiVTError(
             f"{type(model).__name__} is not a known kind of image classifier: its forward should call "
             "`self.loss_function`, and it should have no part called `head`."
         )
+
+
+def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
     model.__class__ = _balanced_class(type(model))
     model.head = LongTailHead(model.config).to(classifier.weight.device).train(model.training)
     classifier.register_forward_pre_hook(model.head.take_features)
@@ -109,8 +114,19 @@ def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
 @functools.cache
 def _balanced_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """`kind` with the methods of a balanced classifier, under its own name: that is the one a checkpoint tells."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced}
     return type(kind.__name__, (BalancedClassifier, kind), names)
+
+
+def _reduced(model: PreTrainedModel, protocol: int) -> tuple:
+    """How a balanced model is pickled: its class, which is found under no name, is made again."""
+    _, (kind, *_), *rest = object.__reduce_ex__(model, protocol)
+    return _empty, (kind.__mro__[2],), *rest
+
+
+def _empty(kind: type[PreTrainedModel]) -> PreTrainedModel:
+    balanced = _balanced_class(kind)
+    return balanced.__new__(balanced)
 
 
 @torch.no_grad()

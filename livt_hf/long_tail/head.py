@@ -1,5 +1,6 @@
 """The head of a long-tailed classifier: from logits to the configured loss, and from logits to probabilities."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -203,7 +204,8 @@ class LongTailHead(nn.Module):
         if smooth:
             # Training fitted (1 - s) p + s / C; the share s / C would swamp a rare class once divided by its prior.
             posterior = (fitted.exp() - smooth / self.config.num_labels) / (1 - smooth)
-            return posterior.clamp_min(torch.finfo(posterior.dtype).tiny).log()
+            # Where less than that share was fitted, a trace of it stays, so that the order of such classes does too.
+            return torch.maximum(posterior.clamp_min(0).log(), fitted + math.log(1e-6))
         return fitted
 
     def posterior(self, logits: Tensor, prior: Prior = None) -> Tensor:

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from livt_hf.errors import LiVTError
 from livt_hf.metrics.classification import recall_precision_f1
 from livt_hf.metrics.groups import GROUPS
 
 Drawn = tuple[np.ndarray, np.ndarray]  # numbers of images, and how much each of them counts
+TAILS = (0.025, 0.975)
 NAMES = ("accuracy", *GROUPS, "mean_class_accuracy", "macro_f1")
 
 
@@ -20,11 +20,10 @@ def bootstrap_intervals(
     shots: Tensor,
     clusters: np.ndarray | None = None,
     *,
-    level: float = 0.95,
     resamples: int = 1000,
 ) -> dict[str, tuple[float, float] | None]:
-    """Intervals of the accuracies and of macro F1; None where a shot group has no test image, or where all its images
-    are right, or all wrong: no resample then differs, which tells nothing of another test set.
+    """95% intervals of the accuracies and of macro F1; None where a shot group has no test image, or where all its
+    images are right, or all wrong: no resample then differs, which tells nothing of another test set.
 
     `labels` and `predictions` are class ids of all test images; a prediction of -1 is none. `shots` says the group of
     each class. Images of one cluster (patient, site, sequence) resemble each other, so whole clusters are drawn where
@@ -32,15 +31,12 @@ def bootstrap_intervals(
     n - 1 of n are drawn and weighted by n / (n - 1): with n the variance would come out (n - 1) / n of what it is,
     which matters at three test images per class (iNat18). A class with one image has no measurable variance.
     """
-    if not 0 < level < 1:
-        raise LiVTError(f"level={level} is not between 0 and 1; 0.95 is usual.")
     draw = _by_class(labels) if clusters is None else _by_cluster(clusters)
     rng = np.random.default_rng(0)
     values = np.array([_measured(labels, predictions, shots.numpy(), *draw(rng)) for _ in range(resamples)])
-    tails = [(1 - level) / 2, (1 + level) / 2]
     finite = {name: column[np.isfinite(column)] for name, column in zip(NAMES, values.T, strict=True)}
     return {
-        name: tuple(np.quantile(column, tails).tolist()) if len(np.unique(column)) > 1 else None
+        name: tuple(np.quantile(column, TAILS).tolist()) if len(np.unique(column)) > 1 else None
         for name, column in finite.items()
     }
 

@@ -76,7 +76,7 @@ class LongTailMetrics:
         predictions, labels = torch.as_tensor(predictions), torch.as_tensor(labels).cpu()
         ids = predictions.ndim == 1
         if ids:
-            check_labels(predictions, len(labels), self.num_classes)
+            check_labels(predictions, len(labels), self.num_classes, "prediction")
         else:
             check_scores(predictions, self.num_classes)
         check_labels(labels, len(predictions), self.num_classes)

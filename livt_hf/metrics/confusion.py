@@ -18,7 +18,8 @@ def confusions(
     counts = as_counts(class_counts)
     classes = len(counts)
     check_labels(labels, len(predictions), classes)
-    check_labels(predictions.where(predictions != -1, 0), len(labels), classes)
+    check_labels(predictions.where(predictions != -1, 0), len(labels), classes, "prediction")
+    labels, predictions = labels.long(), predictions.long()  # the keys below would not fit into a byte
     names = [str(label) for label in range(classes)] if names is None else names
     images = torch.bincount(labels, minlength=classes)
     wrong = (predictions != labels) & (predictions != -1)

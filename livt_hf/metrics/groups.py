@@ -69,18 +69,18 @@ def check_scores(scores: Tensor, num_classes: int) -> None:
         )
 
 
-def check_labels(labels: Tensor, num_images: int, num_classes: int) -> None:
-    """Refuse what is not one class of `class_counts` per image."""
+def check_labels(labels: Tensor, num_images: int, num_classes: int, what: str = "label") -> None:
+    """Refuse labels, or predictions, that are not one class of `class_counts` per image."""
     if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise LiVTError(
-            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, not one class id per image; "
+            f"{what}s are {labels.dtype} of shape {tuple(labels.shape)}, not one class id per image; "
             "for several labels per image use MultiLabelMetrics."
         )
     if len(labels) != num_images:
-        raise LiVTError(f"{num_images} rows of logits but {len(labels)} labels; pass one label per row.")
+        raise LiVTError(f"{len(labels)} {what}s for {num_images} images; pass one per image.")
     outside = labels[(labels < 0) | (labels >= num_classes)]
     if len(outside):
         raise LiVTError(
-            f"label {outside[0].item()} is outside the {num_classes} classes of class_counts; "
+            f"{what} {outside[0].item()} is outside the {num_classes} classes of class_counts; "
             "pass the counts of all classes, in the order of the model's outputs."
         )
