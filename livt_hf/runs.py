@@ -241,7 +241,8 @@ def keep_settled(settings: TrainingSettings, run: Run) -> None:
 
 def _settled(settings: TrainingSettings) -> list[str]:
     """What these settings leave open: it was chosen when the run began, and stays (see training/trial.py)."""
-    return ["epochs"] * (settings.hours is not None) + ["compile"] * (settings.compile == "auto")
+    limited = settings.hours is not None or settings.max_steps is not None
+    return ["epochs"] * limited + ["compile"] * (settings.compile == "auto")
 
 
 def newest_finished(cls: type[TrainingSettings], **settings) -> Run | None:
