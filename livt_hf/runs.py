@@ -121,14 +121,6 @@ def group_folder(settings: TrainingSettings) -> Path:
     return runs_folder() / f"{settings.stage}-{dataset}-{settings.model_size}"
 
 
-def numbered_runs(folder: Path) -> list[Run]:
-    """The runs of a group, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [entry for entry in folder.iterdir() if entry.name.isdigit() and Run(entry).started]
-    return [Run(entry) for entry in sorted(found, key=lambda entry: int(entry.name))]
-
-
 def new_run(settings: TrainingSettings) -> Run:
     """A folder for a new run: the one asked for, if it holds no other run, or the next number."""
     if settings.output_dir is None:
@@ -172,12 +164,12 @@ def _holds_another(folder: Path) -> LiVTError:
     )
 
 
-def unfinished_run(settings: TrainingSettings, of_any_data: bool = False) -> Run | None:
+def unfinished_run(settings: TrainingSettings, asked: dict) -> Run | None:
     """What --resume means: the run named, else the one in output_dir, or the newest unfinished one.
 
-    That is one of its group or, alone and where no data are named, of any. Where there is none, "auto" is a new run.
+    That is one which was started with all that is asked for now. Where there is none, "auto" is a new run.
     """
-    if settings.resume not in (None, "auto", "newest"):
+    if settings.resume not in ("auto", "newest"):
         run = Run(Path(str(settings.resume)))
         if run.started:
             return run
@@ -188,12 +180,17 @@ def unfinished_run(settings: TrainingSettings, of_any_data: bool = False) -> Run
     if settings.output_dir is not None:
         run = Run(Path(settings.output_dir))
         return run if run.started else None
-    group = group_folder(settings)
-    groups = group.parent.glob(f"{settings.stage}-*") if of_any_data and settings.resume == "newest" else [group]
-    unfinished = [run for one in groups for run in numbered_runs(one) if not run.finished]
+    fixed = asked.keys() & set(settings.names()) - {*settings.names("free"), *_settled(settings)}
+    wanted = {name: getattr(settings, name) for name in sorted(fixed)}
+    found = (Run(path.parent) for path in runs_folder().glob(f"{settings.stage}-*/*/{ARGUMENTS}"))
+    unfinished = [
+        run for run in found if not run.finished and wanted.items() <= run.settings_of(type(settings)).items()
+    ]
     if not unfinished and settings.resume == "newest":
-        where = group.parent if of_any_data else group
-        raise LiVTError(f"there is no unfinished {settings.stage} run under {where}; start one without --resume.")
+        which = f" with {', '.join(f'{name} {value}' for name, value in wanted.items())}" if wanted else ""
+        raise LiVTError(
+            f"there is no unfinished {settings.stage} run{which} under {runs_folder()}; start one without --resume."
+        )
     return max(unfinished, key=lambda run: (run.folder / ARGUMENTS).stat().st_mtime_ns, default=None)
 
 
@@ -205,9 +202,7 @@ def parse_training(
 ) -> tuple[TrainingSettings, Run | None]:
     """The settings of a stage, and the run that goes on with them where one is resumed."""
     asked = cls.asked(argv)
-    run = None
-    if "resume" in asked:
-        run = unfinished_run(cls.merged(asked, configs), of_any_data=not asked.keys() & {"dataset", "config"})
+    run = unfinished_run(cls.merged(asked, configs), asked) if "resume" in asked else None
     settings = cls.merged(asked, configs, inherit(asked) if run is None else run.settings_of(cls))
     if run is not None:
         check_resumable(run, settings)
@@ -246,7 +241,8 @@ def keep_settled(settings: TrainingSettings, run: Run) -> None:
 
 def _settled(settings: TrainingSettings) -> list[str]:
     """What these settings leave open: it was chosen when the run began, and stays (see training/trial.py)."""
-    return ["epochs"] * (settings.hours is not None) + ["compile"] * (settings.compile == "auto")
+    limited = settings.hours is not None or settings.max_steps is not None
+    return ["epochs"] * limited + ["compile"] * (settings.compile == "auto")
 
 
 def newest_finished(cls: type[TrainingSettings], **settings) -> Run | None:

@@ -39,7 +39,16 @@ from livt_hf.data.sources import load_images
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.tables import ANSWERS
-from livt_hf.finetuning import BestWeights, Course, check_options, measure, plan_course, results_of, selection_metric
+from livt_hf.finetuning import (
+    BestWeights,
+    Course,
+    check_options,
+    cut_epochs,
+    measure,
+    plan_course,
+    results_of,
+    selection_metric,
+)
 from livt_hf.reports import markdown_table
 from livt_hf.reports.evaluation import fold_rows
 from livt_hf.results import Results, duration
@@ -99,6 +108,7 @@ def finetune(
     began = budget.clock()
     fill_batch(settings, len(data["train"]), accelerator)
     check_options(settings, data)
+    cut_epochs(settings, len(data["train"]))
     torch.manual_seed(settings.seed)
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)

@@ -16,6 +16,7 @@ from livt_hf.backbones import build_classifier, serving_processor
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.finetuning import BestWeights, check_options, kept_patches, measure, plan_course, selection_metric
+from livt_hf.long_tail.head import LongTailHead
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
@@ -212,6 +213,19 @@ def test_a_run_with_muon_goes_on_to_the_weights_of_one_that_was_not_stopped(tmp_
         finetune.main([*words, "--output_dir", str(tmp_path / "cut"), "--max_hours", "0"])
     finetune.main(["--resume", str(tmp_path / "cut"), "--max_hours", "1"])
     assert_same_weights(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_what_goes_by_the_epochs_goes_by_those_that_max_steps_leaves(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    told = []
+    monkeypatch.setattr(LongTailHead, "set_epoch", lambda _head, *epochs: told.append(epochs))
+    words = ["--dataset", make_pictures(tmp_path / "pictures"), "--pretrained", "none", *TINY, "--epochs", 9]
+    words = [str(word) for word in [*words, "--batch_size", 8, "--max_steps", 12, "--output_dir", tmp_path / "run"]]
+    with pytest.raises(Interrupted):
+        finetune.main([*words, "--max_hours", "0"])
+    finetune.main([*words, "--max_hours", "1", "--resume", "auto"])
+    assert told == [(0, 2), (0, 2), (1, 2)]
+    assert Run(tmp_path / "run").results.epochs == 2
 
 
 def test_the_patches_that_are_kept_belong_to_the_image_and_the_epoch():

@@ -27,7 +27,6 @@ from livt_hf.runs import (
     lent_by_pretraining,
     new_run,
     parse_training,
-    unfinished_run,
 )
 from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
 from livt_hf.stages import is_own
@@ -253,19 +252,40 @@ def test_a_run_of_an_older_version_goes_on_without_the_options_that_are_gone(run
     assert (settings.epochs, resumed) == (3, run)
 
 
+def resumed(*argv: str) -> Run | None:
+    return parse_training(PretrainSettings, list(argv))[1]
+
+
 def test_resume_means_the_newest_unfinished_run_and_auto_that_or_a_new_one(runs):
-    assert unfinished_run(PretrainSettings.parse(["--resume", "auto"])) is None
-    with pytest.raises(LiVTError, match="there is no unfinished pretrain run under .*pretrain-glyphs-base"):
-        unfinished_run(PretrainSettings.parse(["--resume"]))
+    assert resumed("--resume", "auto") is None
     with pytest.raises(LiVTError, match="there is no unfinished pretrain run under .*; start one without --resume"):
-        parse_training(PretrainSettings, ["--resume"])
+        resumed("--resume")
     birds = started("--dataset", "birds")
-    assert parse_training(PretrainSettings, ["--resume"])[1] == birds  # where no data are named, of any
-    birds.write_results(Results(stage="pretrain", dataset="birds"))
+    assert resumed("--resume") == birds  # where no data are named, of any
+    with pytest.raises(LiVTError, match="there is no unfinished pretrain run with dataset glyphs under .*runs; start"):
+        resumed("--resume", "--dataset", "glyphs")
     first, second = started(), started()
-    assert unfinished_run(PretrainSettings.parse(["--resume", "auto"])) == second
+    assert resumed("--resume", "auto") == second
     second.write_results(Results(stage="pretrain", dataset="glyphs"))
-    assert unfinished_run(PretrainSettings.parse(["--resume"])) == first
+    assert resumed("--resume") == first
+
+
+def test_auto_goes_on_with_a_run_of_the_same_command_and_with_no_other(runs):
+    first = started("--dataset", "here/birds", "--seed", "1")
+    for other in (["here/birds", "--seed", "2"], ["there/birds", "--seed", "1"]):
+        assert resumed("--dataset", *other, "--resume", "auto") is None
+    started("--dataset", "here/birds", "--seed", "2")
+    assert resumed("--dataset", "here/birds", "--seed", "1", "--save_steps", "7", "--resume", "auto") == first
+
+
+@pytest.mark.parametrize("resume", [["--resume"], ["--resume", "auto"]])
+def test_a_fine_tuning_whose_size_was_lent_is_found_by_its_command(runs, resume):
+    words = ["--dataset", "birds", "--pretrained", str(finished("--model_size", "micro").folder)]
+    settings = FinetuneSettings.parse(words, inherit=lent_by_pretraining)
+    run = new_run(settings)
+    run.begin(settings)
+    assert run.folder.parent.name == "finetune-birds-micro"
+    assert parse_training(FinetuneSettings, [*words, *resume], inherit=lent_by_pretraining)[1] == run
 
 
 def test_resuming_with_other_settings_says_which_differ(runs):
@@ -499,4 +519,4 @@ def test_of_a_file_that_is_not_there_the_one_with_nearly_its_name_is_named(tmp_p
 def test_the_folder_of_a_whole_training_is_resumed_by_livt_train(tmp_path):
     (tmp_path / PLAN).write_text("{}")
     with pytest.raises(LiVTError, match=f"livt train --resume {tmp_path}$"):
-        unfinished_run(PretrainSettings(resume=str(tmp_path)))
+        resumed("--resume", str(tmp_path))
