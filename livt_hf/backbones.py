@@ -126,7 +126,7 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
     for name, value in labels.items():
         setattr(config, name, value)
     if settings.drop_path and not drops:
-        logger.warning("%s has no stochastic depth: drop_path %g does nothing.", path, settings.drop_path)
+        logger.info("%s has no stochastic depth: drop_path %g does nothing.", path, settings.drop_path)
     if isinstance(config, TimmWrapperConfig):
         # Loaded with labels, it would save those again.
         config.label_names = list(labels["id2label"].values())

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import numpy as np
 from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
@@ -126,7 +127,7 @@ def _keep_labels(settings: dict, values: dict) -> bool:
     if "id2label" in settings:
         return labels_of(values) == labels_of(settings)
     counts = settings.get("class_counts")
-    asked = settings.get("num_labels") or (0 if counts is None else len(counts))
+    asked = settings.get("num_labels") or (0 if counts is None else np.size(counts))
     return not asked or asked == len(labels_of(values))
 
 

@@ -310,7 +310,7 @@ def test_intervals_cover_as_often_as_they_say():
         covered += low <= truth <= high
         assert low <= (labels == predictions)[600:].mean() <= high
         assert intervals["many"] is None
-    assert covered >= 89  # 95 - 2.6 standard deviations
+    assert 89 <= covered <= 99  # 95 - 2.6 standard deviations; always would be too unsure
 
 
 def test_images_of_one_patient_widen_the_interval_as_if_there_were_only_patients():

@@ -445,6 +445,7 @@ def test_a_processor_that_swaps_channels_is_refused():
 
 @pytest.mark.parametrize("backbone", [resnet, densenet])
 def test_a_backbone_without_stochastic_depth_goes_without_it_and_says_so(pictures, tmp_path, caplog, backbone):
+    caplog.set_level("INFO")
     settings = FinetuneSettings(pretrained=str(backbone(tmp_path / "start")), drop_path=0.1)
     build_classifier(settings, load_long_tailed(str(pictures))["train"])
     assert "has no stochastic depth: drop_path 0.1 does nothing" in caplog.text

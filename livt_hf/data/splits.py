@@ -13,7 +13,7 @@ import numpy as np
 
 from livt_hf.errors import LiVTError
 
-FINEST = 20  # parts that a fraction of groups is made of; as many folds take seconds
+FINEST = 25  # parts that a fraction of groups is made of; as many folds take seconds
 MOST_BUNDLES = 2000  # of groups that are divided one by one: scikit-learn needs half a millisecond for each
 
 
