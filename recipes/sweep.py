@@ -18,7 +18,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -177,11 +176,20 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
 
     for folder, planned in runs.items():  # begun under the same name, but perhaps with other options
         if Run(folder).started:
-            inherit = partial(lent, planned.stage)
-            check_same_settings(Run(folder), STAGES[planned.stage].parse(planned.words, CONFIGS, inherit))
+            check_same_settings(Run(folder), settings_again(planned, Run(folder)))
     waiting = [folder for folder in runs if not Run(folder).finished]
     with ThreadPoolExecutor(settings.jobs) as pool:
         list(tqdm(pool.map(run, waiting), total=len(waiting), unit="run", file=sys.stderr))
+
+
+def settings_again(planned: Planned, run: Run) -> TrainingSettings:
+    """Those that a run which was begun would have now. Few images may have lowered the batch of a config."""
+    cls = STAGES[planned.stage]
+    asked = cls.asked(planned.words)
+    settings = cls.merged(asked, CONFIGS, lent(planned.stage, asked))
+    if getattr(settings, "tune", None) and "batch_size" not in asked:
+        settings.batch_size = run.settings_of(cls)["batch_size"]
+    return settings
 
 
 def lent(stage: str, asked: dict) -> dict:

@@ -73,6 +73,18 @@ def test_a_comparison_ends_in_a_table_and_a_picture_and_runs_what_is_done_no_mor
     assert len(runs.commands) == 6
 
 
+def test_a_comparison_goes_on_where_few_images_have_lowered_the_batch(place, monkeypatch):
+    runs = Runs()
+    monkeypatch.setattr(subprocess, "run", runs)
+    (begun,) = compared(place, "--ways", "head").glob("bft/*/arguments.yaml")
+    begun.write_text(begun.read_text().replace("batch_size: 256", "batch_size: 16"))
+    compared(place, "--ways", "head", "--seeds", 0, 1)
+    assert len(runs.commands) == 2
+    begun.write_text(begun.read_text().replace("\nepochs: 60", "\nepochs: 61"))
+    with pytest.raises(LiVTError, match="other settings: epochs was 61 and is now 60. Leave"):
+        compared(place, "--ways", "head")
+
+
 def test_images_with_several_labels_are_refused_before_anything_is_trained(place):
     rows = [f"{path},{'a|b' if n % 2 else 'a'}" for n, path in enumerate(sorted((place / "pictures").rglob("*.png")))]
     (place / "labels.csv").write_text("\n".join(["path,label", *rows]))
