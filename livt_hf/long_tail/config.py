@@ -114,7 +114,7 @@ class LongTailConfig(dict):
         if self.loss not in LOSSES:
             raise LiVTError(
                 f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
-                "or import the module that registers it."
+                "or import the module that registers it (of a command: --plugin)."
             )
         for name in ("bias", "head_start"):
             choices = get_args(LongTailConfig.__annotations__[name])
