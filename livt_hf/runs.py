@@ -290,6 +290,11 @@ def lent_plugin(folder: Path) -> str | None:
     return plugin
 
 
+def lent_plugin_of(name: str) -> Callable[[dict], dict]:
+    """What a command takes over from the run that its option `name` names: its plugin, unless one is asked for."""
+    return lambda asked: {} if "plugin" in asked else {"plugin": lent_plugin(Path(asked.get(name, "")))}
+
+
 def _lies_in(plugin: str, folder: Path) -> bool:
     if plugin.endswith(".py"):
         places: list[str | None] = [plugin]

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
     calibration = calibrate(model, eval_loader(data[settings.split], processor, batches), accelerator)
-    results = measured_again(settings.model, model, processor, accelerator, calibration.num_images)
+    results = measured_again(settings, model, processor, accelerator, calibration.num_images)
     write_calibration(config, model)
     if results is not None:
         Run(Path(settings.model)).write_results(results)
@@ -89,13 +89,18 @@ def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
 
 
 def measured_again(
-    path: str, model: PreTrainedModel, processor: BaseImageProcessor, accelerator: Accelerator, images: int
+    settings: CalibrateSettings,
+    model: PreTrainedModel,
+    processor: BaseImageProcessor,
+    accelerator: Accelerator,
+    images: int,
 ) -> Results | None:
     """The results of a finished run with the numbers of its calibrated model: they are what its card will say."""
-    run = Run(Path(path))
+    run = Run(Path(settings.model))
     if not run.finished:
         return None
-    own = EvalSettings.parse(["--model", path], inherit=lent_by_run)
+    asked = {"model": settings.model, "plugin": settings.plugin}
+    own = EvalSettings.merged(asked, inherited=lent_by_run(asked))
     batches = shared_batches(own.batch_size, accelerator, own.num_workers)
     test = eval_loader(load_data(own)["test"], processor, batches)
     counts = np.asarray(model.config.long_tail.class_counts)

@@ -24,6 +24,7 @@ from livt_hf.evaluation.rules import serving_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.recipes.settings import ConvertSettings
 from livt_hf.records import read_values
+from livt_hf.runs import lent_plugin_of
 
 EXPORTED = ("onnx", "torch-export")
 # How many classes the heads of the authors' files have.
@@ -31,7 +32,7 @@ CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = ConvertSettings.parse(argv)
+    settings = ConvertSettings.parse(argv, inherit=lent_plugin_of("source"))
     if settings.prior is not None and settings.to not in EXPORTED:
         raise LiVTError(f"--to {settings.to} writes weights, whose prior is chosen in serving; leave --prior out.")
     if settings.to == "livit":

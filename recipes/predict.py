@@ -24,12 +24,12 @@ from livt_hf.evaluation.prediction import Predictor, find_images
 from livt_hf.evaluation.rules import prior_words, serving_prior
 from livt_hf.evaluation.tables import SEPARATOR, PredictionTable, check_table
 from livt_hf.recipes.settings import PredictSettings
-from livt_hf.runs import lent_plugin
+from livt_hf.runs import lent_plugin_of
 from livt_hf.training.machine import use_all_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = PredictSettings.parse(argv, inherit=plugin_of_model)
+    settings = PredictSettings.parse(argv, inherit=lent_plugin_of("model"))
     if settings.output is not None:
         check_table(settings.output)
     paths = find_images(settings.images)
@@ -70,10 +70,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def best(scores: torch.Tensor, labels: list[str], top_k: int) -> list[tuple[str, float]]:
     top = scores.topk(top_k)
     return [(labels[i], round(score, 4)) for i, score in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-
-
-def plugin_of_model(asked: dict) -> dict:
-    return {} if "plugin" in asked else {"plugin": lent_plugin(Path(asked["model"]))}
 
 
 # A format is made for some paths, a number of classes, and whether images may have several labels. It turns a path,

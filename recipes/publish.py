@@ -15,16 +15,11 @@ from pathlib import Path
 from livt_hf.commands import run_command
 from livt_hf.hub import Publication, listing, prepare_publication, prepare_space, publish, publish_space
 from livt_hf.recipes.settings import PublishSettings
-from livt_hf.runs import lent_plugin
-
-
-def recorded_plugin(asked: dict) -> dict:
-    """The plugin that the run was trained with, unless another one is asked for."""
-    return {} if "plugin" in asked else {"plugin": lent_plugin(Path(asked.get("run", "")))}
+from livt_hf.runs import lent_plugin_of
 
 
 def main(argv=None):
-    settings = PublishSettings.parse(argv, inherit=recorded_plugin)
+    settings = PublishSettings.parse(argv, inherit=lent_plugin_of("run"))
     names = ("repo_id", "license", "form", "public", "with_pictures", "tag")
     publication = Publication(**{name: getattr(settings, name) for name in names})
     if settings.folder or settings.dry_run:

@@ -12,19 +12,20 @@ skipped. It ends with a table, a plot and sweep.json in the output folder. `livt
 
 import itertools
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from tqdm.auto import tqdm
 
 from livt_hf.commands import run_command
-from livt_hf.errors import LiVTError
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.paper.sweeps import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
 from livt_hf.recipes.settings import CONFIGS, STAGES, SweepSettings, as_words
 from livt_hf.records import write_values
@@ -155,33 +156,58 @@ def carried_out(plan: Plan) -> bool:
 
 
 def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
-    """Run what is not finished, `jobs` at a time; each can be killed and goes on the next time."""
+    """Run what is not finished, `jobs` at a time; each can be stopped and goes on the next time."""
     threads = max(1, available_cores() // settings.jobs)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", *shell_words(settings.launch)]
-    failed = threading.Event()
+    failed, under_way = threading.Event(), []
 
     def run(folder: Path) -> None:
         if failed.is_set():
             return
-        command = [*launcher, "--module", f"livt_hf.recipes.{runs[folder].stage}", *runs[folder].words]
-        command += ["--output_dir", str(folder), "--resume", "auto", "--threads", str(threads)]
+        words = [*shell_words(settings.launch), runs[folder].stage, "--threads", str(threads), *runs[folder].words]
+        words += ["--output_dir", str(folder), "--resume", "auto"]
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_name(f"{folder.name}.out")
         with log.open("a", encoding="utf-8") as output:
-            status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
+            under_way.append(command := start(words, output))
+            status = command.wait()
         if status:
             failed.set()
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             why = next((f"{line[7:]}\n" for line in reversed(lines) if line.startswith("error: ")), "")
-            raise LiVTError(f"{why}{shell_line(command)}\nfailed; see {log}")
+            raise LiVTError(f"{why}{shell_line(['livt', *words])}\nfailed; see {log}")
+
+    def stop(*_) -> None:
+        failed.set()
+        for command in under_way:
+            command.terminate()  # a training saves itself
+        raise Interrupted
 
     for folder, planned in runs.items():  # begun under the same name, but perhaps with other options
         if Run(folder).started:
-            inherit = partial(lent, planned.stage)
-            check_same_settings(Run(folder), STAGES[planned.stage].parse(planned.words, CONFIGS, inherit))
+            check_same_settings(Run(folder), settings_again(planned, Run(folder)))
     waiting = [folder for folder in runs if not Run(folder).finished]
-    with ThreadPoolExecutor(settings.jobs) as pool:
-        list(tqdm(pool.map(run, waiting), total=len(waiting), unit="run", file=sys.stderr))
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with ThreadPoolExecutor(settings.jobs) as pool:
+            list(tqdm(pool.map(run, waiting), total=len(waiting), unit="run", file=sys.stderr))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def start(words: Sequence[str], output: TextIO) -> subprocess.Popen:
+    """`livt` with these words, in a process of its own."""
+    command = [sys.executable, "-m", "livt_hf.recipes.cli", *words]
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def settings_again(planned: Planned, run: Run) -> TrainingSettings:
+    """Those that a run which was begun would have now. Few images may have lowered the batch of a config."""
+    cls = STAGES[planned.stage]
+    asked = cls.asked(planned.words)
+    settings = cls.merged(asked, CONFIGS, lent(planned.stage, asked))
+    if getattr(settings, "tune", None) and "batch_size" not in asked:
+        settings.batch_size = run.settings_of(cls)["batch_size"]
+    return settings
 
 
 def lent(stage: str, asked: dict) -> dict:

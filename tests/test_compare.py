@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,16 +53,16 @@ def test_each_way_gets_the_same_time_and_both_stages_from_scratch_share_theirs(p
 
 def test_a_way_that_cannot_be_gone_is_refused_before_any_other_is(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("was run"))
+    monkeypatch.setattr(sweep, "start", lambda *_: pytest.fail("was run"))
     with pytest.raises(LiVTError, match="LoRA needs peft; install it with"):
         compared(place)
 
 
 def test_a_comparison_ends_in_a_table_and_a_picture_and_runs_what_is_done_no_more(place, monkeypatch, capsys):
     runs = Runs()
-    monkeypatch.setattr(subprocess, "run", runs)
+    monkeypatch.setattr(sweep, "start", runs)
     folder = compared(place, "--ways", "scratch", "head", "--seeds", 0, 1)
-    assert len(runs.of(".pretrain")) == 2 and len(runs.of(".finetune")) == 4
+    assert len(runs.of("pretrain")) == 2 and len(runs.of("finetune")) == 4
     rows = {row["variant"]: row for row in json.loads((folder / "compare.json").read_text())["rows"]}
     assert rows["frozen, head only"]["epochs"] == "60" and rows["from scratch"]["epochs"].count("+") == 1
     assert rows["from scratch"]["minutes"] == pytest.approx(2 * rows["frozen, head only"]["minutes"])
@@ -71,6 +70,18 @@ def test_a_comparison_ends_in_a_table_and_a_picture_and_runs_what_is_done_no_mor
     assert "Best: " in capsys.readouterr().out
     compared(place, "--ways", "scratch", "head", "--seeds", 0, 1)
     assert len(runs.commands) == 6
+
+
+def test_a_comparison_goes_on_where_few_images_have_lowered_the_batch(place, monkeypatch):
+    runs = Runs()
+    monkeypatch.setattr(sweep, "start", runs)
+    (begun,) = compared(place, "--ways", "head").glob("bft/*/arguments.yaml")
+    begun.write_text(begun.read_text().replace("batch_size: 256", "batch_size: 16"))
+    compared(place, "--ways", "head", "--seeds", 0, 1)
+    assert len(runs.commands) == 2
+    begun.write_text(begun.read_text().replace("\nepochs: 60", "\nepochs: 61"))
+    with pytest.raises(LiVTError, match="other settings: epochs was 61 and is now 60. Leave"):
+        compared(place, "--ways", "head")
 
 
 def test_images_with_several_labels_are_refused_before_anything_is_trained(place):
@@ -87,14 +98,11 @@ def test_unknown_ways_and_a_missing_backbone_are_refused(place):
         recipe.main([str(place / "pictures")])
 
 
-def in_this_process(command: list[str], real=subprocess.run, **streams) -> SimpleNamespace:
-    """Stands in for subprocess.run: what would be launched runs here, where everything is imported already."""
-    if "--module" not in command:  # git, asked for the revision
-        return real(command, **streams)
+def in_this_process(words: list[str], _output) -> SimpleNamespace:
+    """Stands in for a command of its own: it runs here, where everything is imported already."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    place = command.index("--module") + 1
-    importlib.import_module(command[place]).main(command[place + 1 :])
-    return SimpleNamespace(returncode=0)
+    importlib.import_module(f"livt_hf.recipes.{words[0]}").main(words[1:])
+    return SimpleNamespace(wait=lambda: 0)
 
 
 class InTurn(contextlib.nullcontext):
@@ -109,7 +117,7 @@ class InTurn(contextlib.nullcontext):
 @pytest.mark.slow
 def test_a_real_comparison_measures_every_way(place, monkeypatch):
     pytest.importorskip("peft")
-    monkeypatch.setattr(subprocess, "run", in_this_process)
+    monkeypatch.setattr(sweep, "start", in_this_process)
     monkeypatch.setattr(sweep, "ThreadPoolExecutor", InTurn)
     words = [place / "pictures", "--pretrained", place / "backbone", "--minutes", 0.1]
     recipe.main([str(word) for word in words])

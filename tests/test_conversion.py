@@ -25,6 +25,8 @@ from transformers import (
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, LiViTModel
 from livt_hf.commands import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit, to_timm
+from livt_hf.errors import LiVTError
+from livt_hf.losses import LOSSES
 from livt_hf.recipes import convert as recipe
 
 ROOT = Path(__file__).parents[1]
@@ -435,6 +437,23 @@ def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, conve
         torch.testing.assert_close(logits(other, image), logits(model, image), atol=1e-5, rtol=0)
     best = pipeline("image-classification", beit)(mandelbrot(90, 80))[0]["label"]
     assert best == f"place {logits(vit, image).argmax()}"
+
+
+def test_the_command_loads_the_plugin_that_the_run_was_trained_with(tmp_path, monkeypatch, convert):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
+    run, plugin = tmp_path / "run", tmp_path / "mine.py"
+    (tmp_path / "counts.json").write_text("[50, 40, 30, 20, 10]")
+    convert(official_file(tmp_path)[0], run, "--class_counts", tmp_path / "counts.json")
+    config = json.loads((run / "config.json").read_text())
+    config["long_tail"]["loss"] = "own_ce"
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LiVTError, match="loss 'own_ce' is not known; .*--plugin"):
+        convert(run, tmp_path / "beit", "--to", "beit")
+    (run / "arguments.yaml").write_text(f"plugin: {plugin}\n")
+    plugin.write_text("from livt_hf.losses import LOSSES\nLOSSES['own_ce'] = LOSSES['ce']\n")
+    convert(run, tmp_path / "beit", "--to", "beit")
+    LOSSES.pop("own_ce")
+    assert (tmp_path / "beit" / "config.json").exists()
 
 
 def test_the_command_names_the_classes_of_imagenet_lt(tmp_path, convert):

@@ -641,7 +641,9 @@ def test_the_results_of_a_run_are_those_of_its_calibrated_model(workplace, tmp_p
     measured = json.loads((run.folder / "results.json").read_text())
     run.write_results(Results.from_dict({"stage": "finetune", "dataset": "pictures", "seconds": 5.0} | measured))
     before = run.results
-    calibrate([str(run.folder), "--dataset", str(workplace.pictures / "test"), "--split", "all", "--threads", "1"])
+    save_settings(FinetuneSettings(**run.arguments | {"plugin": "mine.py"}), run.folder / "arguments.yaml")
+    words = [str(run.folder), "--dataset", str(workplace.pictures / "test"), "--split", "all", "--threads", "1"]
+    calibrate([*words, "--plugin", str(written(tmp_path / "mine.py", ""))])
     after = run.results
     assert (before.headline, after.headline) == (PAPER, UNIFORM)
     assert after.metrics == before.metrics and after.posterior["ece"] < before.posterior["ece"]

@@ -1,19 +1,23 @@
 """The ablations: what they vary, what they run, and the table they end in."""
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from matplotlib.axes import Axes
+from needs import needs_unix
 from recipe_runs import RECIPES, TINY, make_pictures
 
 from livt_hf.backbones import lent_by_checkpoint
 from livt_hf.configuration_livit import PRESETS
-from livt_hf.errors import LiVTError
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.options import save_settings
 from livt_hf.recipes import sweep as recipe
 from livt_hf.recipes.paper import figures
@@ -176,7 +180,7 @@ def test_crt_trains_the_classifier_again_on_balanced_draws_of_the_finished_ce_ru
     assert (crt["loss"], crt["tune"], crt["sampler"], crt["mixup"]) == ("ce", "head", "balanced", 0)
     assert crt["pretrained"] == str(folder / "loss=ce_seed=0")
     assert crt["epochs"] == FinetuneSettings.parse(["--tune", "head"], CONFIGS).epochs != ce["epochs"]
-    assert len(runs.of(".finetune")) == 2  # the row of CE is what cRT starts from
+    assert len(runs.of("finetune")) == 2  # the row of CE is what cRT starts from
 
 
 def test_what_is_trained_from_scratch_stays_so_beside_a_checkpoint(sweep, checkpoint):
@@ -197,22 +201,21 @@ def test_every_option_of_a_sweep_is_one_its_stage_takes(name):
 
 
 class Runs:
-    """Stands in for subprocess.run: writes what a finished run leaves, or fails."""
+    """Stands in for the commands of a sweep: writes what a finished run leaves, or fails."""
 
     def __init__(self):
         self.commands, self.failing = [], ()
 
-    def __call__(self, command, stdout, stderr):
+    def __call__(self, command, output):
         options = dict(zip(command, command[1:], strict=False))
         folder = Path(options["--output_dir"])
         self.commands.append(command)
-        stage = next(word for word in command if word.startswith("livt_hf.recipes.")).removeprefix("livt_hf.recipes.")
-        stdout.write(f"training {folder.name}\n")
+        stage, *words = command
+        output.write(f"training {folder.name}\n")
         if any(word in folder.name for word in self.failing):
-            stdout.write("error: what was wrong\n")
-            return SimpleNamespace(returncode=1)
+            output.write("error: what was wrong\n")
+            return SimpleNamespace(wait=lambda: 1)
         finetune = stage == "finetune"
-        words = command[command.index(f"livt_hf.recipes.{stage}") + 1 :]
         cls, inherit = (FinetuneSettings, lent_by_checkpoint) if finetune else (PretrainSettings, lambda asked: {})
         arguments = cls.parse(words, CONFIGS, inherit)
         folder.mkdir()
@@ -220,16 +223,16 @@ class Runs:
         said = {"model_size": "micro", "num_train_images": 1234, "epochs": arguments.epochs, "seed": arguments.seed}
         accuracy = {"bal_bce": 0.6}.get(arguments.loss, 0.4) + arguments.seed / 10 if finetune else 0
         Run(folder).write_results(result(accuracy, **said))
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(wait=lambda: 0)
 
-    def of(self, script: str) -> list[list[str]]:
-        return [command for command in self.commands if any(word.endswith(script) for word in command)]
+    def of(self, stage: str) -> list[list[str]]:
+        return [command for command in self.commands if command[0] == stage]
 
 
 @pytest.fixture
 def runs(monkeypatch) -> Runs:
     faked = Runs()
-    monkeypatch.setattr(subprocess, "run", faked)
+    monkeypatch.setattr(recipe, "start", faked)
     return faked
 
 
@@ -247,12 +250,11 @@ def sweep(monkeypatch, tmp_path, capsys):
 
 def test_variants_share_one_pretraining_a_seed_and_end_in_a_table(runs, sweep, tmp_path):
     printed = sweep("losses", "--seeds", 0, 1, "--pretrain", "--epochs 5", "--finetune", "--epochs 7")
-    assert len(runs.of(".pretrain")) == 2 and len(runs.of(".finetune")) == 8
-    for command in runs.of(".finetune"):
+    assert len(runs.of("pretrain")) == 2 and len(runs.of("finetune")) == 8
+    for command in runs.of("finetune"):
         options = dict(zip(command, command[1:], strict=False))
         assert options["--pretrained"] == str(tmp_path / "sweeps" / "glyphs" / "mgp" / f"seed={options['--seed']}")
         assert (options["--epochs"], options["--resume"], options["--dataset"]) == ("7", "auto", "glyphs")
-    assert runs.commands[0][:3] == [sys.executable, "-m", "accelerate.commands.launch"]
     report = tmp_path / "sweeps" / "glyphs" / "losses"
     written = json.loads((report / "sweep.json").read_text())
     assert [row["variant"] for row in written["rows"]] == ["ce", "bal_ce", "bce", "bal_bce"]
@@ -270,7 +272,7 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
     sweep("losses")
     assert len(runs.commands) == done
     sweep("rebalancing")  # ce, bal_ce and bal_bce are there; the pretraining too
-    assert len(runs.of(".pretrain")) == 1
+    assert len(runs.of("pretrain")) == 1
     assert len(runs.commands) - done == len(SWEEPS["rebalancing"].variants) - 3
     done = len(runs.commands)
     sweep("stages")  # its first row says nothing where "losses" says bal_bce, the default: the same run
@@ -282,13 +284,13 @@ def test_what_is_done_is_skipped_also_by_another_sweep(runs, sweep):
 
 def test_where_pretraining_differs_its_time_is_part_of_the_table(runs, sweep):
     printed = sweep("decode_ratio")
-    assert "MGP, minutes" in printed and printed.count("| 1.0 |") == len(runs.of(".pretrain")) == 3
+    assert "MGP, minutes" in printed and printed.count("| 1.0 |") == len(runs.of("pretrain")) == 3
     assert "MGP, minutes" not in sweep("losses")
 
 
 def test_some_of_a_sweep_s_variants(runs, sweep, tmp_path):
     printed = sweep("losses", "--only", "bce", "ce")
-    assert len(runs.of(".finetune")) == 2
+    assert len(runs.of("finetune")) == 2
     assert "| ce |" in printed and "| bce |" in printed and "bal_bce" not in printed.split("--- |")[-1]
     with pytest.raises(LiVTError, match="no variant 'bec' in this sweep; choose from: ce; bal_ce; bce; bal_bce"):
         sweep("losses", "--only", "bec")
@@ -325,17 +327,39 @@ def test_a_failed_run_is_reported_with_its_command_and_log_and_tried_again(runs,
         sweep("losses")
     said = str(stopped.value)
     log = tmp_path / "sweeps" / "glyphs" / "bft" / "loss=bce_seed=0.out"
-    assert f"failed; see {log}" in said and "livt_hf.recipes.finetune" in said and "--loss bce" in said
+    assert f"failed; see {log}" in said and "\nlivt finetune --threads" in said and "--loss bce" in said
     assert (
         said.startswith("what was wrong\n") and log.read_text() == "training loss=bce_seed=0\nerror: what was wrong\n"
     )
-    assert runs.commands[-1] == runs.of(".finetune")[-1] and "bal_bce" not in runs.commands[-1]  # nothing after it
+    assert runs.commands[-1] == runs.of("finetune")[-1] and "bal_bce" not in runs.commands[-1]  # nothing after it
     assert not (tmp_path / "sweeps" / "glyphs" / "losses").exists()
     runs.failing = ()
     done = len(runs.commands)
     sweep("losses")
     again = {dict(zip(c, c[1:], strict=False))["--loss"] for c in runs.commands[done:]}
     assert again == {"bce", "bal_bce"}
+
+
+def test_the_threads_of_a_stage_may_be_chosen(runs, sweep, tmp_path):
+    sweep("losses", "--only", "ce", "--finetune", "--threads 7")
+    assert Run(tmp_path / "sweeps" / "glyphs" / "bft" / "loss=ce_seed=0").arguments["threads"] == 7
+
+
+@needs_unix
+def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_begins_no_more(sweep, monkeypatch):
+    begun = []
+
+    def sleeper(_words, _output):
+        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return begun[-1]
+
+    monkeypatch.setattr(recipe, "start", sleeper)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        sweep("losses", "--pretrained", "none")
+    assert [command.returncode for command in begun] == [-signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_every_run_has_a_log_of_its_own(runs, sweep, tmp_path):

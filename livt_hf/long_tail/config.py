@@ -114,7 +114,7 @@ class LongTailConfig(dict):
         if self.loss not in LOSSES:
             raise LiVTError(
                 f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
-                "or import the module that registers it."
+                "or import the module that registers it (of a command: --plugin)."
             )
         if not (math.isfinite(self.tau) and self.tau >= 0):
             raise LiVTError(f"tau {self.tau} must be a finite number, 0 (no bias) or more.")
