@@ -1,6 +1,6 @@
 """Accuracy against processor time on CIFAR-100-LT: we and what a user would pick instead, each from scratch.
 
-    python recipes/benchmark.py race --source FOLDER                   # everything: 15 hours of one core
+    python recipes/benchmark.py race --source FOLDER                   # everything: 25 hours of one core
     python recipes/benchmark.py race --source FOLDER --only ours resnet32 --budgets 5 15 --seeds 0
 
 Every entry gets the same core-minutes: the processor time of its own process, with start-up, decoding and all stages,
