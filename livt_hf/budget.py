@@ -23,7 +23,7 @@ FROM_SCRATCH = (
 )
 PASSES = 100
 # Patches of 4 are worth their price from half a core-hour on, if Muon fine-tunes them: on CIFAR-100-LT 26
-# core-minutes, 23 passes, led to 35.2 %, 45 to 37.8 % and 121 to 43.0 %, where patches of 8 led to 31.3 % in 58 minutes
+# core-minutes, 23 passes, led to 34.9 %, 45 to 37.8 % and 121 to 43.0 %, where patches of 8 led to 31.3 % in 58 minutes
 # and AdamW to 39.5 % in 122.
 SMALL_PATCHES, SMALL_PASSES = ("micro", 32, 4), 22
 # The share of the patches that a micro ViT is fine-tuned on. On CIFAR-100-LT, with five core-minutes for both stages,
@@ -31,7 +31,7 @@ SMALL_PATCHES, SMALL_PASSES = ("micro", 32, 4), 22
 KEPT = 0.5
 # The share of the time that masked pretraining gets. On CIFAR-100-LT, 41 % of 22 minutes led to 27.4 % accuracy, 78 %
 # of 58 minutes to 31.3 %.
-# With patches of 4, 42 % of 26 minutes led to 35.2 %, 65 % of 121 minutes to 43.0 %.
+# With patches of 4, 42 % of 26 minutes led to 34.9 %, 65 % of 121 minutes to 43.0 %.
 PRETRAINING_SHARE, SHORT_SHARE = 0.6, 0.4
 # A backbone is trained as a whole where the time is enough for so many epochs and updates; else its classifier alone.
 # A dozen updates, which may be ten epochs of few images, leave all of it behind its head.
