@@ -23,8 +23,8 @@ FROM_SCRATCH = (
 )
 PASSES = 100
 # Patches of 4 are worth their price from half a core-hour on, if Muon fine-tunes them: on CIFAR-100-LT 26
-# core-minutes, 23 passes, led to 34.9 %, 45 to 37.8 % and 121 to 43.0 %, where patches of 8 led to 31.3 % in 58 minutes
-# and AdamW to 39.5 % in 122.
+# core-minutes, 23 passes, led to 34.9 %, 45 to 37.8 % and 121 to 43.0 %, where patches of 8 led to 31.3 % in 58
+# minutes and AdamW to 39.5 % in 122.
 SMALL_PATCHES, SMALL_PASSES = ("micro", 32, 4), 22
 # The share of the patches that a micro ViT is fine-tuned on. On CIFAR-100-LT, with five core-minutes for both stages,
 # half of them led to 16.1 % and all to 14.6 %.
