@@ -200,45 +200,42 @@ class Loop:
         after_epoch: Callable[[int], dict | None] = lambda _: None,
     ) -> None:
         """Train to the end, or raise `Interrupted` after saving. `after_epoch` may return measurements to log."""
-        started = saved = time.monotonic()
+        started = self._saved = time.monotonic()
         seconds_before = self.progress.seconds
-        stopping = StopOnSignal(announce=self.accelerator.is_main_process)
-        last = math.ceil(self.total / self.per_epoch)
-        bar = tqdm(
-            total=self.total,
-            initial=self.progress.update,
-            unit="update",
-            disable=not self._interactive,
-            dynamic_ncols=True,
-        )
-        self._window, self._said = (time.monotonic(), self.progress.update), -math.inf
-        with bar, stopping:
-            for epoch in range(self.progress.update // self.per_epoch, last):
-                first = self.progress.update % self.per_epoch
+        self._window, self._said = (started, self.progress.update), -math.inf
+        with self._bar() as bar, StopOnSignal(announce=self.accelerator.is_main_process) as stopping:
+            for epoch in range(self.progress.update // self.per_epoch, math.ceil(self.total / self.per_epoch)):
                 before_epoch(epoch)
                 self.model.train()
-                batches = iter(self.loader.epoch(epoch, start_update=first))
-                for step in range(first, min(self.per_epoch, self.total - epoch * self.per_epoch)):
+                batches = iter(self.loader.epoch(epoch, start_update=self.progress.update % self.per_epoch))
+                end = min((epoch + 1) * self.per_epoch, self.total)
+                while self.progress.update < end:
                     self.update(batches, epoch)
                     bar.update()
                     self.progress.seconds = seconds_before + time.monotonic() - started
                     if self.progress.update % self.settings.log_steps == 0 or self.progress.update == self.total:
                         bar.set_postfix(self._log())
-                    if step == self.per_epoch - 1 or self.progress.update == self.total:
+                    if self.progress.update == end:
                         self._share_statistics()
                         self._log_evaluation(after_epoch(epoch), epoch)
-                    due = time.monotonic() - saved > 60 * self.settings.save_minutes
-                    stop, save = self._agree(stopping.requested or self._out_of_time(started), due)
-                    finished = self.progress.update == self.total
-                    if stop or save or finished or self._at_save_step():
-                        self._check_finite()
-                        self._check_weights()
-                        save_checkpoint(
-                            self.accelerator, self.run, vars(self.progress), self.settings.save_total_limit
-                        )
-                        saved = time.monotonic()
-                    if stop and not finished:
-                        raise Interrupted
+                    self._save_if_due(stopping.requested or self._out_of_time(started))
+
+    def _save_if_due(self, wished_to_stop: bool) -> None:
+        """Save at the end and when it is time, or when anybody wishes to stop, which then happens."""
+        due = time.monotonic() - self._saved > 60 * self.settings.save_minutes
+        stop, save = self._agree(wished_to_stop, due)
+        finished = self.progress.update == self.total
+        if stop or save or finished or self._at_save_step():
+            self._check_finite()
+            self._check_weights()
+            save_checkpoint(self.accelerator, self.run, vars(self.progress), self.settings.save_total_limit)
+            self._saved = time.monotonic()
+        if stop and not finished:
+            raise Interrupted
+
+    def _bar(self) -> tqdm:
+        done, shown = self.progress.update, self._interactive
+        return tqdm(total=self.total, initial=done, unit="update", disable=not shown, dynamic_ncols=True)
 
     def update(self, batches: Iterable[dict], epoch: int) -> None:
         """One update: all micro-batches, each weighted alike, then one optimizer step."""
