@@ -53,8 +53,12 @@ def lent_by_checkpoint(asked: dict) -> dict:
         config = read_config(named)
         if becomes_livit(config):
             return {"model_size": size_name(config), "patch_size": config["patch_size"]}
-        name = config.get("architecture") or config.get("model_type")
-        return {"model_size": name, "patch_size": None, "tune": "full"}
+        family = config.get("architecture") or config.get("model_type")
+        own = {"model_size": family, "patch_size": None, "pooling": FinetuneSettings.pooling}
+        for name in own.keys() & asked.keys():
+            if asked[name] != own[name]:
+                raise LiVTError(f"{named} is a {family}, which is as it is; leave --{name} out.")
+        return {"model_size": family, "patch_size": None, "tune": "full"}
     return lent
 
 
@@ -196,7 +200,28 @@ def input_facts(processor: BaseImageProcessor) -> InputFacts:
     side = None if size is None else size.get("height") or size.get("shortest_edge")
     if not fits(side, int):
         raise LiVTError(f"the image processor makes images of {side} pixels; correct preprocessor_config.json.")
-    return InputFacts(side, *_normalisation(processor))
+    normalisation = _normalisation(processor)
+    if "height" not in size and made_sizes(processor) != {(side, side)}:
+        raise LiVTError(
+            f"the image processor makes images whose shorter side has {side} pixels; have it crop squares "
+            "(do_center_crop and crop_size in preprocessor_config.json)."
+        )
+    return InputFacts(side, *normalisation)
+
+
+def made_sizes(processor: BaseImageProcessor) -> set[tuple[int, int]]:
+    """Heights and widths of what a processor makes of a tall and of a wide image."""
+    images = (Image.new("RGB", shape) for shape in ((300, 400), (400, 300)))
+    return {tuple(_prepared(processor, [image]).shape[-2:]) for image in images}
+
+
+def _prepared(processor: BaseImageProcessor, images: list[Image.Image], **options) -> torch.Tensor:
+    try:
+        return processor(images, return_tensors="pt", **options)["pixel_values"]
+    except Exception as error:  # a damaged file comes to light in any line of the processor
+        raise LiVTError(
+            f"the image processor cannot prepare an image ({in_words(error)}); correct preprocessor_config.json."
+        ) from error
 
 
 def _normalisation(processor: BaseImageProcessor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -205,15 +230,8 @@ def _normalisation(processor: BaseImageProcessor) -> tuple[tuple[float, ...], tu
     Its attributes do not say it all: EfficientNet's divides by the deviation twice, MobileViT's swaps the channels.
     """
     images = [Image.new("RGB", (8, 8), colour) for colour in ("black", "white", "red")]
-    try:
-        pixels = processor(images, do_resize=False, do_center_crop=False, return_tensors="pt")["pixel_values"]
-        black, white, red = pixels[:, :, 0, 0]  # (3,) each
-        plain = torch.allclose(red, torch.stack([white[0], black[1], black[2]]), atol=1e-4)
-    except Exception as error:  # a damaged file comes to light in any line of the processor
-        raise LiVTError(
-            f"the image processor cannot prepare an image ({in_words(error)}); correct preprocessor_config.json."
-        ) from error
-    if not plain:
+    black, white, red = _prepared(processor, images, do_resize=False, do_center_crop=False)[:, :, 0, 0]  # (3,) each
+    if not torch.allclose(red, torch.stack([white[0], black[1], black[2]]), atol=1e-4):
         raise LiVTError(
             f"{type(processor).__name__} does more than rescale and normalise the colours of a pixel, and training "
             "would not; take timm's form of the model if there is one (timm/...)."

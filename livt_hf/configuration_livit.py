@@ -107,20 +107,11 @@ class LiViTConfig(PreTrainedConfig):
 
 
 def with_settings(values: dict, settings: dict) -> dict:
-    """The values of a config, flat, with other labels or settings of the head.
-
-    New labels forget what belongs to the old ones, new counts too, and every new setting of the head the calibration
-    of the old ones.
-    """
+    """The flat values of a config with other labels or settings of the head; new labels forget what is of the old."""
     values, settings = ({**given, **(given.get("long_tail") or {}), "long_tail": None} for given in (values, settings))
     if not _keep_labels(settings, values):
         values = {name: value for name, value in values.items() if name not in OF_LABELS}
-    if "class_counts" in settings:
-        for name in ("num_train_images", "seen_counts", "class_weights"):
-            values.pop(name, None)
-    if settings.keys() & set(LongTailConfig.names()):
-        values.pop("calibration", None)
-    return values | settings
+    return LongTailConfig.changed(values, settings)
 
 
 def _keep_labels(settings: dict, values: dict) -> bool:

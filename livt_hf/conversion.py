@@ -78,6 +78,8 @@ def from_official(
         raise LiVTError(f"{listed(strange)} is no field of {config_class.__name__}; check the spelling.")
     sizes = _sizes(official, path, known=config.keys())
     if pretraining:
+        if class_counts is not None or id2label is not None:
+            raise LiVTError(f"{path} holds a pretraining, which has no classes; leave class_counts and id2label out.")
         official = {name: tensor for name, tensor in official.items() if not name.startswith("head.")}
         model = LiViTForPreTraining(pretraining_config("base", **(sizes | _decoder_sizes(official) | config)))
     else:

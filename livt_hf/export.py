@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor
 
+from livt_hf.backbones import made_sizes
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import check_posterior, class_names, head_of
 from livt_hf.records import write_values
@@ -50,10 +51,7 @@ class ServingGraph(nn.Module):
 
 def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
     """Height and width of what a processor makes of any image."""
-    sizes = {
-        tuple(processor([Image.new("RGB", shape)], return_tensors="pt")["pixel_values"].shape[-2:])
-        for shape in ((300, 400), (400, 300))
-    }
+    sizes = made_sizes(processor)
     if len(sizes) > 1:
         raise LiVTError("the image processor gives images of different sizes, and a graph takes one; let it crop.")
     return sizes.pop()

@@ -4,6 +4,7 @@ A frozen backbone sees each image once: its features are kept on disk under a ke
 (weights, images, processing), so that an epoch of the classifier takes milliseconds, and the next run none at all.
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -114,6 +115,7 @@ class HeadOnly(BalancedClassifier, nn.Module):
         std = np.sqrt(np.maximum(square - mean**2, 1e-12))
         self.register_buffer("mean", torch.from_numpy(mean).float())
         self.register_buffer("std", torch.from_numpy(std).float())
+        self._standardise()
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
         """`pixel_values` are features (B, D): evaluation need not know the difference."""
@@ -124,6 +126,15 @@ class HeadOnly(BalancedClassifier, nn.Module):
 
     def parameter_depths(self) -> dict[str, int]:
         return {name: 0 for name, _ in self.named_parameters()}
+
+    @torch.no_grad()
+    def _standardise(self) -> None:
+        """Let the classifier answer as before, which fits the backbone's own features, now that they are standardised.
+
+        A feature that no training image has keeps its weight, which would else be divided by next to nothing.
+        """
+        self.classifier.bias.add_(self.classifier.weight @ self.mean)
+        self.classifier.weight.mul_(self.std)
 
     @torch.no_grad()
     def unstandardise(self) -> None:
@@ -188,6 +199,8 @@ class FrozenBackbone:
         name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
         kept = KeptFeatures(runs_folder() / "features" / name)
         missing = [kept.missing(digests)]
+        if missing[0] and views > 1:  # an augmented view depends on the place of its image among all of them
+            missing = [list(range(len(digests)))]
         broadcast_object_list(missing)  # another job may be writing just now, and all processes must do the same
         if missing[0]:
             part = dataset if len(missing[0]) == len(dataset) else dataset.select(missing[0])
@@ -200,7 +213,7 @@ class FrozenBackbone:
     def _compute(
         self, dataset: Dataset, digests: list[bytes], kept: "KeptFeatures", settings: FinetuneSettings, augmentation
     ) -> None:
-        batches = shared_batches(64, self.accelerator, settings.num_workers)
+        batches = dataclasses.replace(shared_batches(64, self.accelerator, settings.num_workers), seed=settings.seed)
         numbers = range(1 if augmentation is None else settings.views)
         mine = [digests[row] for rows in batches.in_order(len(dataset)) for row in rows]
         if mine:  # of few images, some processes have none

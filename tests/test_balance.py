@@ -248,12 +248,14 @@ def test_the_published_form_of_a_livit_is_balanced_by_its_own_config(tmp_path):
     torch.testing.assert_close(served.probabilities(**batch), livit.probabilities(**batch))
 
 
-def test_balancing_again_changes_some_settings_or_all():
+def test_balancing_again_changes_the_settings_that_are_named():
     model, batch = build("vit"), inputs("vit")
     balance(model, class_counts=COUNTS, tau=2.0, loss="ib")
     balance(model, tau=0.5)
     assert model.config.long_tail == LongTailConfig(class_counts=COUNTS, loss="ib", tau=0.5)
-    balance(model, class_counts=[1, 2, 3])
+    balance(model, class_counts=[1, 2, 3])  # other counts are no other loss: the classifier was trained with that one
+    assert model.config.long_tail == LongTailConfig(class_counts=[1, 2, 3], loss="ib", tau=0.5)
+    balance(model, class_counts=[1, 2, 3], fresh_classifier=True)
     assert model.config.long_tail == LongTailConfig(class_counts=[1, 2, 3])
     outputs = model(**batch, labels=LABELS)
     torch.testing.assert_close(outputs.loss, LongTailHead(model.config)(outputs.logits, LABELS))

@@ -50,6 +50,7 @@ def test_a_pass_through_the_micro_vit_costs_what_its_matrices_say():
     [
         (10_847, 32, 0.25, ("micro", 32, 8)),  # CIFAR-100-LT: 13 passes over half of 64 patches are too few
         (10_847, 32, 0.43, ("micro", 32, 4)),  # 23 passes
+        (10_847, 28, 0.43, ("micro", 32, 4)),  # of MNIST's size: enlarged to 32 in any case
         (2_336, 256, 1, ("micro", 64, 8)),  # PlantDoc in half an hour of two cores: 123 passes
         (2_336, 256, 20, ("tiny", 224, 16)),  # 167 passes
         (2_336, 200, 20, ("micro", 64, 8)),  # no image is enlarged
@@ -131,7 +132,7 @@ def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys
     with pytest.raises(Interrupted):
         train.main([str(pictures), "--hours", "0.5", "--test_fraction", "0.3", "--validation_fraction", "0"])
     folder = tmp_path / "runs" / "train-pictures" / "1"
-    assert "From scratch: micro at 32 pixels with patches of 8" in (printed := capsys.readouterr().out)
+    assert "From scratch: micro at 32 pixels with patches of 4" in (printed := capsys.readouterr().out)
     assert f"livt train --resume {folder}" in printed
     train.main(["--resume", str(folder)])
     assert [words[0] for words in commands] == ["pretrain", "pretrain", "finetune", "eval"]

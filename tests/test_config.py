@@ -28,6 +28,7 @@ MULTI = dict(problem_type="multi_label_classification", test_prior=None)
         (dict(tau=float("nan")), "tau nan must be a finite number"),
         (dict(tau=-1), "tau -1 must be"),
         (dict(label_smoothing=1.0), "label_smoothing 1.0 must be"),
+        (dict(normalised_classifier=True), "between -1 and 1, from which loss 'bal_bce' learns nothing; take ldam"),
         (dict(loss="lade", label_smoothing=0.1), "label_smoothing 0.1 cannot be used with loss 'lade'"),
         (dict(nt_lambda=0), "nt_lambda 0 must be positive"),
         (dict(cb_beta=1.0), "cb_beta 1.0 must lie between"),
@@ -181,3 +182,8 @@ def test_settings_given_on_reading_a_config_are_checked_and_replace_the_saved_on
 def test_a_setting_of_a_later_version_is_named():
     with pytest.raises(ValueError, match=r"settings \['temper'\] of the head are not known"):
         LiViTConfig(long_tail={"temper": 3})
+
+
+def test_numbers_of_numpy_are_saved_as_json(tmp_path):
+    LiViTConfig(class_counts=[3, 2], num_train_images=np.int64(5), tau=np.float32(0.5)).save_pretrained(tmp_path)
+    assert LiViTConfig.from_pretrained(tmp_path).long_tail.tau == 0.5

@@ -169,7 +169,10 @@ def test_a_pretraining_file_becomes_a_vitmae_with_equal_predictions(tmp_path):
         if isinstance(module, nn.LayerNorm):
             module.eps = 1e-6
     stray_head = {"head.weight": torch.zeros(5, 128), "head.bias": torch.zeros(5)}
-    model = from_official(save_official(mae.state_dict() | stray_head, tmp_path / "mgp.pth"))
+    path = save_official(mae.state_dict() | stray_head, tmp_path / "mgp.pth")
+    model = from_official(path)
+    with pytest.raises(LiVTError, match="holds a pretraining, which has no classes; leave class_counts"):
+        from_official(path, class_counts=[3, 2, 1, 1, 1])
     assert isinstance(model, LiViTForPreTraining)
     assert model.config.image_size == 64 and model.config.norm_pix_loss
     model.save_pretrained(tmp_path / "mgp")

@@ -383,8 +383,13 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_a_cpu_never_gets_half_precision_by_itself_nor_fp16_at_all():
+def test_a_cpu_never_gets_half_precision_by_itself_nor_fp16_at_all(monkeypatch):
     assert choose_precision("auto") == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # what the launcher says where nothing was asked of it
+    assert choose_precision("auto") == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        choose_precision("auto")
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
         choose_precision("fp16")
 

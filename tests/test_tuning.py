@@ -293,6 +293,30 @@ def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(froz
         np.testing.assert_array_equal(batch["pixel_values"], features[epoch % 3][batch["index"]])
 
 
+def test_views_are_of_the_seed_that_was_asked_for(frozen):
+    settings, train, _, backbone = frozen
+    settings.views, augmentation = 2, finetune_augmentation(settings, input_facts(backbone.processor))
+    views = []
+    for settings.seed in (0, 1):
+        views.append(backbone.features(train, settings, augmentation))
+    np.testing.assert_array_equal(views[0][0], views[1][0])
+    assert not np.allclose(views[0][1], views[1][1])
+
+
+def test_a_head_goes_on_from_a_trained_one_with_the_answers_that_it_gave(frozen):
+    settings, train, model, backbone = frozen
+    features = backbone.features(train, settings).copy()
+    features[..., 3] = 0  # a feature that no training image has
+    classifier = classifier_of(model)
+    torch.nn.init.normal_(classifier.weight)
+    torch.nn.init.normal_(classifier.bias)
+    weight, answers = classifier.weight.clone(), classifier(torch.from_numpy(features[0]))
+    head = HeadOnly(model, features)
+    torch.testing.assert_close(head(torch.from_numpy(features[0])).logits, answers, atol=1e-4, rtol=1e-4)
+    head.unstandardise()
+    torch.testing.assert_close(classifier.weight, weight, atol=1e-4, rtol=1e-4)  # also of the feature that is missing
+
+
 @pytest.mark.parametrize("backbone", [dinov2, resnet], ids=["linear layers", "convolutions of single pixels"])
 def test_lora_trains_few_parameters_and_merges_to_the_same_logits_in_the_stock_class(tmp_path, backbone):
     pytest.importorskip("peft")
@@ -360,6 +384,8 @@ def test_an_interrupted_head_run_goes_on_to_the_same_weights(pictures, tmp_path)
         (dinov2, ["--tune", "head", "--normalised_classifier"], "leave --normalised_classifier out"),
         (dinov2, ["--tune", "head", "--gradient_checkpointing"], "leave --gradient_checkpointing out"),
         (dinov2, ["--tune", "full", "--mixup", "0.2", "--batch_size", "15"], "this one has 15"),
+        (dinov2, ["--tune", "head", "--model_size", "large"], "a dinov2, which is as it is; leave --model_size out"),
+        (dinov2, ["--tune", "head", "--pooling", "cls"], "leave --pooling out"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(pictures, tmp_path, backbone, options, complaint):
@@ -436,6 +462,11 @@ def test_a_colour_is_in_training_what_it_is_in_serving(processor):
     served = processor(Pictures.new("RGB", (300, 300), colour), return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(trained_on, served[0, :, 0, 0], atol=1e-4, rtol=1e-4)
     assert facts.size == served.shape[2]
+
+
+def test_a_processor_that_keeps_the_shape_of_an_image_is_refused():
+    with pytest.raises(LiVTError, match="whose shorter side has 16 pixels; have it crop squares"):
+        input_facts(ViTImageProcessor(size={"shortest_edge": 16}))
 
 
 def test_a_processor_that_swaps_channels_is_refused():

@@ -55,17 +55,22 @@ def balance(
     """The same model with the loss of a `LongTailConfig` for hard, soft and multi-hot labels, and `probabilities`.
 
     Further keywords are fields of `LongTailConfig`. The settings become `config.long_tail`, which `save_pretrained`
-    keeps. Without class counts the settings saved there are taken, and the keywords replace some of them. The model
-    stays an instance of its class, and what it saves is loaded by that class.
+    keeps. Settings saved there are taken, and class counts and keywords replace some of them. The model stays an
+    instance of its class, and what it saves is loaded by that class.
 
-    `fresh_classifier=True` starts the classifier anew: small weights, and the bias where `head_start` says.
+    `fresh_classifier=True` starts the classifier anew: small weights, and the bias where `head_start` says; with class
+    counts the settings begin anew, too.
     A classifier that was trained elsewhere gets probabilities under any prior without training:
     `balance(model, class_counts=counts, loss="ce")` (or "bce") names the loss it was trained with.
     """
     classifier = classifier_of(model)
     if not isinstance(model, BalancedClassifier):
         _check_kind(model)
-    model.config.long_tail = _settings(model, class_counts, settings, isinstance(classifier, CosineClassifier))
+    if class_counts is not None:
+        settings["class_counts"] = class_counts
+    anew = fresh_classifier and class_counts is not None
+    saved = None if anew else getattr(model.config, "long_tail", None)
+    model.config.long_tail = _settings(model, saved, settings, isinstance(classifier, CosineClassifier))
     if isinstance(model, BalancedClassifier):
         model.head.derive(classifier.weight.device)
     else:
@@ -75,16 +80,10 @@ def balance(
     return model
 
 
-def _settings(model: PreTrainedModel, class_counts, settings: dict, cosine: bool) -> LongTailConfig:
-    saved = getattr(model.config, "long_tail", None)
-    if class_counts is not None:
-        settings = settings | {"class_counts": class_counts}
-    elif saved is None:
+def _settings(model: PreTrainedModel, saved: dict | None, settings: dict, cosine: bool) -> LongTailConfig:
+    if saved is None and "class_counts" not in settings:
         raise LiVTError(f"the config of this {type(model).__name__} has no long_tail settings; pass class_counts.")
-    else:
-        kept = {name: value for name, value in saved.items() if name != "calibration" or not settings}
-        settings = kept | settings
-    long_tail = LongTailConfig.from_dict(settings)
+    long_tail = LongTailConfig.from_dict(LongTailConfig.changed(saved or {}, settings))
     long_tail.check_labels(model.config.num_labels, model.config.problem_type == "multi_label_classification")
     if long_tail.normalised_classifier != cosine:
         raise LiVTError(

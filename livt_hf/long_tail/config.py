@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
+import numpy as np
+
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.losses import LOSSES, LossSpec
@@ -65,6 +67,7 @@ class LongTailConfig(dict):
 
     def __post_init__(self):
         values = vars(self)  # the class is frozen, so that the attributes and the dictionary stay the same
+        values |= {name: value.item() for name, value in values.items() if isinstance(value, np.generic)}  # for JSON
         for name, number in _NUMBERS.items():
             if values[name] is not None and not isinstance(values[name], str):
                 values[name] = _listed(name, values[name], number)
@@ -87,6 +90,17 @@ class LongTailConfig(dict):
         if unknown:
             raise LiVTError(f"settings {unknown} of the head are not known; check the spelling, or upgrade livt-hf.")
         return cls(**values)
+
+    @classmethod
+    def changed(cls, saved: dict, settings: dict) -> dict:
+        """Saved settings, with others in the place of some.
+
+        New counts forget what belongs to the old ones, and every new setting of the head the old calibration.
+        """
+        void = {"calibration"} if settings.keys() & set(cls.names()) else set()
+        if "class_counts" in settings:
+            void |= {"num_train_images", "seen_counts", "class_weights"}
+        return {name: value for name, value in saved.items() if name not in void} | settings
 
     @property
     def spec(self) -> LossSpec:
@@ -133,6 +147,11 @@ class LongTailConfig(dict):
             share = getattr(self, name)
             if share is not None and not 0 <= share <= 1:
                 raise LiVTError(f"{name} {share} is a share of the training; it lies between 0 and 1.")
+        if self.normalised_classifier and not self.spec.scaled:
+            raise LiVTError(
+                f"normalised_classifier gives logits between -1 and 1, from which loss {self.loss!r} learns nothing; "
+                "take ldam, which scales them, or leave it out."
+            )
         self._check_weighting()
 
     def _check_weighting(self) -> None:

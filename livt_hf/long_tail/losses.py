@@ -163,7 +163,7 @@ class LossSpec:
 
     balanced: tau B is added to the logits. class_weighted: images are weighted by the class of their label.
     batch_statistic: `function` returns one number for the whole batch, so the loss of a batch is not the mean of the
-    losses of its parts.
+    losses of its parts. scaled: it scales the logits, so that they may be cosines.
     no_posterior: why activation(z + tau B) does not estimate the training posterior, if it does not.
     """
 
@@ -175,6 +175,7 @@ class LossSpec:
     uses_features: bool = False
     soft_labels: bool = True
     batch_statistic: bool = False
+    scaled: bool = False
     no_posterior: "str | Callable[[LongTailConfig], str | None] | None" = None
 
     @property
@@ -217,7 +218,11 @@ def _bce(batch: LossInputs) -> Tensor:
 
 
 @register_loss(
-    "ldam", activation="softmax", needs_counts=True, no_posterior="its margins and scale make the outputs scores"
+    "ldam",
+    activation="softmax",
+    needs_counts=True,
+    scaled=True,
+    no_posterior="its margins and scale make the outputs scores",
 )
 def _ldam(batch: LossInputs) -> Tensor:
     """On a plain linear classifier, as in the paper's tables; Cao et al. have `normalised_classifier` and DRW too."""

@@ -69,9 +69,12 @@ def check_distribution(distributed_type: DistributedType) -> None:
 
 
 def choose_precision(asked: str) -> str:
-    """Accelerate's `mixed_precision`; "auto" is half precision on a CUDA GPU and none elsewhere."""
+    """Accelerate's `mixed_precision`; "auto" is what was asked of the launcher, else half precision on a CUDA GPU."""
     cuda = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     cpu = not cuda and not torch.backends.mps.is_available()
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if asked == "auto" and launched in ("bf16", "fp16"):
+        asked = launched
     if asked == "auto":
         if not cuda:
             return "no"

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -41,6 +42,8 @@ def settle(
         left = 3600 * settings.hours - (budget.clock() - began)
         # The clocks of processes differ, their epochs must not.
         fitting = budget.epochs_within(left, per_epoch, last, per_last)
+        if settings.max_steps is not None:
+            fitting = min(fitting, math.ceil(settings.max_steps / loader.updates_per_epoch))
         settings.epochs = int(_gathered(accelerator, fitting).min())
         said = f"epochs that fit into {max(0, left) / 60:.1f} minutes, at {per_epoch:.1f} seconds each"
         if last:
