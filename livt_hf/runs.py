@@ -55,6 +55,10 @@ class Run:
         return Results.read(self.folder / RESULTS)
 
     @property
+    def stage(self) -> str:
+        return FinetuneSettings.stage if "loss" in self.arguments else PretrainSettings.stage
+
+    @property
     def whole(self) -> "Run":
         """The run to resume: of a fold, the cross-validation that it belongs to."""
         around = Run(self.folder.parent)
@@ -172,6 +176,9 @@ def unfinished_run(settings: TrainingSettings, asked: dict) -> Run | None:
     if settings.resume not in ("auto", "newest"):
         run = Run(Path(str(settings.resume)))
         if run.started:
+            if run.stage != settings.stage:
+                words = shell_line(["livt", run.stage, "--resume", run.folder])
+                raise LiVTError(f"{run.folder} is a {run.stage} run; go on with: {words}")
             return run
         if (run.folder / PLAN).exists():
             whole = f"livt train --resume {shell_line([run.folder])}"
@@ -229,7 +236,7 @@ def check_same_settings(run: Run, settings: TrainingSettings) -> None:
     if differing:
         raise LiVTError(
             f"{run.folder} was started with other settings: {'; '.join(differing)}. "
-            "Leave them as they were, or start a new run."
+            "Leave them as they were, or start a new run with another --output_dir."
         )
 
 
@@ -268,7 +275,9 @@ def lent_by_pretraining(asked: dict) -> dict:
     if not run.finished:
         return {}
     saved = run.settings_of(PretrainSettings)
-    names = [] if "dataset" in asked else set(DataSettings.names()) - {"plugin"}
+    names = set() if "dataset" in asked else set(DataSettings.names()) - {"plugin"}
+    if saved["validation_fraction"] == PretrainSettings.validation_fraction:
+        names -= {"validation_fraction"}  # nothing was held out: fine-tuning does by its own default
     lent = {name: saved[name] for name in [*names, "model_size", "patch_size"]}
     return lent if "plugin" in asked else lent | {"plugin": lent_plugin(run.folder)}
 
@@ -311,9 +320,15 @@ def find_pretraining(settings: FinetuneSettings) -> str:
     """
     if settings.pretrained is not None:
         return settings.pretrained
-    same = {name: getattr(settings, name) for name in [*settings.names("selects_data"), "model_size"]}
-    run = newest_finished(PretrainSettings, streaming=False, **same)
-    if run is None:
-        wanted = ", ".join(f"{name} {value}" for name, value in same.items() if value not in (None, False))
-        raise LiVTError(f"there is no finished pretraining with {wanted} under {runs_folder()}; {WITHOUT_PRETRAINING}")
-    return str(run.folder)
+    same = {name: getattr(settings, name) for name in settings.names("selects_data")}
+    run = newest_finished(PretrainSettings, streaming=False, model_size=settings.model_size, **same)
+    if run is not None:
+        return str(run.folder)
+    chosen = {name: value for name, value in same.items() if value != getattr(PretrainSettings, name)}
+    wanted = ", ".join(f"{name} {value}" for name, value in (chosen | {"model_size": settings.model_size}).items())
+    other = newest_finished(PretrainSettings, streaming=False, **same)
+    way_out = WITHOUT_PRETRAINING
+    if other is not None:
+        size = other.settings_of(PretrainSettings)["model_size"]
+        way_out = f"there is one of size {size}: pass --pretrained {shell_line([other.folder])}"
+    raise LiVTError(f"there is no finished pretraining with {wanted} under {runs_folder()}; {way_out}")

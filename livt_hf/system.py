@@ -16,7 +16,7 @@ LAUNCHES_SEVERAL = hasattr(os, "fork")
 # Seconds after which a file that another program holds open is tried again.
 _PATIENCE = 0.1, 0.3, 1.0, 3.0
 # What the commands put into the folder of runs.
-_IN_RUNS = re.compile(r"(pretrain|finetune|train|data|report)-.+|compare|comparison(-\d+)?|sweeps|features")
+_IN_RUNS = re.compile(r"(pretrain|finetune|train|data|report|slurm)-.+|compare|comparison(-\d+)?|sweeps|features")
 
 
 def flush(*paths: Path) -> None:

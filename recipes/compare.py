@@ -18,6 +18,7 @@ from livt_hf.commands import run_command
 from livt_hf.data import load_data
 from livt_hf.data.labels import is_multi_label
 from livt_hf.errors import LiVTError
+from livt_hf.pretrained import read_config
 from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
 from livt_hf.recipes.settings import CompareSettings, SweepSettings, as_words
 from livt_hf.recipes.sweep import Plan, carried_out
@@ -41,7 +42,7 @@ class Ways(Plan):
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = CompareSettings.parse(argv)
-    train = load_data(settings)["train"]
+    train, _ = load_data(settings)["train"], read_config(settings.pretrained)  # refused now, not after the first way
     if is_multi_label(train):
         raise LiVTError(
             "ways are compared by accuracy, which images with several labels do not have; train each way "

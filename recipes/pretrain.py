@@ -109,7 +109,8 @@ def in_words(settings: PretrainSettings, run: Run, results: Results) -> str:
     advice = update_advice(loss, zero_loss, results.updates)
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
     default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size
-    smaller = ["--batch_size", str(settings.batch_size)] if default > results.num_train_images else []
+    left = int(0.9 * results.num_train_images)  # the rest may be held out
+    smaller = ["--batch_size", str(budget.batch_within(left))] if default > left else []
     return (
         f"\nPretrained {settings.model_size} on {results.num_train_images:,} images of {settings.dataset} "
         f"for {results.updates:,} updates in {duration(results.seconds)}.\n"

@@ -12,7 +12,7 @@ from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
 from livt_hf.options import REQUIRED, CommandSettings, option
 from livt_hf.runs import runs_folder
-from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
+from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings, loss_names
 from livt_hf.system import shell_line, shell_words
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -40,16 +40,19 @@ class TrainSettings(DataSettings):
     pretrained: str | None = option(
         None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
     )
+    loss: str = option("bal_bce", "as for `livt finetune`", choices=loss_names)
+    flip: bool = option(True, "as for `livt finetune`")
     seed: int = option(0, "seed of everything random except the split")
     validation_fraction: float | None = option(None, "as for `livt finetune`")
     output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
     resume: str | None = option(None, "go on with an interrupted run: its folder", place=True)
-    launch: str = option("", 'options of accelerate launch, such as "--num_processes 1"')
+    launch: str = option("", "options of accelerate launch, such as --launch='--num_processes 1'")
     threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
 
-    def data_words(self) -> list[str]:
-        """What both stages are told about the data."""
-        return as_words(self.said_of_data() | {"dataset": self.dataset, "seed": self.seed})
+    def words(self, stage: str) -> list[str]:
+        """What a stage is told besides what is chosen for it."""
+        loss = {"loss": self.loss} if stage == "finetune" else {}
+        return as_words(self.said_of_data() | {"dataset": self.dataset, "seed": self.seed, "flip": self.flip} | loss)
 
 
 @dataclass(kw_only=True)
@@ -226,7 +229,7 @@ class CompareSettings(DataSettings):
     ways: list[str] | None = option(None, f"some of {', '.join(WAYS)}; default: all")
     minutes: float = option(30.0, "time of each way on this machine; a head that needs less takes less", at_least=0.1)
     image_size: int | None = option(None, "pixels of the backbone's images; default: its own", at_least=1)
-    loss: str = option("bal_bce", "loss of every way")
+    loss: str = option("bal_bce", "loss of every way", choices=loss_names)
     seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
     validation_fraction: float | None = option(None, "as for `livt finetune`")
     output_dir: str | None = option(None, "default: runs/compare/<dataset>-<backbone>-<minutes>", place=True)
@@ -266,9 +269,9 @@ class SweepSettings(CommandSettings):
     )
     pretrained: str | None = option(None, "start every variant from this checkpoint instead of an MGP run", place=True)
     seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
-    pretrain: str = option("", 'further options of the first stage, such as "--epochs 50"')
+    pretrain: str = option("", "further options of the first stage, such as --pretrain='--epochs 50'")
     finetune: str = option("", "further options of the second stage")
-    launch: str = option("", 'options of accelerate launch, such as "--multi_gpu"')
+    launch: str = option("", "options of accelerate launch, such as --launch=--multi_gpu")
     jobs: int = option(1, "runs at a time, each with its share of the cores", at_least=1)
     output_dir: str | None = option(None, "default: runs/sweeps/<dataset>[-<size>][-<factor>]", place=True)
     dry_run: bool = option(False, "print the commands and run nothing")

@@ -190,6 +190,9 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
     try:
         with ThreadPoolExecutor(settings.jobs) as pool:
             list(tqdm(pool.map(run, waiting), total=len(waiting), unit="run", file=sys.stderr))
+    except (Interrupted, KeyboardInterrupt):
+        print("Stopped; what was under way has saved itself. The same command goes on with it.")
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

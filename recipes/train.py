@@ -120,7 +120,7 @@ def plan_scratch(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str
     choice = scratch_within(settings.hours, train, settings.threads)
     stages = choice.options(settings.hours)
     return choice.why(settings.hours), {
-        stage: [*settings.data_words(), *as_words(options)] for stage, options in stages.items()
+        stage: [*settings.words(stage), *as_words(options)] for stage, options in stages.items()
     }
 
 
@@ -135,7 +135,7 @@ def scratch_within(hours: float, train: Dataset, threads: int | None = None) -> 
 
 
 def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
-    words = [*settings.data_words(), "--pretrained", settings.pretrained]
+    words = [*settings.words("finetune"), "--pretrained", settings.pretrained]
     model_settings = FinetuneSettings.parse([*words, "--tune", "head"], inherit=lent_by_checkpoint)
     model = build_classifier(model_settings, train).eval()
     size = input_facts(serving_processor(model_settings, train, model)).size

@@ -354,6 +354,27 @@ def test_fine_tuning_keeps_the_image_size_of_its_checkpoint_unless_told_another(
     assert size("--pretrained", "none") == 32
 
 
+def test_fine_tuning_holds_images_out_by_its_own_default_unless_pretraining_did(runs):
+    for fraction, lent in (("0", None), ("0.2", 0.2)):
+        run = finished("--dataset", "pictures", "--validation_fraction", fraction)
+        words = ["--pretrained", str(run.folder)]
+        assert FinetuneSettings.parse(words, inherit=lent_by_pretraining).validation_fraction == lent
+
+
+def test_a_pretraining_of_another_size_is_named_where_none_fits(runs):
+    run = finished("--dataset", "pictures", "--model_size", "micro")
+    complaint = "with dataset pictures, model_size base under .* there is one of size micro: pass --pretrained "
+    with pytest.raises(LiVTError, match=complaint + re.escape(str(run.folder))):
+        find_pretraining(FinetuneSettings.parse(["--dataset", "pictures"]))
+
+
+def test_a_run_of_the_other_stage_is_not_resumed(runs):
+    run = new_run(PretrainSettings())
+    run.begin(PretrainSettings())
+    with pytest.raises(LiVTError, match="is a pretrain run; go on with: livt pretrain --resume"):
+        parse_training(FinetuneSettings, ["--resume", str(run.folder)])
+
+
 def test_fine_tuning_does_not_start_from_another_tail(runs):
     data = ["--dataset", "cifar100-lt", "--imbalance_factor"]
     run = finished(*data, "100")
