@@ -25,7 +25,7 @@ def means_a_place(name: str) -> bool:
 
 
 def perhaps_meant(place: str | Path, names: Iterable[str] = ()) -> str:
-    """Of a place that is not there: a sentence with the name beside it, or of `names`, that is nearly the same, if any."""
+    """Of a place that is not there: a sentence with what is nearly so called, beside it or of `names`, if any is."""
     path = Path(place).expanduser()
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, [*names, *beside], n=1)

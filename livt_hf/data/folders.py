@@ -93,8 +93,8 @@ def open_image_folder(tree: Tree) -> dict[str, Dataset]:
     splits = {own[depth]: named[own[depth]] for own in parts if len(own) == level + 1 and own[depth] in named}
     if train and "train" not in splits.values() and len(set(named.values())) > 1:
         raise LiVTError(
-            f"{os.path.join(tree.root, train)} has no class folders: put each class into a folder of its own there, or "
-            "pass the table of labels by its own name, such as labels.csv."
+            f"{os.path.join(tree.root, train)} has no class folders: put each class into a folder of its own, "
+            "or pass the table of labels by its own name, such as labels.csv."
         )
     inside = [own for own in parts if len(own) == depth + 2 and own[-1].lower() in SPLIT_OF_WORD and not splits]
     if inside:

@@ -179,8 +179,8 @@ def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
         files = [str(path / file) for file in tree.ending(suffix)]
         if images and (tables := [file for file in files if is_table(Path(file))]):
             raise LiVTError(
-                f"{tables[0]} holds no images, but {path} does: pass a table of labels by its own name, and move other "
-                "tables elsewhere."
+                f"{tables[0]} holds no images, but {path} does: pass a table of labels by its own name, or move "
+                "it elsewhere."
             )
         if files:
             return _load(KINDS[suffix], by_split(files, path), streaming)
@@ -196,7 +196,9 @@ def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
 def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:
     if kind not in KINDS.values():
         if Path(files["train"][0]).suffix.lower() in TABLES:
-            raise LiVTError(f"{files['train'][0]} is a table of labels: pass it as the dataset, and without streaming.")
+            raise LiVTError(
+                f"{files['train'][0]} is a table of labels: pass it as the dataset, and without streaming."
+            )
         known = "a table (.csv, .tsv, .jsonl, .parquet), an arrow file, a webdataset (.tar) or an image list (.txt, "
         raise LiVTError(f"{files['train'][0]} is not {known}.txt.gz, .txt.xz).")
     # One by one: loaded together, all splits get the class names of the first file.

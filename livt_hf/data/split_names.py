@@ -74,7 +74,9 @@ def named_folders(folders: list[str]) -> dict[str, str]:
 
     "bullet train" and "test tube" are classes.
     """
-    named = {folder: SPLIT_OF_WORD[match[1].lower()] for folder in folders if (match := SPLIT_FOLDER.fullmatch(folder))}
+    named = {
+        folder: SPLIT_OF_WORD[match[1].lower()] for folder in folders if (match := SPLIT_FOLDER.fullmatch(folder))
+    }
     if named:
         return named
     alike: dict[str, dict[str, str]] = {}
