@@ -68,7 +68,8 @@ def open_image_folder(tree: Tree) -> dict[str, Dataset]:
     The topmost folder is the class, however deep its images lie, and it is a class even without an image. A folder
     that only holds them all is passed over, as archives unpack: birds/birds/finch, train/images/finch.
     """
-    images, below = tree.images(), defaultdict(list)
+    images = tree.images()
+    below: dict[str, list[str]] = defaultdict(list)
     for place in tree.folders:
         below[place.rpartition("/")[0]].append(place)
     if not below or not images:
@@ -80,9 +81,11 @@ def open_image_folder(tree: Tree) -> dict[str, Dataset]:
     hold_images = {image.rpartition("/")[0] for image in images}
 
     def unpacked(place: str) -> str:
-        alone = below[place][0] if len(below[place]) == 1 else None
-        passed_over = alone and below[alone] and not hold_images & {place, alone}
-        return unpacked(alone) if passed_over else place
+        if len(below[place]) == 1:
+            (alone,) = below[place]
+            if below[alone] and not hold_images & {place, alone}:
+                return unpacked(alone)
+        return place
 
     top = unpacked("")
     named = named_folders([place.rpartition("/")[2] for place in below[top]])

@@ -81,9 +81,9 @@ def named_folders(folders: list[str]) -> dict[str, str]:
         return named
     alike: dict[str, dict[str, str]] = {}
     for folder in folders:
-        rest, count = SPLIT_WORD.subn("", folder.lower())
-        if count == 1:
-            alike.setdefault(rest, {})[folder] = SPLIT_OF_WORD[SPLIT_WORD.search(folder.lower())[1]]
+        words = SPLIT_WORD.findall(folder.lower())
+        if len(words) == 1:
+            alike.setdefault(SPLIT_WORD.sub("", folder.lower()), {})[folder] = SPLIT_OF_WORD[words[0]]
     pairs = [own for own in alike.values() if "train" in own.values() and len(set(own.values())) > 1]
     return pairs[0] if pairs else {}
 
