@@ -345,8 +345,8 @@ def test_groups_of_equal_size_are_divided_in_the_asked_proportion(tmp_path):
     for name in names:
         (tmp_path / name).touch()
     for groups, fraction, tested in (
-        *((100, 0.2, 0.2), (100, 0.3, 0.3), (100, 0.5, 0.5), (100, 0.04, 0.04), (100, 0.001, 0.04)),
-        *((4, 0.3, 0.25), (4, 0.04, 0.25), (4, 0.7, 0.75)),
+        *((100, 0.2, 0.2), (100, 0.3, 0.3), (100, 0.5, 0.5), (100, 0.04, 0.04)),
+        *((100, 0.02, 0.02), (100, 0.001, 0.01), (4, 0.3, 0.25), (4, 0.04, 0.25), (4, 0.7, 0.75)),
     ):
         sites = np.arange(600) * groups // 600
         columns = {"path": names, "label": [i % 3 for i in range(600)], "site": sites}
