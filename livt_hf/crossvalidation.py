@@ -85,7 +85,9 @@ def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerat
     clusters = group_codes(tested) if "group" in tested.column_names else None
     exam = Exam(None, outputs, counts, accelerator, clusters=clusters)
     found = examine(exam, rules, class_feature(tested).names, summary)
-    summary["folds"] = _spread([_of_fold(exam, rules, rows[mine]) for rows in _rows_of_folds(answers)])
+    name = next(iter(rules))
+    of_folds = [exam.metrics({name: rules[name]}, rows[mine].nonzero()[:, 0]) for rows in _rows_of_folds(answers)]
+    summary["folds"] = _spread([metrics[name].compute() for metrics in of_folds])
     return found, tested
 
 
@@ -135,12 +137,6 @@ def _pooled_scores(answers: pa.Table, classes: int) -> tuple[dict[str, Rule], to
 
     rules = {name.removeprefix(_SCORES)[:-1]: pick(place) for place, name in enumerate(columns)}
     return rules, torch.from_numpy(np.concatenate([part.reshape(-1, classes) for part in scores], axis=1))
-
-
-def _of_fold(exam: Exam, rules: dict[str, Rule], chosen: torch.Tensor) -> dict:
-    first = dict(list(rules.items())[:1])
-    measured = exam.metrics(first, chosen.nonzero()[:, 0])
-    return next(iter(measured.values())).compute()
 
 
 def _spread(each: list[dict]) -> dict:

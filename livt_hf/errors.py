@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 _HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*(:[^\\]+)?", re.ASCII)  # a dataset's config stands after a colon
@@ -23,9 +24,9 @@ def means_a_place(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is None
 
 
-def perhaps_meant(place: str | Path) -> str:
-    """Of a place that is not there: a sentence that names what lies beside it under nearly the same name, if any."""
+def perhaps_meant(place: str | Path, names: Iterable[str] = ()) -> str:
+    """Of a place that is not there: a sentence with what is nearly so called, beside it or of `names`, if any is."""
     path = Path(place).expanduser()
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
+    near = difflib.get_close_matches(path.name, [*names, *beside], n=1)
     return f" Did you mean {path.parent / near[0]}?" if near else ""

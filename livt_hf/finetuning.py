@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.backbones import InputFacts, input_facts
-from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, has_carved_test, train_loader
+from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, train_loader
 from livt_hf.data.division import is_carved, refuse_single_class
 from livt_hf.data.labels import is_multi_label, number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
@@ -250,7 +250,7 @@ def results_of(
         **measured,
         headline=headline(model),
         split="test",
-        test_carved=has_carved_test(data),
+        test_carved=is_carved(data, "test"),
         validation_carved=held_out,
         num_images=measured["metrics"]["num_images"],
         num_train_images=config.long_tail.num_images,

@@ -127,7 +127,7 @@ def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, A
     if unknown:
         word = unknown[0].split("=")[0]
         names = [*cls.names(), "config"]
-        raise LiVTError(f"there is no option {word!r}{_nearest(word.lstrip('-'), names, '--')}")
+        raise LiVTError(f"there is no option {word!r}{nearest(word.lstrip('-'), names, '--')}")
     kinds, named = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}, vars(parsed)
     for name in cls.names("positional"):
         if name in named and _AS_OPTION + name in named:
@@ -201,7 +201,7 @@ def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
     values = {}
     for name, text in texts.items():
         if name not in kinds:
-            raise LiVTError(f"{path}: there is no option {name!r}{_nearest(name, list(kinds))}")
+            raise LiVTError(f"{path}: there is no option {name!r}{nearest(name, list(kinds))}")
         if not isinstance(text, str) and get_origin(kinds[name]) is not list:
             raise LiVTError(f"{path}: {name} must be a single value, not a {type(text).__name__}.")
         if text not in ("", "~", "null"):
@@ -265,6 +265,7 @@ def _trained(place: Any) -> Any:
     return str(last) if (last / "config.json").exists() and not (own / "config.json").exists() else place
 
 
-def _nearest(name: str, names: list[str], prefix: str = "") -> str:
+def nearest(name: str, names: list[str], prefix: str = "", otherwise: str = "--help lists them.") -> str:
+    """What to say of an option that does not exist."""
     near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists them."
+    return f"; did you mean {prefix}{near[0]}?" if near else f"; {otherwise}"

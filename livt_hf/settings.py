@@ -93,6 +93,7 @@ class DataSettings(CommandSettings):
         "seed of the images picked for the tail and the test set; 0 picks the community's CIFAR-LT",
         selects_data=True,
         at_least=0,
+        at_most=2**32 - 1,
     )
     test_fraction: float | None = option(  # None: no test split is made
         0.2, "share of each class set aside when a dataset has no test split", selects_data=True
@@ -111,7 +112,14 @@ class DataSettings(CommandSettings):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in ("exclude_labels", "label_column"):
+            if isinstance(getattr(self, name), list | tuple):  # as Python has them
+                setattr(self, name, ",".join(map(str, getattr(self, name))))
         if self.dataset is not None:
+            if not self.dataset.strip():
+                raise LiVTError(
+                    "the name of the dataset is empty: name a benchmark, a folder, a table or a Hub dataset."
+                )
             # As shells complete folders; runs are found by this name.
             self.dataset = self.dataset.rstrip(f"/{os.sep}") or "/"
             if Path(self.dataset).name in ("", ".."):  # of the folder one works in

@@ -15,6 +15,7 @@ from livt_hf.data.decoding import copies_in_words, find_broken, listed
 from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
 from livt_hf.data.loading import StoredImages
 from livt_hf.data.sources import load_data
+from livt_hf.errors import LiVTError
 from livt_hf.metrics import group_sizes
 from livt_hf.recipes.settings import LookSettings, as_words
 from livt_hf.reports import class_distribution, contact_sheet
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     sound = {
         split: part.select(np.setdiff1d(np.arange(len(part)), list(broken[split]))) for split, part in data.items()
     }
+    for split, part in sound.items():
+        if not len(part):
+            raise LiVTError(f'no image of the split "{split}" can be read: repair or replace them.')
     copies = copies_in_words(sound) if settings.check_images else None
     if copies is not None:
         print(copies)
@@ -50,6 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     said = settings.said_of_data() | {"dataset": None, "hours": 0.5}
     if any(broken.values()):
         said["on_broken"] = "skip"
+        if not class_counts(sound["train"]).all():
+            said["drop_empty"] = True
     print(
         "Next, train for half an hour; with few images add --pretrained and a classifier, a folder or a Hub id:\n  "
         + shell_line(["livt", "train", settings.dataset, *as_words(said)])

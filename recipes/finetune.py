@@ -33,7 +33,7 @@ from livt_hf.commands import (
 )
 from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_seen, write_fold, write_whole
 from livt_hf.data import class_counts, load_data
-from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import copies_in_words
 from livt_hf.data.sources import load_images
 from livt_hf.errors import Interrupted, LiVTError
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def say_copies(settings: FinetuneSettings, splits: Mapping[str, Dataset], accelerator: Accelerator) -> None:
     """Warn of identical images on both sides of a split; those of benchmarks are what they are."""
-    if accelerator.is_main_process and settings.dataset not in BENCHMARKS:
+    if accelerator.is_main_process and settings.dataset not in PUBLIC:
         words = copies_in_words(splits)
         if words is not None:
             logger.warning(words)

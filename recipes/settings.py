@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC
 from livt_hf.errors import LiVTError
 from livt_hf.options import REQUIRED, CommandSettings, option
 from livt_hf.runs import runs_folder
@@ -171,7 +171,8 @@ class PublishDataSettings(DataSettings):
             raise LiVTError(
                 "publish-data needs a dataset and a repository: livt publish-data DATASET organisation/name."
             )
-        if self.license is None and self.dataset not in BENCHMARKS and Path(self.dataset).exists():
+        own = self.dataset in BENCHMARKS or Path(self.dataset).exists()
+        if self.license is None and own and self.dataset not in PUBLIC:
             raise LiVTError(
                 f"{self.dataset} holds images of your own; name their licence as the Hub spells it, for instance "
                 "--license cc-by-nc-4.0."

@@ -71,6 +71,19 @@ def test_broken_images_are_named_up_to_ten_and_counted(tmp_path, capsys):
     assert (tmp_path / "look/samples.png").exists()
 
 
+def test_where_skipping_broken_images_leaves_a_class_or_a_split_empty_that_is_said(tmp_path, capsys):
+    for name in ("train/a", "train/b", "test/a"):
+        (tmp_path / "birds" / name).mkdir(parents=True)
+        Image.new("RGB", (12, 10)).save(tmp_path / f"birds/{name}/0.png")
+    (tmp_path / "birds/train/b/0.png").write_bytes(b"broken")
+    main([str(tmp_path / "birds"), "--output", str(tmp_path / "look")])
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" --on_broken skip --drop_empty True")
+    (tmp_path / "birds/train/a/0.png").write_bytes(b"broken")
+    with pytest.raises(LiVTError, match='no image of the split "train" can be read'):
+        main([str(tmp_path / "birds"), "--output", str(tmp_path / "look")])
+    assert "Broken images in train, 2 of 2:" in capsys.readouterr().out
+
+
 def test_pictures_go_to_the_folder_of_runs_in_the_environment(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "elsewhere"))
     main(["glyphs", "--images_per_class", "100", "--split_seed", "1"])

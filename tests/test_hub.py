@@ -672,6 +672,21 @@ def test_the_card_of_a_balanced_dataset_names_its_images_per_class(tmp_path):
     assert origin_of(load_data(settings), settings).rule == "Every class keeps 6 training images."
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dataset": "glyphs"}, r"int\(n_max \* 100\^\(-i / \(C - 1\)\)\) training images, .* largest class\."),
+        ({"rule": "balanced", "images_per_class": 9, "cap": True}, "keeps 9 .* fewer images keeps all of them."),
+        ({"rule": "balanced", "validation_fraction": 0.5}, "Every class keeps 6 .* The validation split is not .*"),
+        ({"validation_fraction": 0.5}, "The training images are those of the dataset. The validation split is not .*"),
+    ],
+)
+def test_the_card_of_a_dataset_says_what_became_of_its_training_images(tmp_path, options, said):
+    pictures = make_pictures(tmp_path / "pictures")
+    settings = PublishDataSettings(**{"dataset": str(pictures), "repo_id": "org/x", "license": "mit"} | options)
+    assert re.fullmatch(f".*{said}", origin_of(load_data(settings), settings).rule)
+
+
 def test_the_card_of_a_dataset_says_by_what_images_were_left_out_and_names_the_licence(tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
     settings = PublishDataSettings(

@@ -19,9 +19,9 @@ from PIL import Image as PILImage
 from livt_hf.data import (
     class_counts,
     exponential_counts,
-    has_carved_test,
     load_data,
     load_long_tailed,
+    load_to_measure,
     normalization,
     register_dataset,
 )
@@ -30,6 +30,7 @@ from livt_hf.data.division import carved_test, is_carved
 from livt_hf.data.lists import read_list
 from livt_hf.data.sources import Images
 from livt_hf.errors import LiVTError, means_a_place
+from livt_hf.recipes.settings import PublishDataSettings
 from livt_hf.settings import DataSettings
 
 needs_data = pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="needs real data (LIVT_DATA)")
@@ -216,6 +217,17 @@ def test_a_function_registered_by_name_is_a_dataset_like_any_other(request):
         register_dataset("mine")(mine)
 
 
+def test_of_a_registered_dataset_images_are_held_out_and_a_licence_is_asked_for_as_of_any_own_data(
+    request, monkeypatch
+):
+    request.addfinalizer(lambda: BENCHMARKS.pop("mine"))
+    register_dataset("mine")(lambda settings: DatasetDict(train=named_rows([0, 1] * 20, ["a", "b"])))
+    monkeypatch.setattr("livt_hf.data.division.ENOUGH_TO_HOLD_OUT", 20)
+    assert is_carved(load_long_tailed("mine", validation_fraction=None), "validation")
+    with pytest.raises(LiVTError, match="mine holds images of your own; name their licence"):
+        PublishDataSettings(dataset="mine", repo_id="org/mine")
+
+
 # Own data
 
 
@@ -245,7 +257,7 @@ def test_an_image_beside_the_classes_of_a_split_does_not_make_the_splits_classes
         write_images(tmp_path / "own" / split, {"a": 4, "b": 2})
         (tmp_path / "own" / split / "montage.png").write_bytes(png())
     data = load_long_tailed(str(tmp_path / "own"))
-    assert data["train"].features["label"].names == ["a", "b"] and not has_carved_test(data)
+    assert data["train"].features["label"].names == ["a", "b"] and not is_carved(data, "test")
     assert [class_counts(data[split]).tolist() for split in ("train", "test")] == [[4, 2], [4, 2]]
     assert "left out 2 images that lie in no class folder" in caplog.text
 
@@ -271,10 +283,10 @@ def test_images_that_are_stored_with_a_split_column_are_divided_by_it(tmp_path, 
         colours = [np.asarray(image)[0, 0, 0] for image in shuffled[split]["image"]]
         assert sorted(colours) == list(numbers) and shuffled[split]["label"][:] == [colour % 2 for colour in colours]
     divided = load_long_tailed(place)
-    assert {split: len(divided[split]) for split in divided} == {"train": 8, "test": 4} and not has_carved_test(
-        divided
+    assert {split: len(divided[split]) for split in divided} == {"train": 8, "test": 4} and not is_carved(
+        divided, "test"
     )
-    assert has_carved_test(load_long_tailed(place, split_column="none"))
+    assert is_carved(load_long_tailed(place, split_column="none"), "test")
     with pytest.raises(LiVTError, match='no split_column "part"; the columns are image, label, Split'):
         load_long_tailed(place, split_column="part")
     with pytest.raises(LiVTError, match="label_separator is for tables"):
@@ -323,6 +335,41 @@ def test_classes_may_be_called_like_splits_and_archives_may_nest_their_folder(tm
     write_images(tmp_path / "archive/vehicles", {"bullet train": 5, "train": 5, "test tube": 5})
     data = load_long_tailed(str(tmp_path / "archive"))
     assert data["train"].features["label"].names == ["bullet train", "test tube", "train"]
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("seg_train/seg_train", "seg_test/seg_test"),  # Intel Image Classification
+        ("training_set/training_set", "test_set/test_set"),  # cats and dogs
+        ("train/images", "test/images"),
+        ("archive/Birds Train", "archive/Birds Test"),
+    ],
+)
+def test_a_lone_folder_around_the_classes_of_a_split_is_no_class(tmp_path, caplog, train, test):
+    write_images(tmp_path / "own" / train, {"sea": 3, "street": 2})
+    write_images(tmp_path / "own" / test, {"sea": 1, "street": 1})
+    if "seg_" in train:
+        write_images(tmp_path / "own/seg_pred", {"seg_pred": 4})  # without labels
+    data = load_long_tailed(str(tmp_path / "own"))
+    assert data["train"].features["label"].names == ["sea", "street"] and not is_carved(data, "test")
+    assert [class_counts(data[split]).tolist() for split in ("train", "test")] == [[3, 2], [1, 1]]
+    assert ("left out 4 images that lie in no class folder" in caplog.text) == ("seg_" in train)
+
+
+def test_splits_without_class_folders_ask_for_the_table_of_labels(tmp_path):
+    for split in ("train", "test"):
+        write_images(tmp_path / "own", {split: 3})
+        (tmp_path / "own" / split / "metadata.csv").write_text("file_name,label\n000.png,a\n")
+    with pytest.raises(LiVTError, match="own/train has no class folders: .*pass the table of labels"):
+        load_long_tailed(str(tmp_path / "own"))
+
+
+def test_a_table_that_lies_among_the_images_of_a_folder_is_named(tmp_path):
+    write_images(tmp_path / "birds", {"finch": 3, "owl": 3})
+    pa.parquet.write_table(pa.table({"features": [1.0, 2.0]}), tmp_path / "birds/features.parquet")
+    with pytest.raises(LiVTError, match="birds/features.parquet holds no images, but .*birds does"):
+        load_long_tailed(str(tmp_path / "birds"))
 
 
 def test_folders_that_are_neither_a_split_nor_a_class_are_refused_by_name(tmp_path):
@@ -404,10 +451,10 @@ def test_a_test_set_cut_from_the_training_images_is_warned_of_and_remembered(tmp
     data = load_long_tailed(str(tmp_path / "birds"))
     assert {split: len(part) for split, part in data.items()} == {"train": 16, "validation": 4, "test": 4}
     assert "4 of 20 training images are set aside" in caplog.text and "call the validation split so" in caplog.text
-    assert has_carved_test(data) and has_carved_test({"test": data["test"].select([0])})
-    assert not has_carved_test({"test": data["train"]})
+    assert is_carved(data, "test") and is_carved({"test": data["test"].select([0])}, "test")
+    assert not is_carved({"test": data["train"]}, "test")
     (tmp_path / "birds/val").rename(tmp_path / "birds/test")
-    assert not has_carved_test(load_long_tailed(str(tmp_path / "birds")))
+    assert not is_carved(load_long_tailed(str(tmp_path / "birds")), "test")
 
 
 def test_a_fold_and_held_out_images_are_no_splits_of_the_dataset_itself(tmp_path):
@@ -415,7 +462,7 @@ def test_a_fold_and_held_out_images_are_no_splits_of_the_dataset_itself(tmp_path
     write_images(tmp_path / "birds/test", {"finch": 2, "owl": 2})
     own = load_long_tailed(str(tmp_path / "birds"), validation_fraction=0.2)
     assert is_carved(own, "validation") and not is_carved(own, "test") and not is_carved(own, "train")
-    assert has_carved_test(load_long_tailed(str(tmp_path / "birds"), fold="1/2"))
+    assert is_carved(load_long_tailed(str(tmp_path / "birds"), fold="1/2"), "test")
     write_images(tmp_path / "birds/val", {"finch": 2, "owl": 2})
     assert not is_carved(load_long_tailed(str(tmp_path / "birds"), validation_fraction=0.2), "validation")
 
@@ -446,6 +493,7 @@ def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
         ({"rule": "pareto"}, "needs an imbalance_factor"),
         ({"imbalance_facto": 2}, "no option 'imbalance_facto'; did you mean imbalance_factor"),
         ({"split_seed": 2}, "no option 'split_seed'; it is called seed here"),
+        ({"seed": 2**32}, "split_seed is 4294967296; it must be at most 4294967295"),
     ):
         with pytest.raises(ValueError, match=message):
             load_long_tailed(folder, **options)
@@ -505,6 +553,23 @@ def test_missing_files_of_a_list_are_an_error_or_left_out(tmp_path):
     assert len(data["train"]) + len(data["test"]) == 8
 
 
+def test_broken_images_that_are_left_out_count_for_no_class(tmp_path):
+    write_images(tmp_path / "birds", {"finch": 6, "owl": 6, "wren": 2})
+    for name in ("owl/002.png", "wren/000.png", "wren/001.png"):
+        (tmp_path / "birds" / name).write_bytes(png()[:40])
+    for options, names in ({"min_images": 6}, ["finch"]), ({"drop_empty": True}, ["finch", "owl"]):
+        data = load_long_tailed(str(tmp_path / "birds"), on_broken="skip", **options)
+        assert data["train"].features["label"].names == names
+    with pytest.raises(LiVTError, match="1 class has no training image.*wren.*--drop_empty"):
+        load_long_tailed(str(tmp_path / "birds"), on_broken="skip")
+
+
+def test_where_nothing_is_trained_a_class_may_have_no_image(tmp_path):
+    write_images(tmp_path / "birds", {"finch": 3, "ghost": 0, "owl": 2})
+    data = load_to_measure(DataSettings(dataset=str(tmp_path / "birds")), "all")
+    assert class_counts(data["all"]).tolist() == [3, 0, 2]
+
+
 def test_broken_images_are_left_out_of_the_counts_when_asked(tmp_path, caplog):
     write_images(tmp_path / "birds/train", {"finch": 4, "owl": 4})
     write_images(tmp_path / "birds/test", {"finch": 1, "owl": 1})
@@ -539,7 +604,7 @@ def test_splits_go_by_any_of_their_names_and_others_are_told(tmp_path, caplog):
     part = named_rows([0, 1], ["a", "b"])
     DatasetDict(Training=part, eval=part, spare=part).save_to_disk(tmp_path / "own")
     data = load_long_tailed(tmp_path / "own")
-    assert list(data) == ["train", "test"] and not has_carved_test(data)
+    assert list(data) == ["train", "test"] and not is_carved(data, "test")
     assert "neither train, validation nor test: spare" in caplog.text
     DatasetDict(train=part, val=part, dev=part).save_to_disk(tmp_path / "two")
     with pytest.raises(LiVTError, match="has the splits val and dev, which both mean validation"):
@@ -678,6 +743,9 @@ def test_a_hub_dataset_that_cannot_be_reached_asks_for_a_local_copy(monkeypatch)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(LiVTError, match="uoft-cs/cifar10 could not be loaded from the Hub .*--source FOLDER"):
         load_long_tailed("cifar10-lt")
+    for near, name in {"cifar100": "cifar100-lt", "Glyphs": "glyphs"}.items():
+        with pytest.raises(LiVTError, match=f"Did you mean {name}"):
+            load_long_tailed(near)
     with pytest.raises(LiVTError, match="no folder own/birds, and own/birds could not be loaded .*local copy"):
         load_long_tailed("own/birds")
 
@@ -712,6 +780,12 @@ def test_a_misspelt_folder_is_answered_after_one_question_to_the_hub(tmp_path, m
 def test_a_table_that_does_not_exist_is_named_whatever_its_source(tmp_path):
     with pytest.raises(LiVTError, match="labels.csv does not exist"):
         load_long_tailed(str(tmp_path / "labels.csv"), source=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_the_root_of_the_disk(name):
+    with pytest.raises(LiVTError, match="the name of the dataset is empty"):
+        load_long_tailed(name)
 
 
 def test_places_that_do_not_exist_or_hold_nothing_are_named(tmp_path):

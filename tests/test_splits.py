@@ -10,7 +10,6 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from livt_hf.data.division import carved_test
 from livt_hf.data.splits import (
-    balanced_counts,
     exponential_counts,
     grouped_split,
     label_counts,
@@ -74,7 +73,7 @@ def test_picks_leave_the_global_generator_alone():
     np.random.seed(5)
     expected = np.random.rand()
     np.random.seed(5)
-    long_tail_indices(np.arange(100) % 10, balanced_counts(10, 3))
+    long_tail_indices(np.arange(100) % 10, np.full(10, 3))
     assert np.random.rand() == expected
 
 
@@ -153,6 +152,14 @@ def test_folds_of_groups_share_no_group_and_divide_each_class(num_groups):
         assert np.allclose(shares, 0.2, atol=0.03)
     tests = [grouped_split(labels, groups, 0.2, seed)[1] for seed in (1, 1, 2)]
     assert np.array_equal(tests[0], tests[1]) and not np.array_equal(tests[0], tests[2])
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.03, 0.05, 0.2])
+def test_a_small_fraction_of_many_groups_is_met(fraction):
+    rng = np.random.RandomState(0)
+    groups, labels = rng.randint(1000, size=20_000), rng.choice(3, size=20_000, p=[0.8, 0.15, 0.05])
+    train, test = grouped_split(labels, groups, fraction)
+    assert abs(len(test) / 20_000 - fraction) < 0.1 * fraction and not set(groups[train]) & set(groups[test])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
-from livt_hf.data import class_counts, decoding, has_carved_test, load_long_tailed
+from livt_hf.data import class_counts, decoding, is_carved, load_long_tailed
 from livt_hf.data.columns import MERGED
 from livt_hf.data.decoding import find_copies, stored_paths
 from livt_hf.data.labels import labels_of
@@ -57,7 +57,7 @@ def ten(tmp_path) -> list[str]:
 def test_a_table_names_images_and_labels_in_any_format(tmp_path, ten, suffix):
     file = write_table(tmp_path / f"own{suffix}", {"id": range(10), "File_Name": ten, "Label": ["owl", "finch"] * 5})
     data = load_long_tailed(file)
-    assert names_of(data) == ["finch", "owl"] and has_carved_test(data)
+    assert names_of(data) == ["finch", "owl"] and is_carved(data, "test")
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
     assert data["train"].column_names == ["image", "label"] and data["train"][0]["image"].size == (4, 4)
     for part in data.values():
@@ -73,6 +73,18 @@ def test_columns_can_be_named_and_the_images_lie_below_the_source(tmp_path, ten)
         load_long_tailed(file, image_column="where", label_column="kind")
     data = load_long_tailed(file, image_column="where", label_column="kind", source=tmp_path)
     assert names_of(data) == ["a", "b"]
+    with pytest.raises(LiVTError, match="own.csv is a table of labels: pass it as the dataset, and without streaming"):
+        load_long_tailed(file, streaming=True)
+
+
+def test_columns_without_a_name_are_left_out_and_python_may_pass_lists_of_names(tmp_path, ten):
+    rows = "".join(f"{path},{i % 2},{(i + 1) % 2},,\n" for i, path in enumerate(ten))
+    (tmp_path / "own.csv").write_text(f"path,owl,finch,,\n{rows}")
+    data = load_long_tailed(tmp_path / "own.csv")
+    assert names_of(data) == ["owl", "finch"]
+    assert names_of(load_long_tailed(tmp_path / "own.csv", label_column=["finch", "owl"])) == ["finch", "owl"]
+    file = write_table(tmp_path / "more.csv", {"path": ten, "label": ["a", "b", "c", "d", "d"] * 2})
+    assert names_of(load_long_tailed(file, exclude_labels=["a", "b"])) == ["c", "d"]
 
 
 @pytest.mark.parametrize("option", ["image_column", "label_column", "split_column", "group_column"])
@@ -236,7 +248,7 @@ def test_a_split_column_divides_the_table(tmp_path, ten):
     file = write_table(tmp_path / "own.csv", {name: [*cells, ""] for name, cells in columns.items()})  # ends with ",,"
     data = load_long_tailed(file)
     assert {split: len(part) for split, part in data.items()} == {"train": 4, "validation": 2, "test": 4}
-    assert not has_carved_test(data) and has_carved_test(load_long_tailed(file, split_column="none"))
+    assert not is_carved(data, "test") and is_carved(load_long_tailed(file, split_column="none"), "test")
     with pytest.raises(LiVTError, match='split column "label" has "a"'):
         load_long_tailed(file, split_column="label", label_column="split")
 
@@ -333,8 +345,8 @@ def test_groups_of_equal_size_are_divided_in_the_asked_proportion(tmp_path):
     for name in names:
         (tmp_path / name).touch()
     for groups, fraction, tested in (
-        *((100, 0.2, 0.2), (100, 0.3, 0.3), (100, 0.5, 0.5), (100, 0.04, 0.04), (100, 0.001, 0.04)),
-        *((4, 0.3, 0.25), (4, 0.04, 0.25), (4, 0.7, 0.75)),
+        *((100, 0.2, 0.2), (100, 0.3, 0.3), (100, 0.5, 0.5), (100, 0.04, 0.04)),
+        *((100, 0.02, 0.02), (100, 0.001, 0.01), (4, 0.3, 0.25), (4, 0.04, 0.25), (4, 0.7, 0.75)),
     ):
         sites = np.arange(600) * groups // 600
         columns = {"path": names, "label": [i % 3 for i in range(600)], "site": sites}
@@ -425,4 +437,4 @@ def test_a_class_of_broken_images_only_can_be_dropped(tmp_path, ten):
     with pytest.raises(LiVTError, match="no training image.*such as c"):
         load_long_tailed(file, on_broken="skip")
     data = load_long_tailed(file, on_broken="skip", drop_empty=True, group_column="site")
-    assert names_of(data) == ["a", "b"] and has_carved_test(data) and "group" in data["test"].features
+    assert names_of(data) == ["a", "b"] and is_carved(data, "test") and "group" in data["test"].features

@@ -50,13 +50,6 @@ def test_the_crop_is_torchvisions_random_resized_crop_up_to_its_random_numbers()
     assert abs(spans[0].mean() - spans[1].mean()) < 1 and abs(spans[0].std() - spans[1].std()) < 1
 
 
-def test_a_batch_in_memory_gets_the_crops_of_single_images_up_to_one_level():
-    images, augmentation = small_images(64), PretrainAugmentation(32)
-    together = augmentation.batch(images, 0, 3, range(64))
-    single = torch.cat([augmentation.batch([image], 0, 3, [i]) for i, image in enumerate(images)])
-    assert (together.int() - single.int()).abs().max() <= 1
-
-
 @pytest.mark.parametrize(
     "augmentation",
     [
@@ -68,7 +61,8 @@ def test_a_batch_in_memory_gets_the_crops_of_single_images_up_to_one_level():
 def test_an_image_looks_the_same_in_any_batch_and_different_in_every_epoch(augmentation):
     images = small_images(8)
     batch = augmentation.batch(images, 0, 1, range(8))
-    assert torch.equal(augmentation.batch(images[3:6], 0, 1, [3, 4, 5]), batch[3:6])
+    for some in (images[3:6], list(images[3:6])):  # as they come from memory and from files
+        assert torch.equal(augmentation.batch(some, 0, 1, [3, 4, 5]), batch[3:6])
     for other in (augmentation.batch(images, 0, 2, range(8)), augmentation.batch(images, 1, 1, range(8))):
         assert not torch.equal(other, batch)
 

@@ -6,11 +6,11 @@ _NAMES = {
     "batches": ("Batches",),
     "benchmarks": ("normalization", "register_dataset"),
     "decoding": ("find_broken", "find_copies", "read_rgb"),
-    "division": ("has_carved_test",),
+    "division": ("is_carved",),
     "labels": ("class_counts",),
     "loading": ("eval_loader", "train_loader"),
     "sources": ("load_data", "load_long_tailed", "load_to_measure"),
-    "splits": ("balanced_counts", "exponential_counts", "long_tail_indices", "pareto_counts"),
+    "splits": ("exponential_counts", "long_tail_indices", "pareto_counts"),
     "transforms": ("DeviceTransform", "FinetuneAugmentation", "PretrainAugmentation", "eval_processor"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}

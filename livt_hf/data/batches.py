@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from livt_hf.data.decoding import BrokenImageError, refuse_broken
 from livt_hf.data.sampling import Sampler
 from livt_hf.errors import LiVTError
 from livt_hf.system import outlive_signals
@@ -61,9 +63,13 @@ class Batches:
 
 
 class Loader(DataLoader):
-    """What a dataset refuses comes out of its worker as a value and is raised here, as the sentence that it is."""
+    """What a dataset refuses comes out of its worker as a value and is raised here, as the sentence that it is.
 
-    def __init__(self, dataset: torch.utils.data.Dataset, **options):
+    Where an image is broken, all that are so of the stored `images` are named.
+    """
+
+    def __init__(self, dataset: torch.utils.data.Dataset, images: Dataset | None = None, **options):
+        self.images = images
         # The loader draws a seed for its workers: not from the global generator.
         super().__init__(dataset, generator=torch.Generator(), worker_init_fn=outlive_signals, **options)
 
@@ -73,9 +79,7 @@ class Loader(DataLoader):
     def _checked(self, batches: Iterator[dict | LiVTError]) -> Iterator[dict]:
         for batch in batches:
             if isinstance(batch, LiVTError):
-                raise self.refused(batch)
+                if isinstance(batch, BrokenImageError) and self.images is not None:
+                    refuse_broken(self.images)
+                raise batch
             yield batch
-
-    def refused(self, error: LiVTError) -> LiVTError:
-        """The error to raise for one that a worker met."""
-        return error

@@ -52,6 +52,7 @@ BENCHMARKS = {
     "glyphs": Benchmark(
         load=_glyphs,
         own_tail=True,
+        rule="exponential",
         imbalance_factor=100.0,
         mean=(0.328, 0.327, 0.327),
         std=(0.183, 0.174, 0.189),
@@ -85,6 +86,7 @@ BENCHMARKS = {
         std=(0.195, 0.194, 0.192),
     ),
 }
+PUBLIC = frozenset(BENCHMARKS)  # not what a plugin registers: those are the images of its user
 
 
 def register_dataset(name: str, **facts) -> Callable[[Callable], Callable]:

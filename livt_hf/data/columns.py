@@ -18,6 +18,7 @@ from datasets import (
     concatenate_datasets,
 )
 
+from livt_hf.data.decoding import sound_rows
 from livt_hf.data.labels import (
     Labels,
     class_label,
@@ -63,15 +64,9 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_ou
             logger.warning('the split "%s" has no labels and is left out', split)
             continue
         label_counts(labels[split].values, len(names))  # raises where a label has no name
-        columns = {image_column: "image"}
         own = class_label(dataset.features[label_column])
-        if own is not None and own.names == names == new_names:
-            columns |= {label_column: "label"}
-        chosen = dataset.select_columns(list(columns)).rename_columns(columns)
-        if chosen.features["image"] == Value("large_binary"):  # of which older datasets make no image
-            chosen = chosen.cast_column("image", Value("binary"))
-        if chosen.features["image"] != Image():
-            chosen = chosen.cast_column("image", Image())
+        labelled = own is not None and own.names == names == new_names
+        chosen = _images(dataset, {image_column: "image"} | ({label_column: "label"} if labelled else {}))
         relabelled, kept = labels[split].relabelled(new_id)
         beside, features = {}, Features()
         if "label" not in chosen.features:
@@ -84,6 +79,20 @@ def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_ou
             chosen = chosen.select(np.flatnonzero(kept))
         result[split] = chosen.select_columns(["image", "label", *(["group"] if settings.group_column else [])])
     return result
+
+
+def sound_images(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
+    """The splits without the images that cannot be read, of which a warning tells."""
+    column, _ = _find_columns(splits["train"].features, settings)
+    return {split: part.select(sound_rows(_images(part, {column: "image"}))) for split, part in splits.items()}
+
+
+def _images(dataset: Dataset, columns: dict[str, str]) -> Dataset:
+    """Some columns under new names, of which `image` holds images."""
+    images = dataset.select_columns(list(columns)).rename_columns(columns)
+    if images.features["image"] == Value("large_binary"):  # of which older datasets make no image
+        images = images.cast_column("image", Value("binary"))
+    return images if images.features["image"] == Image() else images.cast_column("image", Image())
 
 
 def standard_stream(dataset: IterableDataset, settings: DataSettings) -> IterableDataset:
@@ -156,7 +165,7 @@ def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings
         logger.warning("there is no label %s to exclude", " or ".join(map(repr, absent)))
     why = {c: "the label is excluded" for c, name in enumerate(names) if name in asked}
     rare = [c for c in np.flatnonzero(counts < (settings.min_images or 0)).tolist() if c not in why]
-    merged = rare if settings.rare_classes == "merge" else []
+    merged = dict.fromkeys(rare if settings.rare_classes == "merge" else [])
     if merged:
         few = f"{len(merged)} classes with fewer than {settings.min_images} training images"
         logger.warning('made one class, "%s", of %s: %s', MERGED, few, first_names([names[c] for c in merged]))
@@ -169,7 +178,7 @@ def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings
         why |= dict.fromkeys(empty, "the class has no training image")
     kept = [c for c in range(len(names)) if c not in why and c not in merged]
     new_id = np.full(len(names), -1)
-    new_id[kept], new_id[merged] = np.arange(len(kept)), len(kept)
+    new_id[kept], new_id[list(merged)] = np.arange(len(kept)), len(kept)
     return new_id, [names[c] for c in kept] + [MERGED] * bool(merged), why
 
 

@@ -231,12 +231,14 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
     return broken
 
 
-def with_all_broken(dataset: Dataset, met: BrokenImageError) -> LiVTError:
-    """The refusal of a broken image that was met, with all others of its dataset: one would mend them one by one."""
-    findings = find_broken(dataset).values()
-    if len(findings) < 2:
-        return met
-    return LiVTError(f"{len(findings)} images cannot be read:{listed(findings)}\nRepair or remove them, {SKIP}")
+def refuse_broken(dataset: Dataset, which: str = "") -> None:
+    """Name all broken images of a dataset at once: one would mend them one by one."""
+    findings = list(find_broken(dataset).values())
+    if len(findings) == 1:
+        raise BrokenImageError(f"{which}{findings[0]}", WAY_OUT)
+    if findings:
+        found = f"{len(findings)} images cannot be read:{listed(findings)}"
+        raise LiVTError(f"{which}{found}\nRepair or remove them, {SKIP}")
 
 
 def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
@@ -297,19 +299,17 @@ def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
         yield image["path"], _of_stored(image, index, lambda data: hashlib.sha256(data).digest())
 
 
-def refuse_broken(dataset: Dataset, which: str = "") -> None:
-    """Read every image now, where a broken one would otherwise come to light too late."""
-    if broken := find_broken(dataset):
-        raise BrokenImageError(f"{which}{next(iter(broken.values()))}", WAY_OUT)
-
-
 def without_broken(dataset: Dataset) -> Dataset:
     """The images that can be decoded; a warning names the others."""
+    return dataset.select(sound_rows(dataset))
+
+
+def sound_rows(dataset: Dataset) -> np.ndarray:
+    """The rows of the images that can be decoded; a warning names the others."""
     broken = find_broken(dataset)
-    if not broken:
-        return dataset
-    logger.warning("left out %d broken of %d images:%s", len(broken), len(dataset), listed(broken.values()))
-    return dataset.select(np.setdiff1d(np.arange(len(dataset)), list(broken)))
+    if broken:
+        logger.warning("left out %d broken of %d images:%s", len(broken), len(dataset), listed(broken.values()))
+    return np.setdiff1d(np.arange(len(dataset)), list(broken))
 
 
 def listed(findings) -> str:

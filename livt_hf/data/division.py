@@ -6,7 +6,7 @@ import logging
 import numpy as np
 from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
-from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.folds import keep_trained
 from livt_hf.data.labels import (
     class_counts,
@@ -68,7 +68,7 @@ def held_out(train: Dataset, settings: DataSettings, trained: int) -> dict[str, 
     """The training split with a part of it as validation split, where that is asked for or sensible."""
     fraction = settings.validation_fraction
     if fraction is None:
-        fraction = 0.0 if settings.dataset in BENCHMARKS or trained < ENOUGH_TO_HOLD_OUT else 0.1
+        fraction = 0.0 if settings.dataset in PUBLIC or trained < ENOUGH_TO_HOLD_OUT else 0.1
     if fraction == 0:
         return {}
     rows, held_rows = _divided(train, "validation", fraction, settings)
@@ -122,12 +122,8 @@ def warn_of_shared_groups(splits: dict[str, Dataset]) -> None:
             logger.warning("%d groups are both in %s and in %s, such as %s", len(shared), first, second, shared[0])
 
 
-def has_carved_test(data: DatasetDict | IterableDatasetDict) -> bool:
-    """Whether the test split is not the dataset's own: set aside from the training images, or a fold of them."""
-    return is_carved(data, "test")
-
-
 def is_carved(data: DatasetDict | IterableDatasetDict, split: str) -> bool:
+    """Whether a split is not the dataset's own: set aside from the training images, or a fold of them."""
     return split in data and data[split].info.description == CARVED
 
 

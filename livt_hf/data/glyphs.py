@@ -17,7 +17,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, Features, Im
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
-from livt_hf.data.splits import balanced_counts, exponential_counts
+from livt_hf.data.splits import exponential_counts
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_uniform
 from livt_hf.settings import DataSettings
@@ -50,7 +50,7 @@ def glyphs(
     """Training set by the exponential rule, balanced test set. A larger imbalance factor's images are a subset."""
     masks = _masks()
     train = exponential_counts(len(CLASSES), max_count, imbalance_factor)
-    test = balanced_counts(len(CLASSES), test_per_class)
+    test = exponential_counts(len(CLASSES), test_per_class, 1)
     return DatasetDict(train=_split(masks, train, seed, "train"), test=_split(masks, test, seed, "test"))
 
 

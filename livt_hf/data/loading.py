@@ -16,7 +16,7 @@ from transformers import BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
 from livt_hf.data.batches import Batches, Loader
-from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image, stored_images, with_all_broken
+from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image, refuse_broken, stored_images
 from livt_hf.data.labels import Labels, labels_of, number_of_classes
 from livt_hf.data.streaming import StreamLoader
 from livt_hf.data.transforms import Augmentation
@@ -51,7 +51,7 @@ class TrainLoader:
         stored = StoredImages(dataset)
         self._sampler = UpdateSampler(stored.all_labels, batches)
         images = _AugmentedImages(stored, augmentation, batches.seed)
-        self._loader = _StoredLoader(images, batches.num_workers, batch_sampler=self._sampler)
+        self._loader = _stored_loader(images, batches.num_workers, batch_sampler=self._sampler)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
         """The micro-batches of this process, `accumulation` per update, from `start_update` on."""
@@ -90,25 +90,19 @@ def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batche
     Processes get contiguous parts that differ by at most one image, so they may have different numbers of batches.
     """
     images = _ProcessedImages(StoredImages(dataset), processor)
-    return _StoredLoader(images, batches.num_workers, batch_sampler=batches.in_order(len(dataset)))
+    return _stored_loader(images, batches.num_workers, batch_sampler=batches.in_order(len(dataset)))
 
 
 def augmented_in_order(dataset: Dataset, augmentation: Augmentation, batches: Batches, epoch: int) -> DataLoader:
     """The uint8 images of `train_loader` as an epoch sees them, but in order, each image once over all processes."""
     rows = [[(epoch, index) for index in part] for part in batches.in_order(len(dataset))]
     images = _AugmentedImages(StoredImages(dataset), augmentation, batches.seed)
-    return _StoredLoader(images, batches.num_workers, batch_sampler=rows)
+    return _stored_loader(images, batches.num_workers, batch_sampler=rows)
 
 
-class _StoredLoader(Loader):
-    """Of an image that is broken it says which others of the dataset are."""
-
-    def __init__(self, dataset: torch.utils.data.Dataset, num_workers: int, **options):
-        options |= {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-        super().__init__(dataset, collate_fn=_as_is, **options)
-
-    def refused(self, error: LiVTError) -> LiVTError:
-        return with_all_broken(self.dataset.stored.rows, error) if isinstance(error, BrokenImageError) else error
+def _stored_loader(dataset: "_AugmentedImages | _ProcessedImages", num_workers: int, **options) -> Loader:
+    options |= {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    return Loader(dataset, dataset.stored.rows, collate_fn=_as_is, **options)
 
 
 def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
@@ -128,8 +122,9 @@ class StoredImages:
             self.num_classes, self.all_labels = number_of_classes(dataset), labels_of(dataset)
         try:
             self._cache = self._decode_small()
-        except BrokenImageError as error:
-            raise with_all_broken(self.rows, error) from error
+        except BrokenImageError:
+            refuse_broken(self.rows)
+            raise
 
     def __len__(self) -> int:
         return len(self.rows)

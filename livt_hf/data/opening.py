@@ -13,16 +13,15 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
-from livt_hf.data.folders import holds_images, open_image_folder
+from livt_hf.data.folders import open_image_folder, walk
 from livt_hf.data.labels import image_paths, labels_of
 from livt_hf.data.lists import ImageList, datasets_from_lists, find_lists, is_image_list, read_list
 from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
 from livt_hf.data.split_names import by_split, named_splits, refuse_empty_splits
-from livt_hf.data.tables import TABLES
+from livt_hf.data.tables import TABLES, is_table
 from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.records import in_words
 from livt_hf.settings import DataSettings
-from livt_hf.system import is_of_runs
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
 STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
@@ -139,7 +138,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
 
 def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
     repository, _, config = where.partition(":")
-    near = perhaps_meant(where)
+    near = perhaps_meant(where, () if "/" in where else BENCHMARKS)
     try:
         if near and "/" not in where:  # perhaps a misspelt folder: one short question, where loading asks many times
             HfApi().dataset_info(repository, timeout=10)
@@ -174,23 +173,34 @@ def _open_folder(path: Path, streaming: bool, skip_missing: bool) -> dict:
         with _reading_dataset(path):
             stored = load_from_disk(path).with_format(None)  # a format may hide columns
         return dict(stored) if isinstance(stored, DatasetDict) else {"train": stored}
+    tree = walk(path)
+    images = tree.images()
     for suffix in (".parquet", ".arrow"):
-        files = sorted(str(file) for file in path.rglob(f"*{suffix}") if not is_of_runs(file, path))
+        files = [str(path / file) for file in tree.ending(suffix)]
+        if images and (tables := [file for file in files if is_table(Path(file))]):
+            raise LiVTError(
+                f"{tables[0]} holds no images, but {path} does: pass a table of labels by its own name, or move "
+                "it elsewhere."
+            )
         if files:
             return _load(KINDS[suffix], by_split(files, path), streaming)
     lists = find_lists(path)
     if "train" in lists:
         return datasets_from_lists({split: read_list(file) for split, file in lists.items()}, path, skip_missing)
-    archives = sorted(str(file) for file in path.rglob("*.tar"))
-    if archives and not holds_images(path):  # what was unpacked may lie beside its archive
+    archives = [str(path / file) for file in tree.ending(".tar")]
+    if archives and not images:  # what was unpacked may lie beside its archive
         return _load("webdataset", by_split(archives, path), streaming)
-    return open_image_folder(path)
+    return open_image_folder(tree)
 
 
 def _load(kind: str, files: dict[str, list[str]], streaming: bool) -> dict:
     if kind not in KINDS.values():
+        if Path(files["train"][0]).suffix.lower() in TABLES:
+            raise LiVTError(
+                f"{files['train'][0]} is a table of labels: pass it as the dataset, and without streaming."
+            )
         known = "a table (.csv, .tsv, .jsonl, .parquet), an arrow file, a webdataset (.tar) or an image list (.txt, "
-        raise LiVTError(f"{files['train'][0]} is not {known}.txt.gz, .txt.xz), or it cannot be streamed.")
+        raise LiVTError(f"{files['train'][0]} is not {known}.txt.gz, .txt.xz).")
     # One by one: loaded together, all splits get the class names of the first file.
     splits = {}
     for split, own in files.items():

@@ -1,7 +1,6 @@
 """Datasets by name or place, benchmarks and the user's own images, as a `DatasetDict` ready for both stages."""
 
 import dataclasses
-import difflib
 import logging
 import os
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
-from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
-from livt_hf.data.columns import LeftOut, say_left_out, standard_columns, standard_stream
+from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC, Benchmark
+from livt_hf.data.columns import LeftOut, say_left_out, sound_images, standard_columns, standard_stream
 from livt_hf.data.decoding import without_broken
 from livt_hf.data.division import (
     carved,
@@ -27,6 +26,7 @@ from livt_hf.data.opening import open_splits
 from livt_hf.data.split_names import SPLITS, named_splits, refuse_empty_splits, split_by_column
 from livt_hf.data.tables import is_table, open_table
 from livt_hf.errors import LiVTError
+from livt_hf.options import nearest
 from livt_hf.settings import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,8 @@ def load_long_tailed(
         if option in called:
             raise LiVTError(f"load_long_tailed has no option {option!r}; it is called {called[option]} here.")
         if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
-            raise LiVTError(f"load_long_tailed has no option {option!r}; {hint}")
+            near = nearest(option, known, otherwise=f"choose from {', '.join(known)}.")
+            raise LiVTError(f"load_long_tailed has no option {option!r}{near}")
     options |= {"dataset": str(name), "imbalance_factor": imbalance_factor, "source": source, "split_seed": seed}
     options = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}
     return load_data(DataSettings(**options), streaming)
@@ -75,8 +74,8 @@ def load_to_measure(settings: DataSettings, split: str) -> DatasetDict:
     """The data by split; if that is asked for, `all` is all of them together, and then none is made."""
     if split != "all":
         return load_data(settings)
-    data = load_data(dataclasses.replace(settings, test_fraction=None, validation_fraction=0.0))
-    data["all"] = concatenate_datasets(list(data.values()))
+    data = DatasetDict(_chosen_images(dataclasses.replace(settings, test_fraction=None), streaming=False))
+    data["all"] = concatenate_datasets(list(data.values()))  # nothing is trained, so a class may have no image
     return data
 
 
@@ -107,6 +106,17 @@ class Images:
 
 def load_images(settings: DataSettings, streaming: bool = False) -> Images:
     """The images before they are divided: of a cross-validation, all folds share them."""
+    splits = _chosen_images(settings, streaming)
+    if streaming:
+        return Images(splits)
+    refuse_empty_classes(splits["train"])
+    if settings.fold is None:
+        return Images(splits)
+    return Images(splits, test_folds(splits["train"], settings.fold_numbers[1], settings.split_seed))
+
+
+def _chosen_images(settings: DataSettings, streaming: bool) -> dict:
+    """All images that the settings choose, by split; a class may have none to train on."""
     benchmark = BENCHMARKS.get(settings.dataset, Benchmark())
     settings = with_defaults(settings, benchmark)
     if streaming:
@@ -117,7 +127,11 @@ def load_images(settings: DataSettings, streaming: bool = False) -> Images:
         splits = {split: standard_stream(dataset, settings) for split, dataset in splits.items()}
         if len(splits) == 1:
             logger.warning("a stream without a test split is trained on as a whole: keep images to test on elsewhere")
-        return Images(_reported_as_test(splits, benchmark))
+        return _reported_as_test(splits, benchmark)
+    is_thinned = settings.rule is not None and not benchmark.own_tail
+    late = is_thinned and settings.dataset in PUBLIC  # few of whose images are kept: only they are read
+    if settings.on_broken == "skip" and not late:
+        splits = sound_images(splits, settings)
     refuse_empty_splits(splits)
     splits = _reported_as_test(standard_columns(splits, settings, left_out), benchmark)
     say_left_out(left_out)
@@ -128,18 +142,11 @@ def load_images(settings: DataSettings, streaming: bool = False) -> Images:
         warn_of_shared_groups(splits)
     if "test" not in splits and settings.fold is None and settings.test_fraction is not None:
         splits |= carved_test(splits, settings)
-    if settings.rule is not None and not benchmark.own_tail:
+    if is_thinned:
         splits["train"] = thinned(splits["train"], settings)
-    if settings.on_broken == "skip":
+    if settings.on_broken == "skip" and late:
         splits = {split: without_broken(dataset) for split, dataset in splits.items()}
-        refuse_empty_splits(splits)
-        if settings.drop_empty:  # classes that had broken images only
-            again = DataSettings(drop_empty=True, group_column=settings.group_column and "group")
-            splits = standard_columns(splits, again, {})
-    refuse_empty_classes(splits["train"])
-    if settings.fold is None:
-        return Images(splits)
-    return Images(splits, test_folds(splits["train"], settings.fold_numbers[1], settings.split_seed))
+    return splits
 
 
 def _opened(

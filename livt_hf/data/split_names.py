@@ -21,7 +21,7 @@ SPLIT_OF_WORD = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for
 SPLIT_NAMES = ("split", "partition")
 # Whole words only: "medieval" is no validation set. Digits may follow, as in val2017.
 SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(SPLIT_OF_WORD)})(?![^\W\d_])")
-# train, val2017, test_images; but "bullet train" and "test tube" are classes.
+# train, val2017, test_images
 SPLIT_FOLDER = re.compile(rf"({'|'.join(SPLIT_OF_WORD)})([\W_]*(images|set|data))?[\W_]*\d*", re.IGNORECASE)
 
 
@@ -67,6 +67,25 @@ def by_split(files: list[str], folder: Path) -> dict[str, list[str]]:
             "name, or move it elsewhere."
         )
     return splits | ({"train": unnamed} if unnamed else {})
+
+
+def named_folders(folders: list[str]) -> dict[str, str]:
+    """The split that folders name: train and test_images, or seg_train and seg_test, which differ by this word alone.
+
+    "bullet train" and "test tube" are classes.
+    """
+    named = {
+        folder: SPLIT_OF_WORD[match[1].lower()] for folder in folders if (match := SPLIT_FOLDER.fullmatch(folder))
+    }
+    if named:
+        return named
+    alike: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        words = SPLIT_WORD.findall(folder.lower())
+        if len(words) == 1:
+            alike.setdefault(SPLIT_WORD.sub("", folder.lower()), {})[folder] = SPLIT_OF_WORD[words[0]]
+    pairs = [own for own in alike.values() if "train" in own.values() and len(set(own.values())) > 1]
+    return pairs[0] if pairs else {}
 
 
 def split_by_column(splits: dict[str, Dataset], asked: str | None) -> dict[str, Dataset]:

@@ -25,28 +25,20 @@ def exponential_counts(num_classes: int, max_count: int, imbalance_factor: float
     return (exact + 1e-9).astype(np.int64)  # 49 * 49^-1 is a little less than 1
 
 
-def pareto_counts(num_classes: int, max_count: int, imbalance_factor: float, alpha: float = 6.0) -> np.ndarray:
-    """Quantiles of a (Lomax) Pareto distribution with power `alpha`, stretched from max_count / gamma to max_count.
+def pareto_counts(num_classes: int, max_count: int, imbalance_factor: float) -> np.ndarray:
+    """Quantiles of a (Lomax) Pareto distribution with power 6, stretched from max_count / gamma to max_count.
 
-    ImageNet-LT was drawn with alpha = 6 between 5 and 1,280 images. This resembles that split (about 105,000 images
+    ImageNet-LT was drawn with this power between 5 and 1,280 images. This resembles that split (about 105,000 images
     instead of 115,846); it does not reproduce its list.
     """
     _check_rule(num_classes, max_count, imbalance_factor)
-    if alpha <= 0:
-        raise LiVTError(f"alpha is {alpha}, but a Pareto distribution needs a positive power, such as 6.")
     survival = (np.arange(num_classes) + 0.5) / num_classes
-    quantile = survival ** (-1 / alpha)
+    quantile = survival ** (-1 / 6)
     spread = max(quantile[0] - quantile[-1], np.finfo(float).tiny)
     low = max_count / imbalance_factor
     counts = low + (max_count - low) * (quantile - quantile[-1]) / spread
     counts[0] = max_count  # also when there is one class only
     return (counts + 1e-9).astype(np.int64)  # the ends are whole numbers up to rounding
-
-
-def balanced_counts(num_classes: int, count: int) -> np.ndarray:
-    """The same number of images for every class (ImageNet-BAL)."""
-    _check_rule(num_classes, count, 1.0)
-    return np.full(num_classes, count, dtype=np.int64)
 
 
 def counts_by_rule(
@@ -177,16 +169,29 @@ def grouped_split(
     """
     labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
     free = np.flatnonzero(~np.isin(groups, lone_groups(labels, groups)))
-    most = min(FINEST, len(np.unique(groups[free])), int(np.bincount(labels[free], minlength=1).max()))
     is_test = np.zeros(len(labels), dtype=bool)
-    if most >= 2:
-        share = Fraction(test_fraction).limit_denominator(FINEST)
-        if not 1 < share.denominator <= most:  # few groups, or a very small or large fraction
-            share = Fraction(min(max(round(test_fraction * most), 1), most - 1), most)
-        fold = stratified_folds(labels[free], groups[free], share.denominator, seed)
-        # Few groups have one best division: then the seed chooses among its folds.
-        is_test[free] = (fold + seed) % share.denominator < share.numerator
+    if _most_folds(labels[free], groups[free]) >= 2:
+        is_test[free] = _share_of_groups(labels[free], groups[free], test_fraction, seed)
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
+
+
+def _most_folds(labels: np.ndarray, groups: np.ndarray) -> int:
+    return min(FINEST, len(np.unique(groups)), int(np.bincount(labels, minlength=1).max()))
+
+
+def _share_of_groups(labels: np.ndarray, groups: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Which rows are a fraction of them, by whole groups. Of a fraction below the finest, a fold is divided again."""
+    most = _most_folds(labels, groups)
+    share = Fraction(fraction).limit_denominator(FINEST)
+    if not 1 < share.denominator <= most:  # few groups, or a very small or large fraction
+        share = Fraction(min(max(round(fraction * most), 1), most - 1), most)
+    fold = stratified_folds(labels, groups, share.denominator, seed)
+    # Few groups have one best division: then the seed chooses among its folds.
+    chosen = (fold + seed) % share.denominator < share.numerator
+    rows = np.flatnonzero(chosen)
+    if fraction < 1 / FINEST and _most_folds(labels[rows], groups[rows]) >= 2:
+        chosen[rows] = _share_of_groups(labels[rows], groups[rows], fraction / float(share), seed)
+    return chosen
 
 
 def lone_groups(labels: np.ndarray, groups: np.ndarray) -> np.ndarray:

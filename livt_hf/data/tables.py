@@ -111,7 +111,7 @@ def _image_folder(file: Path, settings: DataSettings) -> Path:
 
 
 def _read_table(file: Path) -> pa.Table:
-    """All columns; those of a text file as text, so that label 007 stays what it is."""
+    """All columns with a name; those of a text file as text, so that label 007 stays what it is."""
     with reading_table(file):
         if file.suffix.lower() == ".parquet":
             table = pq.read_table(file)
@@ -120,7 +120,8 @@ def _read_table(file: Path) -> pa.Table:
         else:
             table = _read_csv(file)
         table.validate(full=True)  # also that all text is UTF-8, which columns of a damaged file need not be
-    table = table.rename_columns([name.strip() for name in table.column_names])
+    names = [name.strip() for name in table.column_names]
+    table = table.rename_columns(names).select([place for place, name in enumerate(names) if name])
     twice = [name for name, count in Counter(table.column_names).items() if count > 1]
     if twice:
         raise LiVTError(f'{file} has two columns called "{twice[0]}": rename one.')

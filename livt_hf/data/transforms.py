@@ -24,6 +24,7 @@ from livt_hf.randomness import kept_rng, keyed_rng, keyed_uniform, purpose_seed,
 
 CROP_TRIES = 10
 CROP_NUMBERS = 4 * CROP_TRIES + 1
+PADDING = 4  # of pad-crop
 THREE_AUGMENT_JITTER = 0.3  # DeiT III's, for timm's policy "3a"
 
 
@@ -33,10 +34,10 @@ Images = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random resized crop (bicubic) and flip."""
+    """MGP: random resized crop (bicubic) and flip."""
 
     image_size: int
-    scale: tuple[float, float]
+    scale: tuple[float, float] = (0.2, 1.0)
     flip: bool = True
 
     def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
@@ -45,11 +46,7 @@ class Augmentation:
         return _resized_crops(images, numbers, self.image_size, self.scale, self.flip)
 
 
-@dataclass(frozen=True)
-class PretrainAugmentation(Augmentation):
-    """MGP: random resized crop (bicubic) and flip."""
-
-    scale: tuple[float, float] = (0.2, 1.0)
+PretrainAugmentation = Augmentation
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class FinetuneAugmentation(Augmentation):
     scale: tuple[float, float] = (0.08, 1.0)
     rand_augment: str | None = "rand-m9-mstd0.5-inc1"
     policy: str = "resized-crop"
-    padding: int = 4
     mean: tuple[float, float, float] = IMAGENET_DEFAULT_MEAN
 
     def __post_init__(self):
@@ -97,7 +93,7 @@ class FinetuneAugmentation(Augmentation):
     def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
         if self.policy == "pad-crop":
             numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, 3)
-            images = _pad_crops(images, numbers, self.image_size, self.padding, self.flip)
+            images = _pad_crops(images, numbers, self.image_size, self.flip)
         else:
             images = super().batch(images, seed, epoch, indices)
         return self._recoloured(images, seed, epoch, indices) if self._colour_steps else images
@@ -150,11 +146,7 @@ def _crop_boxes(numbers: np.ndarray, height: np.ndarray, width: np.ndarray, scal
 def _resized_crops(images: Images, numbers: np.ndarray, size: int, scale, flip: bool) -> torch.Tensor:
     """Crops and flips by the numbers (B, CROP_NUMBERS) of the images."""
     mirrored = (numbers[:, -1] < 0.5) & flip
-    one_size = isinstance(images, torch.Tensor)
-    shapes = [images.shape[-2:]] * len(images) if one_size else [image.shape[-2:] for image in images]
-    boxes = _crop_boxes(numbers[:, :-1], *np.array(shapes).T, scale)
-    if one_size:
-        return _resize_small(images, boxes, mirrored, size)
+    boxes = _crop_boxes(numbers[:, :-1], *np.array([image.shape[-2:] for image in images]).T, scale)
     result = torch.empty(len(images), 3, size, size, dtype=torch.uint8)
     for i, (image, (top, left, height, width)) in enumerate(zip(images, boxes.tolist(), strict=True)):
         image = image[None, :, top : top + height, left : left + width]
@@ -165,68 +157,25 @@ def _resized_crops(images: Images, numbers: np.ndarray, size: int, scale, flip: 
     return result
 
 
-def _pad_crops(images: Images, numbers: np.ndarray, size: int, pad: int, flip: bool) -> torch.Tensor:
+def _pad_crops(images: Images, numbers: np.ndarray, size: int, flip: bool) -> torch.Tensor:
     """Shifts and flips by the numbers (B, 3) of the images."""
     if not isinstance(images, torch.Tensor):
         single = zip(images, numbers, strict=True)
-        return torch.cat([_pad_crops(image[None], number[None], size, pad, flip) for image, number in single])
+        return torch.cat([_pad_crops(image[None], number[None], size, flip) for image, number in single])
     height, width = images.shape[-2:]
-    if min(height, width) + 2 * pad < size:
+    if min(height, width) + 2 * PADDING < size:
         raise LiVTError(
             f"pad-crop cannot cut {size} x {size} pixels from an image of {height} x {width}: lower image_size "
             'or use policy="resized-crop".'
         )
-    rows = _offsets(numbers[:, 0], height + 2 * pad - size + 1)[:, None] + np.arange(size)
-    columns = _offsets(numbers[:, 1], width + 2 * pad - size + 1)[:, None] + np.arange(size)
+    rows = _offsets(numbers[:, 0], height + 2 * PADDING - size + 1)[:, None] + np.arange(size)
+    columns = _offsets(numbers[:, 1], width + 2 * PADDING - size + 1)[:, None] + np.arange(size)
     columns = np.where((numbers[:, 2:] < 0.5) & flip, columns[:, ::-1], columns)
     # One gather: pixel numbers in the padded image, (B, size * size)
-    pixels = torch.from_numpy(rows[:, :, None] * (width + 2 * pad) + columns[:, None, :]).flatten(1)
-    padded = F.pad(images, (pad,) * 4).flatten(2)
+    pixels = torch.from_numpy(rows[:, :, None] * (width + 2 * PADDING) + columns[:, None, :]).flatten(1)
+    padded = F.pad(images, (PADDING,) * 4).flatten(2)
     cropped = padded.gather(2, pixels[:, None, :].expand(-1, images.shape[1], -1))
     return cropped.view(len(images), images.shape[1], size, size)
-
-
-def _resize_small(images: torch.Tensor, boxes: np.ndarray, mirrored: np.ndarray, size: int) -> torch.Tensor:
-    """For small images of one size: crop, resize and flip as two products with a matrix for each image."""
-    vertical = torch.from_numpy(_resize_weights(boxes[:, 0], boxes[:, 2], images.shape[-2], size))
-    horizontal = _resize_weights(boxes[:, 1], boxes[:, 3], images.shape[-1], size)
-    horizontal = torch.from_numpy(np.where(mirrored[:, None, None], horizontal[:, ::-1], horizontal))
-    batch, channels, height, width = images.shape
-    rows = images.reshape(batch, channels * height, width).float()
-    rows = _round_fixed_point(rows @ horizontal.mT).view(batch, channels, height, size)
-    return _round_fixed_point(vertical[:, None] @ rows).to(torch.uint8)
-
-
-# Weights are whole numbers of 2^-14: a product with 8-bit values sums to less than 2^24, so float32 holds it exactly,
-# and the result does not depend on the order of summation, the batch or the number of threads.
-FIXED_POINT = 2.0**14
-
-
-def _round_fixed_point(sums: torch.Tensor) -> torch.Tensor:
-    return (sums / FIXED_POINT + 0.5).floor_().clamp_(0, 255)
-
-
-def _resize_weights(start: np.ndarray, length: np.ndarray, source: int, size: int) -> np.ndarray:
-    """Antialiased bicubic weights (a = -0.5, as Pillow's) from a line of `source` pixels: (B, size, source).
-
-    Output pixel i sees the part `start .. start + length` only.
-    """
-    start, length = start[:, None, None].astype(np.float32), length[:, None, None].astype(np.float32)
-    scale = length / size
-    support = np.maximum(scale, 1)
-    centre = start + (np.arange(size, dtype=np.float32)[:, None] + 0.5) * scale  # (B, size, 1)
-    taps = int(np.ceil(4 * support.max())) + 1  # only so many weights of a row are not 0
-    first = np.floor(centre - 2 * support)
-    pixel = first + np.arange(taps, dtype=np.float32)  # (B, size, taps)
-    x = np.abs(pixel + 0.5 - centre) / support
-    near = (1.5 * x - 2.5) * x * x + 1
-    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
-    weights = np.where(x < 1, near, np.where(x < 2, far, 0))
-    weights *= (pixel >= start) & (pixel < start + length)
-    weights *= FIXED_POINT / weights.sum(axis=-1, keepdims=True)
-    rows = np.zeros((len(start), size, source + 2 * taps), dtype=np.float32)  # taps beyond the ends weigh 0
-    np.put_along_axis(rows, pixel.astype(np.int64) + taps, np.rint(weights), axis=-1)
-    return rows[..., taps : taps + source]
 
 
 def eval_processor(

@@ -7,7 +7,7 @@ import numpy as np
 from datasets import DatasetDict
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
-from livt_hf.data import class_counts, has_carved_test
+from livt_hf.data import class_counts, is_carved
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import stored_paths
 from livt_hf.data.labels import class_feature
@@ -51,11 +51,16 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     rule = [f"The images were chosen by `{shell_line(chosen)}`."] if chosen else []
     if not chosen and made.rule is None:
         rule.append("The training images are those of the dataset.")
-    if has_carved_test(splits):
+    if is_carved(splits, "test"):
         rule.append("The test split is not the dataset's own: it was set aside from the training images.")
+    held_out = is_carved(splits, "validation")
     if made.rule is not None:
-        largest = made.images_per_class or class_counts(splits["train"]).max()
+        counts = class_counts(splits["train"]) + (class_counts(splits["validation"]) if held_out else 0)
+        largest = made.images_per_class or counts.max()
         rule.append(RULES[made.rule].format(gamma=made.imbalance_factor, count=largest))
+        rule += ["A class that has fewer images keeps all of them."] * made.cap
+    if held_out:
+        rule.append("The validation split is not the dataset's own: it was held out of these training images.")
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
     place = Path(settings.source or settings.dataset)
     if settings.source or (local and settings.dataset not in BENCHMARKS):
