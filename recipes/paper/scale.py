@@ -26,13 +26,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.data import exponential_counts
 from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.recipes.settings import CONFIGS, STAGES
 from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 RECIPES = Path(__file__).parents[1]
-CONFIGS = RECIPES / "configs"
-STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
 CLASSES = {"imagenet": 1000, "inat18": 8142, "places": 365, "cifar100": 100, "cifar10": 10}
 # Shares of the hidden patches that are decoded, and of all patches that are seen; 1 is the paper.
 SHARES = {"pretrain": (1, 0.5, 0.25), "finetune": (1, 0.5)}
