@@ -15,6 +15,7 @@ from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.metrics import LongTailMetrics
+from livt_hf.runs import Run
 from livt_hf.system import shell_line
 
 _COLUMN = re.compile(r"prediction \((?P<rule>.*)\)")
@@ -23,11 +24,11 @@ COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "con
 
 def newest_predictions(folder: Path) -> Path:
     """Of the reports in a run's folder, the predictions that were saved last."""
-    newest = max(folder.glob(f"report*/{ANSWERS}"), key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None:
+    saved = Run(folder).reports(ANSWERS)
+    if not saved:
         command = shell_line(["livt", "eval", "--model", folder])
         raise LiVTError(f"{folder} has no report with a {ANSWERS}; write one with: {command}")
-    return newest
+    return saved[0]
 
 
 @dataclass(frozen=True)
