@@ -79,7 +79,9 @@ def api():
         yield HfApi(endpoint=server.endpoint, token=TOKEN)
 
 
-def card_of(results: Results = RESULTS, form: str = "transformers", head: dict | None = None, **arguments) -> ModelCard:
+def card_of(
+    results: Results = RESULTS, form: str = "transformers", head: dict | None = None, **arguments
+) -> ModelCard:
     """Of a run whose head has these settings beside its loss, tau and class counts."""
     several = {"num_train_images": 99, "test_prior": None} if "map" in results.metrics else {}
     settings = {"loss": results.loss, "tau": results.tau, "class_counts": [9, 3]} | several | (head or {})

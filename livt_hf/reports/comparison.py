@@ -90,8 +90,8 @@ def compare(first: str, second: str, folder: Path) -> tuple[str, Path]:
     for name in ("dataset", "split", "thresholds"):
         if one.summary[name] != other.summary[name]:
             raise LiVTError(
-                f"the {name} of the reports differs ({one.summary[name]} and {other.summary[name]}); measure both "
-                "models on the same images, with the same --many_above and --few_below."
+                f"the reports are not of the same {name} ({one.summary[name]} and {other.summary[name]}); measure "
+                "both models on the same images, with the same --many_above and --few_below."
             )
     if [row["name"] for row in one.classes] != [row["name"] for row in other.classes]:
         raise LiVTError(f"{first} and {second} have other classes; only models of the same classes can be compared.")

@@ -117,8 +117,8 @@ def _classifier_card(results: Results, common: dict) -> ModelCard:
         paper_note=paper.get("note"),
         limits=_limits(dataset),
         training=_training(f"{size} px, 100 epochs, Bal-BCE, tau 1", "--class_counts COUNTS.json")
-        + " The file lists the number of training images of each class, in the order of the classes; converted without "
-        "it, the model gives no `probabilities`.",
+        + " The file lists the number of training images of each class, in the order of the classes; converted "
+        "without it, the model gives no `probabilities`.",
     )
 
 
