@@ -67,7 +67,7 @@ class PredictionTable(AbstractContextManager):
         if not self._waiting:
             return
         facts, scores = zip(*self._waiting, strict=True)
-        columns = list(_fact_columns({name: [*itertools.chain(*(part[name] for part in facts))] for name in facts[0]}))
+        columns = _fact_columns({name: [*itertools.chain(*(part[name] for part in facts))] for name in facts[0]})
         for rule in scores[0]:
             rows = torch.cat([part[rule] for part in scores])
             columns += self._best(rule, rows) if self.thresholds is None else self._given(rule, rows)

@@ -26,7 +26,7 @@ CITATION = """\
 }"""
 # Settings in which the paper's rows agree, by their names in arguments.yaml: a run that differs is another experiment.
 PAPER_SETTINGS = {"pooling": ("mean",), "bias": ("bce",), "test_prior": ("uniform", "none")}
-PAPER_SETTINGS |= {"sampler": ("natural",), "class_weights": (None,), "drw_start": (None,)}
+PAPER_SETTINGS |= {"sampler": ("natural",), "class_weights": (None,)}
 PAPER_TAUS = {"places-lt": (1.0, 1.05)}  # 1.05 is the appendix's; everywhere else 1
 LOSS_TITLES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-entropy", "ce": "cross-entropy"}
 LOSS_TITLES |= {"bal_ce": "balanced cross-entropy"}
@@ -204,7 +204,7 @@ def _data(results: Results, chosen: str) -> str:
     uses = {"testing": results.test_carved, "validation": results.validation_carved}
     aside = " and ".join(use for use, carved in uses.items() if carved)
     part = "training split" + (f" without the images that were set aside for {aside}" if aside else "")
-    choice = f" Images and labels, also those for testing, were chosen by `{chosen}`." if chosen else ""
+    choice = f" Images and labels of all splits were chosen by `{chosen}`." if chosen else ""
     return f"{title}, {part}" + (f", from `{hub_id}`." if hub_id else ".") + choice
 
 
