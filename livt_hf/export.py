@@ -115,7 +115,7 @@ def save_exported(
     The file is read back and asked about other numbers of images than it was made with.
     """
     graph = serving_graph(model.eval(), processor, prior)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     run = FORMS[form](graph, example_images(processor), folder)
     (model.config if isinstance(processor, TimmWrapperImageProcessor) else processor).save_pretrained(folder)
     write_values(folder / "classes.json", class_names(model))

@@ -97,6 +97,10 @@ class Run:
             kept = [line for line in read_log(path) if line["update"] <= update]
             replace_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
 
+    def reports(self, name: str) -> list[Path]:
+        """The files of this name in the reports on the run, the newest first."""
+        return sorted(self.folder.glob(f"report*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
+
     def write_results(self, results: Results) -> None:
         """Last of all: a run with results is a finished run."""
         replace_text(self.folder / RESULTS, results.to_json())

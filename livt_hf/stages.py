@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from livt_hf.configuration_livit import encoder_preset
 from livt_hf.data import Batches
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
-from livt_hf.data.decoding import encoded_images, read_image
+from livt_hf.data.decoding import some_images
 from livt_hf.data.sampling import Sampler
 from livt_hf.data.sources import with_defaults
 from livt_hf.metrics import group_sizes
@@ -33,8 +33,8 @@ def is_native(dataset: Dataset, image_size: int) -> bool:
 
 def some_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
     """Height and width of some images, from the first to the last one of a dataset."""
-    images, rows = encoded_images(dataset), np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT)).astype(int)
-    return [tuple(read_image(images[row]["image"], row).shape[-2:]) for row in rows.tolist()]
+    rows = np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT)).astype(int).tolist()
+    return [tuple(image.shape[-2:]) for image in some_images(dataset, rows)]
 
 
 def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Batches:

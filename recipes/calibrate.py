@@ -17,11 +17,13 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import eval_loader, load_data, load_to_measure
+from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
+    is_multi_label,
     lent_by_run,
     load_classifier,
     load_processor,
@@ -73,9 +75,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check_not_trained_on(settings: CalibrateSettings) -> None:
     run = Run(Path(settings.model))
-    own = run.started and run.arguments.get("dataset") == settings.dataset
-    if settings.split == "train" or (settings.split == "all" and own):
+    own = settings.split == "all" and run.started and share_images(run.arguments["dataset"], settings.dataset)
+    if settings.split == "train" or own:
         raise LiVTError("a model is too sure of the images it was trained on; calibrate it on others.")
+
+
+def share_images(trained: str, asked: str) -> bool:
+    """Whether all images of a dataset are among those of another, or the other way round, as their paths tell.
+
+    Not those of a folder for testing or validation in that of a training.
+    """
+    one, other = Path(trained).resolve(), Path(asked).resolve()
+    if one == other or not other.is_relative_to(one):
+        return one.is_relative_to(other)
+    split = SPLIT_FOLDER.fullmatch(other.relative_to(one).parts[0])
+    return split is None or SPLIT_OF_WORD[split[1].lower()] == "train"
 
 
 def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
@@ -95,17 +109,28 @@ def measured_again(
     accelerator: Accelerator,
     images: int,
 ) -> Results | None:
-    """The results of a finished run with the numbers of its calibrated model: they are what its card will say."""
+    """The results of a finished run with the numbers of its calibrated model: they are what its card will say.
+
+    Where the data of the run are gone, the numbers stay that a calibration does not change: those of the order of the
+    logits.
+    """
     run = Run(Path(settings.model))
     if not run.finished:
         return None
+    results = dataclasses.replace(run.results, headline=headline(model), calibrated_on=images)
     asked = {"model": settings.model, "plugin": settings.plugin}
     own = EvalSettings.merged(asked, inherited=lent_by_run(asked))
+    try:
+        data = load_data(own)
+    except LiVTError as error:
+        print(f"It is not measured again, and its results keep only what calibration does not change: {error}")
+        decided = ("macro_precision", "macro_recall", "macro_f1") if is_multi_label(model) else ()
+        metrics = {name: value for name, value in results.metrics.items() if name not in decided}
+        return dataclasses.replace(results, metrics=metrics, posterior=None, own_prior=None)
     batches = shared_batches(own.batch_size, accelerator, own.num_workers)
-    test = eval_loader(load_data(own)["test"], processor, batches)
     counts = np.asarray(model.config.long_tail.class_counts)
-    measured = measure(model, test, accelerator, counts)
-    return dataclasses.replace(run.results, **measured, headline=headline(model), calibrated_on=images)
+    measured = measure(model, eval_loader(data["test"], processor, batches), accelerator, counts)
+    return dataclasses.replace(results, **measured)
 
 
 def write_calibration(path: Path, model: PreTrainedModel) -> None:

@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = ConvertSettings.parse(argv, inherit=lent_plugin_of("source"))
     if settings.prior is not None and settings.to not in EXPORTED:
         raise LiVTError(f"--to {settings.to} writes weights, whose prior is chosen in serving; leave --prior out.")
+    folder = Path(settings.output)
+    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
+        raise LiVTError(f"{folder} exists and is not empty; name a new folder.")
     if settings.to == "livit":
         convert_official(settings)
     elif settings.to in EXPORTED:
@@ -62,10 +65,7 @@ def export(settings: ConvertSettings) -> None:
 
     for name in ("onnxscript", "onnx_ir"):  # which tell every rewritten node
         logging.getLogger(name).setLevel(logging.WARNING)
-    folder = Path(settings.output)
-    if folder.exists():
-        raise LiVTError(f"{folder} exists; name a new folder.")
-    model, processor = load_classifier(settings.source), load_processor(settings.source)
+    folder, model, processor = Path(settings.output), load_classifier(settings.source), load_processor(settings.source)
     prior = None if settings.prior is None else serving_prior(settings.prior, model)
     off = save_exported(settings.to, folder, model, processor, prior)
     height, width = image_size(processor)

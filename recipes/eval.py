@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -39,6 +40,7 @@ from livt_hf.evaluation.models import (
     class_names,
     is_multi_label,
     is_pretraining,
+    known_counts,
     lent_by_run,
     load_checkpoint,
     load_processor,
@@ -86,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = choose_folder(settings)
     model, processor = open_model(settings), load_processor(settings.model)
     check_options(model, settings, accelerator.num_processes)
+    prior = None if settings.prior is None else serving_prior(settings.prior, model)
     model.to(accelerator.device)
     with accelerator.main_process_first():
         data = load_to_measure(settings, settings.split)
@@ -95,37 +98,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
         return eval_loader(data[split], processor, batches)
 
-    summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split} | provenance()
-    counts, dataset = training_counts(model, data["train"]), data[settings.split]
     thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
+    summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split}
+    summary |= {"thresholds": thresholds} | provenance()
+    counts, dataset = training_counts(model, data["train"]), data[settings.split]
     if settings.probe:
-        summary |= measure_features(model, loader, accelerator, counts, settings)
+        summary |= measure_features(model, loader, accelerator, counts, settings, thresholds)
         write_numbers(folder, summary, accelerator)
         return
-    if is_multi_label(model):
-        outputs, given = run_model(model, loader(settings.split), accelerator), partial(given_labels, model)
-        measured = evaluate_multi_label(outputs.batches(), accelerator, counts, given, **thresholds)
-        summary["rules"] = {EACH_LABEL: measured.compute()}
-        if accelerator.is_main_process:
-            print(several_labels_in_words(summary))
-            found = Findings(summary, {}, None, measured.per_class(class_names(model)))
-            print(f"Report: {write_report(folder, settings, found, dataset)}")
-            write_table(settings, model, outputs, standard_rules(model), dataset)
-        return
-
-    shifted = planned_shifts(settings, dataset, counts)
+    shifted = [] if is_multi_label(model) else planned_shifts(settings, dataset, counts)
     clusters = group_codes(dataset) if "group" in dataset.column_names else None
     outputs = run_model(model, loader(settings.split), accelerator)
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
-    rules = chosen_rules(exam, settings, summary)
-    found = examine(exam, rules, class_names(model), summary)
-    if settings.prior is not None:
-        prior = serving_prior(settings.prior, model)
+    rules = chosen_rules(exam, settings, prior, summary)
+    found = (examine_several if is_multi_label(model) else examine)(exam, rules, class_names(model), summary)
+    if prior is not None:
         summary["under_prior"] = {"prior": prior_words(settings.prior)} | accuracy_under_prior(found.measured, prior)
     if shifted:
         summary["shifted"] = [measure_shift(exam, one) for one in shifted]
     if accelerator.is_main_process:
-        print_findings(found, exam)
+        print(several_labels_in_words(summary) if is_multi_label(model) else findings_in_words(found, exam))
         print(f"Report: {write_report(folder, settings, found, dataset)}")
         write_table(settings, model, outputs, rules, dataset)
         if ESTIMATED in rules:
@@ -152,8 +144,11 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
         check_posterior(model)
         if is_multi_label(model):
             raise LiVTError("a prior changes no mean average precision; leave --prior and --adapt_prior out.")
-    if settings.prior is not None:
-        serving_prior(settings.prior, model)
+    if settings.split == "all" and not settings.probe and known_counts(model) is None:
+        raise LiVTError(
+            f"{settings.model} does not know how many images of each class it was trained on, and with --split all no "
+            "images are training images: pass --class_counts, or measure it on a dataset that has its training split."
+        )
     if settings.adapt_prior and why_uncalibrated(model):
         raise LiVTError(
             f"no prior can be estimated by {settings.model}: {why_uncalibrated(model)}; calibrate it first "
@@ -196,25 +191,37 @@ def planned_shifts(settings: EvalSettings, dataset: Dataset, counts: np.ndarray)
 
 
 def measure_features(
-    model: PreTrainedModel, loader: Loaders, accelerator: Accelerator, counts: np.ndarray, settings: EvalSettings
+    model: PreTrainedModel,
+    loader: Loaders,
+    accelerator: Accelerator,
+    counts: np.ndarray,
+    settings: EvalSettings,
+    thresholds: dict[str, int],
 ) -> dict:
     train, test = (frozen_features(model, loader(split), accelerator) for split in ("train", settings.split))
     scores = {
         "kNN": knn_scores(train, test, len(counts)),
         "linear probe": linear_probe_scores(train, test, len(counts), seed=settings.seed),
     }
-    thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
     measured = {name: long_tail_metrics(score, test.labels, counts, **thresholds) for name, score in scores.items()}
     for name, metrics in measured.items():
         print(f"{name:14s} {accuracy_line(metrics)}")
     return measured
 
 
-def chosen_rules(exam: Exam, settings: EvalSettings, summary: dict) -> dict[str, Rule]:
+def examine_several(exam: Exam, _rules: dict[str, Rule], names: Sequence[str], summary: dict) -> Findings:
+    """All numbers where images may have several labels."""
+    given = partial(given_labels, exam.model)
+    batches = exam.outputs.batches()
+    measured = evaluate_multi_label(batches, exam.accelerator, exam.train_counts, given, **exam.thresholds)
+    summary["rules"] = {EACH_LABEL: measured.compute()}
+    return Findings(summary, {}, None, measured.per_class(names))
+
+
+def chosen_rules(exam: Exam, settings: EvalSettings, prior: Tensor | None, summary: dict) -> dict[str, Rule]:
     """The standard rules and those that were asked for. An estimated prior that should not be used is not offered."""
     rules = standard_rules(exam.model)
-    if settings.prior is not None:
-        prior = serving_prior(settings.prior, exam.model)
+    if prior is not None:
         rules[f"posterior, {prior_words(settings.prior)}"] = posterior_rule(exam.model, prior)
     if not settings.adapt_prior:
         return rules
@@ -236,28 +243,28 @@ def measured_in_words(summary: dict, images: int) -> str:
     return f"{summary['model']} on {images:,} images of {summary['dataset']} ({summary['split']})"
 
 
-def print_findings(found: Findings, exam: Exam) -> None:
+def findings_in_words(found: Findings, exam: Exam) -> str:
     summary, rules = found.summary, found.summary["rules"]
     first = next(iter(rules))
     images, bad = (rules[first][name] for name in ("num_images", "num_nan"))
-    print(measured_in_words(summary, images))
-    for name, metrics in rules.items():
-        print(f"  {name:32s} {accuracy_line(metrics)}")
+    lines = [measured_in_words(summary, images)]
+    lines += [f"  {name:32s} {accuracy_line(metrics)}" for name, metrics in rules.items()]
     intervals = {name: found for name, found in summary["intervals"][first].items() if found is not None}
     shown = (f"{name} {percent(low)} to {percent(high)}" for name, (low, high) in intervals.items())
     over = "over images" if exam.clusters is None else "over groups"
     if intervals:
-        print(f"  {first}, 95 % intervals {over}: {', '.join(shown)}")
+        lines.append(f"  {first}, 95 % intervals {over}: {', '.join(shown)}")
     if "under_prior" in summary:
         (_, words), *accuracies = summary["under_prior"].items()
         shown = ", ".join(f"{rule} {percent(accuracy)}" for rule, accuracy in accuracies) or "no class has test images"
-        print(f"  Accuracy where classes are as frequent as the {words} says (percent): {shown}")
+        lines.append(f"  Accuracy where classes are as frequent as the {words} says (percent): {shown}")
     if bad:
-        print(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / images)} %)")
+        lines.append(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / images)} %)")
     if why_uncalibrated(exam.model):
-        print(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
+        lines.append(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
     if "shifted" in summary:
-        print(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
+        lines.append(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
+    return "\n".join(lines)
 
 
 def several_labels_in_words(summary: dict) -> str:

@@ -12,8 +12,10 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -41,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         predictor.serve_under(serving_prior(settings.prior, predictor.model), prior_words(settings.prior))
     print(predictor.explanation, file=sys.stderr)
     several, shown = predictor.thresholds is not None, min(settings.top_k, len(predictor.labels))
-    line = FORMATS[settings.format](paths, shown, several)
+    width = max(len(str(path)) for path in paths)
+    line = {"table": partial(text_line, width=width), "jsonl": json_line, "csv": partial(csv_line, top_k=shown)}
+    if settings.format == "csv":
+        tqdm.write(csv_header(shown, several))
     broken = 0
     output = contextlib.nullcontext()
     if settings.output is not None:
@@ -55,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 tqdm.write(f"cannot read {path}: {error}", file=sys.stderr)
                 scores = torch.full((len(predictor.labels),), torch.nan)
             named = [] if error else best(scores, predictor.labels, shown)
-            text = line(path, named, predictor.given(scores), error)
+            given = predictor.given(scores) if several else None
+            text = line[settings.format](Answer(path, named, given, error))
             if text is not None:
                 tqdm.write(text)
             if table is not None:
@@ -72,50 +78,47 @@ def best(scores: torch.Tensor, labels: list[str], top_k: int) -> list[tuple[str,
     return [(labels[i], round(score, 4)) for i, score in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
 
 
-# A format is made for some paths, a number of classes, and whether images may have several labels. It turns a path,
-# its (label, score) pairs, the labels that are given and what is wrong with the file into a line.
-Line = Callable[[Path, list[tuple[str, float]], list[str], str | None], str | None]
+class Answer(NamedTuple):
+    """What is said of a file: (label, score) pairs, the best first, or what is wrong with it.
+
+    `given` are the labels that it is given where it may have several, else None.
+    """
+
+    path: Path
+    named: list[tuple[str, float]]
+    given: list[str] | None
+    error: str | None
 
 
-def table(paths: list[Path], _top_k: int, several: bool) -> Line:
-    width = max(len(str(path)) for path in paths)
-
-    def line(path, named, given, error):
-        stars = {label: "*" for label in given} if several else {}
-        answers = "  ".join(f"{label} {score:.3f}{stars.get(label, '')}" for label, score in named)
-        return f"{path!s:<{width}}  {answers}" if error is None else None
-
-    return line
+def text_line(answer: Answer, width: int) -> str | None:
+    if answer.error is not None:
+        return None
+    words = (f"{label} {score:.3f}{'*' * (label in (answer.given or ()))}" for label, score in answer.named)
+    return f"{answer.path!s:<{width}}  {'  '.join(words)}"
 
 
-def jsonl(_paths: list[Path], _top_k: int, several: bool) -> Line:
-    def line(path, named, given, error):
-        answers = {"labels": given} if several else {}
-        answers["predictions"] = [{"label": label, "score": score} for label, score in named]
-        return json.dumps({"file": str(path)} | ({"error": error} if error else answers), ensure_ascii=False)
-
-    return line
+def json_line(answer: Answer) -> str:
+    said = {} if answer.given is None else {"labels": answer.given}
+    said["predictions"] = [{"label": label, "score": score} for label, score in answer.named]
+    said = {"error": answer.error} if answer.error else said
+    return json.dumps({"file": str(answer.path)} | said, ensure_ascii=False)
 
 
-def comma_separated(_paths: list[Path], top_k: int, several: bool) -> Line:
+def csv_header(top_k: int, several: bool) -> str:
     columns = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "score")]
-    tqdm.write(_csv_row(["file", "error", *["labels"] * several, *columns]))
+    return _csv_row(["file", "error", *["labels"] * several, *columns])
 
-    def line(path, named, given, error):
-        labels = [SEPARATOR.join(given)] * several
-        answers = [value for pair in named for value in pair] or [None] * len(columns)
-        return _csv_row([path, error, *labels, *answers])
 
-    return line
+def csv_line(answer: Answer, top_k: int) -> str:
+    labels = [] if answer.given is None else [SEPARATOR.join(answer.given)]
+    answers = [value for pair in answer.named for value in pair] or [None] * (2 * top_k)
+    return _csv_row([answer.path, answer.error, *labels, *answers])
 
 
 def _csv_row(values: list) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(values)
     return text.getvalue()
-
-
-FORMATS = {"table": table, "jsonl": jsonl, "csv": comma_separated}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, eval_result_files, model_card
 from livt_hf.hub.paper import paper_result, paper_table
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.long_tail.losses import LOSSES
+from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.losses import LOSSES, LossSpec
 from livt_hf.recipes.paper.cards import converted_card, converted_names
 from livt_hf.results import UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
@@ -78,8 +79,18 @@ def api():
         yield HfApi(endpoint=server.endpoint, token=TOKEN)
 
 
-def card_of(results: Results = RESULTS, form: str = "transformers", **arguments) -> ModelCard:
-    return model_card(results, arguments, Publication("org/name", license="apache-2.0", form=form))
+def card_of(
+    results: Results = RESULTS, form: str = "transformers", head: dict | None = None, **arguments
+) -> ModelCard:
+    """Of a run whose head has these settings beside its loss, tau and class counts."""
+    several = {"num_train_images": 99, "test_prior": None} if "map" in results.metrics else {}
+    settings = {"loss": results.loss, "tau": results.tau, "class_counts": [9, 3]} | several | (head or {})
+    problem = "multi_label_classification" if several else None
+    publication = Publication("org/name", license="apache-2.0", form=form)
+    if results.stage == "pretrain":
+        return model_card(results, arguments, publication)
+    config = SimpleNamespace(long_tail=LongTailConfig(**settings), num_labels=2, problem_type=problem)
+    return model_card(results, arguments, publication, LongTailHead(config))
 
 
 def row_of(card: ModelCard, label: str) -> list[str]:
@@ -92,7 +103,7 @@ def test_the_card_shows_the_measured_groups_beside_the_papers():
     assert row_of(card, "this model, paper (argmax z)") == ["61.2", "40.8", "-", "42.1"]
     assert row_of(card, "this model, posterior") == ["61.2", "40.8", "-", "43.3"]
     assert row_of(card, "the paper, ViT-Base at 224 px") == ["-", "-", "-", "58.2"]
-    assert row_of(card, "`probabilities`") == ["2.1", "10.1"]
+    assert row_of(card, "class probabilities") == ["2.1", "10.1"]
 
 
 def test_the_card_of_a_calibrated_model_judges_it_by_its_posterior():
@@ -122,32 +133,61 @@ def test_a_multi_label_card_reports_precision_and_no_accuracy():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_card_says_of_each_loss_what_its_spec_says(loss):
-    text, why = card_of(replace(RESULTS, loss=loss)).text, LOSSES[loss].why_no_posterior(LongTailConfig(loss))
+    results = replace(RESULTS, loss=loss)
+    text, why = card_of(results).text, LOSSES[loss].why_no_posterior(LongTailConfig(loss))
     assert ("a bias that depends on the class counts is added" in text) == LOSSES[loss].balanced
     assert ("No bias is added" in text) == (not LOSSES[loss].balanced)
     assert ("model.probabilities" in text) == (why is None)
-    assert why is None or f"not probabilities under any prior, because {why}" in text
+    assert why is None or f"no probabilities under any prior (it was trained with loss '{loss}': {why})" in text
     sigmoid = LOSSES[loss].balanced and LOSSES[loss].activation == "sigmoid"
     assert ("With a sigmoid head" in text) == (sigmoid and why is None)
-    assert "model.probabilities" not in card_of(replace(RESULTS, loss=loss), form="timm").text
+    calibrated = {"calibration": {"scale": 1.0, "odds": 0.0, "offsets": [0.0, 0.0], "num_images": 7}}
+    timm = card_of(results, form="timm", head=calibrated).text
+    assert "probabilities(" not in timm and "`probabilities`" not in timm and "`pipeline`" not in timm
 
 
 def test_the_settings_of_a_loss_may_decide_whether_it_has_a_posterior():
     results = replace(RESULTS, loss="bal_nt_bce")
-    assert "model.probabilities" in card_of(results, nt_lambda=1.0).text
-    assert "model.probabilities" not in card_of(results, nt_lambda=2.0, test_prior="prior.json").text
+    assert "model.probabilities" in card_of(results, head={"nt_lambda": 1.0}).text
+    assert "model.probabilities" not in card_of(results, head={"nt_lambda": 2.0}).text
 
 
-def test_a_loss_of_a_plugin_that_is_not_loaded_is_refused_with_the_option_that_loads_it():
+def test_a_run_with_class_weights_from_a_file_has_a_card_that_promises_no_probabilities():
+    card = card_of(head={"class_weights": [1.0, 3.0]}, class_weights="(local)/weights.json")
+    assert "its class weights change what the outputs estimate" in card.text and "model.probabilities" not in card.text
+    assert "| the paper" not in card.text
+
+
+def test_a_loss_of_a_plugin_that_is_not_loaded_is_refused_with_the_option_that_loads_it(monkeypatch):
+    monkeypatch.setitem(LOSSES, "my_focal", LossSpec(None, activation="softmax"))
+    head = LongTailHead(SimpleNamespace(long_tail=LongTailConfig("my_focal"), num_labels=2, problem_type=None))
+    monkeypatch.delitem(LOSSES, "my_focal")
     with pytest.raises(LiVTError, match="'my_focal', which is not registered.* --plugin"):
-        card_of(replace(RESULTS, loss="my_focal"))
+        model_card(replace(RESULTS, loss="my_focal"), {}, Publication("org/name", license="mit"), head)
 
 
-def test_the_card_names_the_world_for_which_the_logits_are_meant():
-    assert "a world in which every class is equally frequent" in card_of(test_prior="uniform").text
-    asked = {"test_prior": "clinic.json"}
-    assert "frequent as the test prior of the training says (`test_prior` in `config.json`)" in card_of(**asked).text
-    assert "in `config.json`" not in card_of(form="timm", **asked).text  # that of timm does not have it
+PRIOR = "the classes are as frequent as the test prior of the training says"
+
+
+@pytest.mark.parametrize(
+    ("loss", "head", "world"),
+    [
+        ("bal_bce", {}, "every class is equally frequent"),
+        ("bal_ce", {"seen_counts": [6, 6]}, "every class is equally frequent"),
+        ("bal_bce", {"test_prior": [0.7, 0.3]}, f"{PRIOR} (`test_prior` in `config.json`)"),
+        ("bal_bce", {"tau": 0.0}, "the classes have the shares of the training data"),
+        ("ce", {}, "the classes have the shares of the training data"),
+        ("ce", {"seen_counts": [6, 6]}, "the classes have the shares that the sampler showed in training"),
+        ("bal_ce", {"tau": 0.5}, "class j has a share in proportion to pi_j^0.5, pi the class shares of the training"),
+    ],
+)
+def test_the_card_names_the_world_for_which_the_logits_are_meant(loss, head, world):
+    text = card_of(replace(RESULTS, loss=loss), head=head).text
+    assert f"The largest z is the prediction for a world in which {world}" in text
+    assert ("pi that the sampler showed in training" in text) == ("seen_counts" in head)
+    assert ("No bias is added" in text) == (loss == "ce" or head.get("tau") == 0)
+    timm = card_of(replace(RESULTS, loss=loss), form="timm", head=head).text
+    assert "in `config.json`" not in timm  # that of timm does not have it
 
 
 def test_a_record_of_an_older_version_reads_without_the_fields_that_it_lacks():
@@ -158,15 +198,15 @@ def test_a_record_of_an_older_version_reads_without_the_fields_that_it_lacks():
 
 
 def test_eval_result_files_parse_back_to_the_same_numbers():
-    files = eval_result_files(RESULTS)
+    files = eval_result_files(RESULTS, {})
     entries = parse_eval_result_entries(yaml.safe_load(files[".eval_results/cifar100.yaml"]))
     assert {entry.dataset_id for entry in entries} == {"uoft-cs/cifar100"}
     assert {entry.task_id: entry.value for entry in entries}["accuracy"] == 0.421
 
 
 def test_data_without_a_hub_id_gets_no_results_file_under_an_invented_one():
-    assert eval_result_files(replace(RESULTS, dataset="glyphs")) == {}
-    assert eval_result_files(replace(RESULTS, dataset="data/birds", dataset_local=True)) == {}
+    assert eval_result_files(replace(RESULTS, dataset="glyphs"), {}) == {}
+    assert eval_result_files(replace(RESULTS, dataset="data/birds", dataset_local=True), {}) == {}
 
 
 def test_a_relative_folder_is_not_taken_for_an_id_on_the_hub():
@@ -196,7 +236,7 @@ def test_what_the_paper_reports_on_is_called_validation_as_its_publisher_does(da
     card = card_of(results)
     assert {result.dataset_split for result in card.data.eval_results} == {"validation"}
     assert "Measured on the validation split" in card.text
-    assert all("validation split" in text for text in eval_result_files(results).values())
+    assert all("validation split" in text for text in eval_result_files(results, {}).values())
 
 
 def test_cifar_is_measured_on_the_published_test_split():
@@ -213,8 +253,20 @@ def test_a_test_split_that_was_carved_out_of_the_training_data_is_not_called_the
 
 def test_no_leaderboard_gets_numbers_of_images_that_nobody_else_has_set_aside():
     hub = replace(RESULTS, dataset="org/birds", imbalance_factor=None)
-    assert set(eval_result_files(hub)) == {".eval_results/birds.yaml"}
-    assert eval_result_files(replace(hub, test_carved=True)) == {}
+    unchosen = {"min_images": None, "drop_empty": False, "on_broken": "error", "rare_classes": "drop"}
+    assert set(eval_result_files(hub, unchosen)) == {".eval_results/birds.yaml"}
+    assert eval_result_files(replace(hub, test_carved=True), unchosen) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("exclude_labels", "todo"), ("min_images", 5), ("on_broken", "skip"), ("label_column", "coarse_label")],
+)
+def test_no_leaderboard_gets_numbers_of_images_or_classes_that_an_option_chose(name, value):
+    assert eval_result_files(RESULTS, {name: value}) == {}
+    card, chosen = card_of(**{name: value}), f"--{name} {value}"
+    assert f"were chosen by `{chosen}`" in card.text
+    assert {result.dataset_split for result in card.data.eval_results} == {f"test, chosen by {chosen}"}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +278,7 @@ def test_no_leaderboard_gets_numbers_of_images_that_nobody_else_has_set_aside():
         ({}, {"pooling": "cls"}),
         ({}, {"bias": "ce"}),
         ({}, {"test_prior": "prior.json"}),
+        ({}, {"sampler": "balanced"}),
     ],
 )
 def test_the_paper_is_not_quoted_beside_another_experiment(results, arguments):
@@ -255,8 +308,11 @@ def test_the_paper_is_quoted_where_tau_is_its_own_or_plays_no_part():
 
 
 def test_a_card_says_on_how_many_images_its_probabilities_were_calibrated():
-    assert "calibrated on 1,068 labelled images" in card_of(replace(RESULTS, calibrated_on=1068)).text
-    assert "calibrated on" not in card_of().text
+    head = {"calibration": {"scale": 1.0, "odds": 0.0, "offsets": [0.0, 0.0], "num_images": 1068}}
+    several = replace(RESULTS, metrics={"map": 0.3, "many": 0.5, "medium": 0.3, "few": None}, posterior=None)
+    for results in (RESULTS, several):
+        assert "calibrated on 1,068 labelled images" in card_of(results, head=head).text
+        assert "calibrated on" not in card_of(results).text
 
 
 def test_a_run_on_a_benchmark_has_a_licence_and_one_on_other_data_or_weights_needs_it_named():

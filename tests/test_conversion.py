@@ -430,6 +430,9 @@ def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, conve
     convert(path, livit, "--class_counts", tmp_path / "counts.json", "--labels", tmp_path / "names.json")
     convert(livit, beit, "--to", "beit")
     convert(beit, timm_folder, "--to", "timm")
+    for source, form in ((path, "livit"), (livit, "beit"), (livit, "timm"), (livit, "onnx")):
+        with pytest.raises(LiVTError, match="livit exists and is not empty; name a new folder"):
+            convert(source, livit, "--to", form)
     model = LiViTForImageClassification.from_pretrained(livit)
     assert model.config.long_tail.class_counts == list(range(1, 366))
     prepare = AutoImageProcessor.from_pretrained(beit)

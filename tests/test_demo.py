@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features
+from datasets import Image as ImageFeature
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, SpaceCard
 from packaging.version import Version
@@ -29,6 +30,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
 from livt_hf.data import eval_processor
 from livt_hf.demo.classes import ROWS, Classes
+from livt_hf.demo.images import data_of_run
 from livt_hf.demo.mistakes import Predictions, newest_predictions, read_predictions
 from livt_hf.demo.reconstruction import ServedPretraining
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
@@ -38,8 +40,10 @@ from livt_hf.evaluation.exam import Answers
 from livt_hf.evaluation.tables import ANSWERS, write_answers
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.priors import class_prior
+from livt_hf.options import save_settings
 from livt_hf.recipes.demo import main as demo_command
 from livt_hf.recipes.publish import main as publish_command
+from livt_hf.settings import PretrainSettings
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["cat", "dog", "newt <b>"]
@@ -344,6 +348,24 @@ def test_names_of_classes_are_no_markup_in_the_words_about_their_errors(served):
     assert "Taken for newt &lt;b&gt; (1)." in taken and right.startswith("### newt &lt;b&gt;\n")
 
 
+def test_an_image_that_is_clicked_is_the_one_shown_whatever_rule_was_chosen_since(served, tmp_path):
+    gradio, tabs = pytest.importorskip("gradio"), pytest.importorskip("livt_hf.demo.tabs")
+    images = [str(save_image(tmp_path / f"{seed}.png", seed)) for seed in range(3)]
+    features = Features(image=ImageFeature(), label=ClassLabel(names=NAMES))
+    split = Dataset.from_dict({"image": images, "label": [0, 1, 2]}, features=features)
+    label, sure = np.arange(3), np.full(3, 0.5)
+    predictions = {
+        rule: Predictions(np.arange(3), label, np.array(predicted), sure, "test")
+        for rule, predicted in {"one": [0, 2, 2], "other": [0, 1, 2]}.items()
+    }
+    with gradio.Blocks():
+        tab = tabs.ErrorsTab(tabs.Shown(served, data=DatasetDict(train=split, test=split), predictions=predictions))
+    chosen, _, wrong, _, near = tab.choose("one", None, SimpleNamespace(row_value=[1]))
+    tab.rows("other")  # under which no image is wrong
+    again = tab.neighbours(chosen, SimpleNamespace(index=0))
+    assert len(wrong) == 1 and [words for _, words in again] == [words for _, words in near] != []
+
+
 # Reconstruction
 
 
@@ -369,6 +391,8 @@ def test_a_seed_and_a_ratio_decide_which_patches_are_hidden(tmp_path, tiny):
     assert (hidden(0.5, 0) == hidden(0.5, 0)).all() and (hidden(0.5, 0) != hidden(0.5, 1)).any()
     with pytest.raises(LiVTError, match="0.99 leaves 0 of 16 patches visible"):
         served.reconstruct(path, 0.99, 0)
+    with pytest.raises(LiVTError, match="the box of the seed is empty"):
+        served.reconstruct(path, 0.5, None)
 
 
 # The server
@@ -467,8 +491,16 @@ def test_a_public_link_is_made_only_where_it_is_asked_for(app, tmp_path, tiny, m
 
 def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):
     save_model(tmp_path / "model", tiny)
-    with pytest.raises(LiVTError, match="there is no image in .*leave --images out"):
-        app.show(str(tmp_path / "model"), images=str(tmp_path / "model"))
+    for folder in ("model", "nowhere"):
+        with pytest.raises(LiVTError, match="there is no image in .*leave --images out"):
+            app.show(str(tmp_path / "model"), images=str(tmp_path / folder))
+
+
+def test_the_data_of_a_run_that_trained_on_a_stream_are_not_loaded(tmp_path):
+    save_settings(PretrainSettings(dataset="larger/than-the-disk", streaming=True), tmp_path / "arguments.yaml")
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(LiVTError, match="was trained on a stream, .* show images with --images"):
+        data_of_run(str(tmp_path))
 
 
 def test_a_model_that_is_no_run_is_shown_with_what_is_missing(app, tmp_path, tiny):

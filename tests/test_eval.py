@@ -399,6 +399,7 @@ def test_a_stock_classifier_is_measured_by_its_own_logits(workplace, evaluate, r
     assert measured["many"] is None
     assert (measured["accuracy"], measured["medium"], measured["few"]) == pytest.approx((0.25, 0, 1 / 3))
     assert "it does not know its training prior" in refused(*options, "--adapt_prior")
+    assert "pass --class_counts" in refused(*options, "--split", "all")  # none of these are training images
 
 
 @pytest.mark.parametrize("place", ["file", "folder"])
@@ -583,7 +584,9 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_data_are_read(work
 
 
 def test_shot_groups_follow_the_thresholds_that_were_asked_for(workplace, evaluate, refused):
-    measured = evaluate("--model", workplace.finetuned, "--many_above", 15, "--few_below", 8).summary["rules"][PAPER]
+    summary = evaluate("--model", workplace.finetuned, "--many_above", 15, "--few_below", 8).summary
+    measured = summary["rules"][PAPER]
+    assert summary["thresholds"] == {"many_above": 15, "few_below": 8}
     assert None not in (measured["many"], measured["medium"], measured["few"])  # classes of 30, 18 | 10 | 6 images
     assert "so a class would be in both groups" in refused("--model", workplace.finetuned, "--many_above", 5)
 
@@ -650,6 +653,26 @@ def test_the_results_of_a_run_are_those_of_its_calibrated_model(workplace, tmp_p
     assert (after.seconds, after.dataset) == (5.0, "pictures")
 
 
+def test_where_the_data_of_a_run_are_gone_its_results_keep_what_calibration_does_not_change(
+    workplace, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
+    run = Run(shutil.copytree(workplace.finetuned, tmp_path / "run"))
+    measured = json.loads((run.folder / "results.json").read_text())
+    run.write_results(Results.from_dict({"stage": "finetune", "dataset": "gone"} | measured))
+    save_settings(
+        FinetuneSettings(**run.arguments | {"dataset": str(tmp_path / "gone")}), run.folder / "arguments.yaml"
+    )
+    before = run.results
+    words = [str(run.folder), "--dataset", str(workplace.pictures / "test"), "--split", "all", "--threads", "1"]
+    calibrate(words)
+    after, printed = run.results, capfd.readouterr().out
+    assert "It is not measured again" in printed and "gone does not exist" in printed
+    assert after.metrics == before.metrics and before.posterior is not None and after.posterior is None
+    assert (after.headline, after.calibrated_on, list(after.rules)) == (UNIFORM, 44, [PAPER])
+    assert json.loads((run.folder / "config.json").read_text())["long_tail"]["calibration"]["num_images"] == 44
+
+
 def test_all_images_of_a_folder_without_splits_calibrate(workplace, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
     folder = saved(tmp_path / "model", LiViTForImageClassification.from_pretrained(workplace.finetuned))
@@ -675,8 +698,11 @@ def test_calibration_wants_images_that_were_held_out(workplace, monkeypatch):
         calibrate([str(workplace.finetuned)])
     with pytest.raises(LiVTError, match="too sure of the images it was trained on"):
         calibrate([str(workplace.finetuned), "--split", "train"])
-    with pytest.raises(LiVTError, match="too sure of the images it was trained on"):
-        calibrate([str(workplace.finetuned), "--split", "all"])
+    folder = workplace.pictures
+    monkeypatch.chdir(folder)
+    for same in (folder, f"{folder}/../{folder.name}", folder / "train", folder.parent, "train"):
+        with pytest.raises(LiVTError, match="too sure of the images it was trained on"):
+            calibrate([str(workplace.finetuned), "--dataset", str(same), "--split", "all"])
     with pytest.raises(LiVTError, match="is a pretraining"):
         calibrate([str(workplace.pretrained)])
 

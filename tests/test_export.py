@@ -138,7 +138,7 @@ def test_torch_export_gives_the_logits_where_no_prior_is_asked_for(tmp_path, tin
     expected, images = images_as_read(predictor, tmp_path, 3)
     torch.testing.assert_close(program(torch.from_numpy(images)), expected, atol=1e-4, rtol=0)
     assert "bytes of RGB (images, 16, 16, 3)" in capsys.readouterr().out
-    with pytest.raises(LiVTError, match="out exists; name a new folder"):
+    with pytest.raises(LiVTError, match="out exists and is not empty; name a new folder"):
         main([str(model), str(tmp_path / "out"), "--to", "torch-export"])
 
 

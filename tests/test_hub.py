@@ -283,10 +283,10 @@ def test_the_report_that_is_published_is_the_newest_that_agrees_with_the_results
     own = shutil.copytree(run, tmp_path / "run")
     results = Run(own).results
 
-    def report(number: int, dataset: str, worse: float = 0.0) -> None:
+    def report(number: int, dataset: str, worse: float = 0.0, **more) -> None:
         rules = {rule: metrics | {"ece": metrics["ece"] + worse} for rule, metrics in results.rules.items()}
         (own / f"report-{number}").mkdir()
-        summary = {"dataset": dataset, "split": results.split, "rules": rules}
+        summary = {"dataset": dataset, "split": results.split, "rules": rules} | more
         path = own / f"report-{number}" / "evaluation.json"
         path.write_text(json.dumps(summary))
         (own / f"report-{number}" / "report.md").write_text(f"report {number}")
@@ -300,6 +300,8 @@ def test_the_report_that_is_published_is_the_newest_that_agrees_with_the_results
     report(2, results.dataset)
     report(3, results.dataset, worse=0.3)  # from before a calibration
     report(4, "other birds")
+    report(5, results.dataset, thresholds={"many_above": 50, "few_below": 20})
+    report(6, results.dataset, rules=dict(reversed(results.rules.items())))  # judged by another rule
     assert published("first").read_text() == "report 2"
     shutil.rmtree(own / "report-2")
     assert published("second").read_text().startswith("# (local)/x")
@@ -332,6 +334,8 @@ def test_places_are_cut_from_pages_and_looked_for_in_texts_alone(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"said": "/w"}')
     with pytest.raises(LiVTError, match="log.jsonl names a private place"):
         refuse_secrets(tmp_path, ["/w"])
+    (tmp_path / "log.jsonl").write_text(json.dumps(Scrubber({"/w"}).value({"said": "/w"})))
+    refuse_secrets(tmp_path, ["/w"])  # "(local)/w", which is all that is left of it
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.prediction import Predictor, find_images
+from livt_hf.evaluation.tables import PredictionTable
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.recipes.predict import main
 
@@ -295,6 +296,19 @@ def test_the_scores_of_all_classes_are_written_to_a_table(livit, pictures, tmp_p
     assert broken["scores (posterior, uniform prior)"] == [None] * 3
     with pytest.raises(LiVTError, match="exists; give the table of predictions another name"):
         main([str(livit), str(pictures), "--output", str(output)])
+
+
+def test_classes_that_share_a_name_have_a_column_each_in_a_csv(tmp_path):
+    names = ["crane", "dog", "crane", "score", "crane (r) 2"]
+    scores = torch.tensor([[0.1, 0.2, 0.4, 0.05, 0.25]])
+    with PredictionTable(str(tmp_path / "p.csv"), names) as table:
+        for file in ("a", "b"):
+            table.write({"file": [file]}, {"r": scores})
+    header, *rows = csv.reader((tmp_path / "p.csv").read_text().splitlines())
+    assert header[:3] == ["file", "prediction (r)", "score (r)"] and len(set(header)) == 8
+    assert header[3:] == ["crane (r)", "dog (r)", "crane (r) 2", "score (r) 2", "crane (r) 2 (r)"]
+    assert [row[0] for row in rows] == ["a", "b"]
+    assert [float(cell) for cell in rows[1][3:]] == pytest.approx(scores[0].tolist())
 
 
 def test_a_device_that_is_not_there_is_refused(livit, pictures):

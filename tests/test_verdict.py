@@ -10,18 +10,20 @@ import torch
 from PIL import Image
 
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.exam import Answers, Findings
+from livt_hf.evaluation.tables import ANSWERS, write_answers
 from livt_hf.metrics import GROUPS, LongTailMetrics, confusions
 from livt_hf.recipes.eval import main
 from livt_hf.reports.comparison import difference, write_classes
 from livt_hf.reports.page import plain_markdown
-from livt_hf.reports.verdict import Measured, actions, doubtful, first_screen, first_screen_text, groups
+from livt_hf.reports.verdict import actions, doubtful, first_screen, first_screen_text, groups
 from livt_hf.results import PAPER, UNIFORM
 
 NAMES = ["common <b>", "usual", "rare", "rarer"]
 COUNTS = [500, 200, 12, 6]
 
 
-def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> Measured:
+def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> Findings:
     """Of rules given as (label, prediction, confidence) of every image."""
     metrics, pairs = {}, None
     for number, rows in enumerate(rules):
@@ -31,7 +33,13 @@ def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> Measured:
         metrics[f"rule {number}"].update(scores, label)
         if pairs is None:
             pairs = confusions(predicted, label, counts, names)
-    return Measured("runs/my model", metrics, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9)))
+    return findings(metrics, pairs, names)
+
+
+def findings(metrics, pairs, names) -> Findings:
+    intervals = {rule: dict.fromkeys(GROUPS, (0.1, 0.9)) for rule in metrics}
+    per_class = next(iter(metrics.values())).per_class(names)
+    return Findings({"model": "runs/my model", "intervals": intervals}, metrics, pairs, per_class)
 
 
 # Ten images per class: the frequent ones right, of the rare ones most are taken for a frequent one.
@@ -88,11 +96,11 @@ def test_what_is_to_be_done_is_what_promises_most():
 def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
     """A cross-validation has no model of its own."""
     found = measured(WEAK, WEAK)
-    named = replace(found, rules=dict(zip((PAPER, UNIFORM), found.rules.values(), strict=True)))
-    calibrated = replace(named, rules=dict(reversed(named.rules.items())))
+    named = replace(found, measured=dict(zip((PAPER, UNIFORM), found.measured.values(), strict=True)))
+    calibrated = replace(named, measured=dict(reversed(named.measured.items())))
     told = [
         any("livt calibrate 'runs/my model' --dataset" in words for words in actions(one))
-        for one in (named, calibrated, replace(named, model=None))
+        for one in (named, calibrated, replace(named, summary=named.summary | {"folds": {}}))
     ]
     assert told == [True, False, False]
 
@@ -123,15 +131,15 @@ def test_thousands_of_classes_still_fit_one_screen():
         rows[torch.arange(len(rows)), torch.from_numpy(predicted[start : start + 1000])] = 0.5
         metric.update(rows, torch.from_numpy(label[start : start + 1000]))
     pairs = confusions(torch.from_numpy(predicted), torch.from_numpy(label), counts, names)
-    page = first_screen(Measured("model", {"rule": metric}, pairs, names, dict.fromkeys(GROUPS, (0.1, 0.9))))
+    page = first_screen(findings({"rule": metric}, pairs, names))
     assert page.count("<li>") <= 9 and "more, in the table of classes" in page
 
 
-def write_report(folder, accuracy, dataset="glyphs", names=("a", "b")):
+def write_report(folder, accuracy, dataset="glyphs", names=("a", "b"), **more):
     folder.mkdir(parents=True)
     shown = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece")
     metrics = dict.fromkeys(shown, accuracy) | {"few": None, "num_images": 1000}
-    summary = {"dataset": dataset, "split": "test", "rules": {"paper (argmax z)": metrics}}
+    summary = {"dataset": dataset, "split": "test", "rules": {"paper (argmax z)": metrics}} | more
     (folder / "evaluation.json").write_text(json.dumps(summary))
     rows = [
         {"class": i, "name": name, "count": 9, "group": "few", "images": 5, "accuracy": value}
@@ -164,17 +172,37 @@ def test_what_chance_can_make_is_called_so():
     )
 
 
+def test_two_models_on_the_same_images_differ_by_chance_only_where_one_of_them_is_right(tmp_path, monkeypatch, capsys):
+    """1000 images, 700 and 735 right: 35 mended and none spoiled are no chance, but independent models differ so."""
+    monkeypatch.chdir(tmp_path)
+    index = torch.arange(1000)
+    for name, right in {"one": 700, "other": 735}.items():
+        answers = {PAPER: Answers((index >= right).long(), torch.ones(1000))}
+        write_report(tmp_path / name, right / 1000)
+        write_answers(tmp_path / name / ANSWERS, index, {"label": ["a"] * 1000}, answers, ["a", "b"])
+    main(["--compare", "one", "other", "--report", "paired"])
+    assert "the second is better, by more than chance could make (1.1 points)." in capsys.readouterr().out
+    (tmp_path / "one" / ANSWERS).unlink()
+    main(["--compare", "one", "other", "--report", "independent"])
+    said = capsys.readouterr().out
+    assert "no more apart than chance could make them if they err independently (3.9 points)." in said
+
+
 def test_reports_of_other_data_or_classes_are_not_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_report(tmp_path / "one" / "report", 0.5)
     with pytest.raises(LiVTError, match="other has no report .*livt eval --model other"):
         main(["--compare", "one", "other"])
     write_report(tmp_path / "other" / "report", 0.5, dataset="birds")
-    with pytest.raises(LiVTError, match="the dataset of the reports differs .glyphs and birds."):
+    with pytest.raises(LiVTError, match="not of the same dataset .glyphs and birds."):
         main(["--compare", "one", "other"])
     shutil.rmtree(tmp_path / "other")
     write_report(tmp_path / "other" / "report", 0.5, names=("a", "c"))
     with pytest.raises(LiVTError, match="one and other have other classes"):
+        main(["--compare", "one", "other"])
+    shutil.rmtree(tmp_path / "other")
+    write_report(tmp_path / "other" / "report", 0.5, thresholds={"many_above": 50, "few_below": 20})
+    with pytest.raises(LiVTError, match="not of the same thresholds .* --few_below"):
         main(["--compare", "one", "other"])
     with pytest.raises(LiVTError, match="--compare puts two runs side by side, not 1"):
         main(["--compare", "one"])

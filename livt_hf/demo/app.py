@@ -14,8 +14,9 @@ from PIL import Image
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from livt_hf.data.decoding import some_images
 from livt_hf.demo import bars, tabs
-from livt_hf.demo.images import data_of_run, decoded, example_rows
+from livt_hf.demo.images import data_of_run, example_rows
 from livt_hf.demo.mistakes import newest_predictions, read_predictions
 from livt_hf.demo.reconstruction import ServedPretraining
 from livt_hf.demo.serving import ServedClassifier
@@ -63,7 +64,7 @@ def _add_predictions(shown: Shown, path: str, report: str | None) -> None:
 
 def _copied_examples(folder: str) -> list[Path]:
     """Image files of a folder. Copies, so that nothing else of the folder is served."""
-    found = find_images([folder])[:EXAMPLES]
+    found = [path for path in find_images([folder]) if path.is_file()][:EXAMPLES]
     if not found:
         raise LiVTError(f"there is no image in {folder}; name a folder with images, or leave --images out.")
     return [Path(shutil.copy(path, private_folder())) for path in found]
@@ -73,7 +74,7 @@ def _written_examples(data: DatasetDict) -> list[Path]:
     """Test images from head to tail, as files."""
     folder, rows = private_folder(), example_rows(data, EXAMPLES)
     paths = [folder / f"test-{row}.png" for row in rows]
-    for path, image in zip(paths, decoded(data, "test", rows), strict=True):
+    for path, image in zip(paths, some_images(data["test"], rows), strict=True):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
     return paths
 

@@ -9,7 +9,7 @@ from datasets import DatasetDict
 from torch import Tensor
 
 from livt_hf.data import load_data
-from livt_hf.data.decoding import encoded_images, read_image
+from livt_hf.data.decoding import some_images
 from livt_hf.data.labels import labels_of
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
@@ -21,16 +21,13 @@ COMPARED = 400  # training images, at most, that an image is compared with: a fe
 
 
 def data_of_run(path: str) -> DatasetDict:
-    """The data a finished run was trained on; any other model is refused."""
-    if not Run(Path(path)).finished:
+    """The data a finished run was trained on; any other model is refused, and a stream, which may not fit."""
+    run = Run(Path(path))
+    if not run.finished:
         raise LiVTError(f"{path} is not the folder of a finished run; show other images with --images FOLDER.")
+    if run.arguments.get("streaming"):
+        raise LiVTError(f"{path} was trained on a stream, which is not read as a whole; show images with --images.")
     return load_data(EvalSettings.parse(["--model", path], inherit=lent_by_run))
-
-
-def decoded(data: DatasetDict, split: str, rows: Sequence[int]) -> list[Tensor]:
-    """Images of a split as bytes (3, H, W)."""
-    stored = encoded_images(data[split])[list(rows)]["image"] if len(rows) else []
-    return [read_image(image, row) for image, row in zip(stored, rows, strict=True)]
 
 
 def example_rows(data: DatasetDict, count: int) -> list[int]:
@@ -50,7 +47,7 @@ def nearest(served: ServedClassifier, data: DatasetDict, image: Tensor, labels: 
     rows = np.concatenate([np.flatnonzero(train == label)[:share] for label in labels])
     if not len(rows):
         return []
-    features = [served.features(decoded(data, "train", rows[i : i + 64])) for i in range(0, len(rows), 64)]
+    features = [served.features(some_images(data["train"], rows[i : i + 64])) for i in range(0, len(rows), 64)]
     cosines = torch.cat(features) @ served.features([image])[0]
     best = cosines.argsort(descending=True)[:count].tolist()
     return [(int(rows[i]), int(train[rows[i]]), cosines[i].item()) for i in best]

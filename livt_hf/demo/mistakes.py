@@ -3,18 +3,21 @@
 import itertools
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 from datasets import DatasetDict
 
 from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
-from livt_hf.metrics import LongTailMetrics
+from livt_hf.metrics import LongTailMetrics, confusions
+from livt_hf.runs import Run
 from livt_hf.system import shell_line
 
 _COLUMN = re.compile(r"prediction \((?P<rule>.*)\)")
@@ -23,11 +26,11 @@ COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "con
 
 def newest_predictions(folder: Path) -> Path:
     """Of the reports in a run's folder, the predictions that were saved last."""
-    newest = max(folder.glob(f"report*/{ANSWERS}"), key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None:
+    saved = Run(folder).reports(ANSWERS)
+    if not saved:
         command = shell_line(["livt", "eval", "--model", folder])
         raise LiVTError(f"{folder} has no report with a {ANSWERS}; write one with: {command}")
-    return newest
+    return saved[0]
 
 
 @dataclass(frozen=True)
@@ -50,24 +53,30 @@ class Predictions:
     def right(self) -> np.ndarray:
         return self.label == self.predicted
 
+    @cached_property
+    def pairs(self) -> list[dict]:
+        """Which classes are taken for which, as `confusions` gives them."""
+        classes = 1 + max(self.label.max(initial=0), self.predicted.max(initial=0))
+        return confusions(torch.from_numpy(self.predicted), torch.from_numpy(self.label), np.zeros(classes))
+
     def class_rows(self, names: list[str], counts: np.ndarray | None) -> list[list]:
         """One row per class that has test images, the least accurate first."""
+        metrics = LongTailMetrics(np.zeros(len(names)) if counts is None else counts)
+        metrics.update(self.predicted, self.label)
+        sure, most = np.bincount(self.label, self.confidence, len(names)), {}
+        for pair in self.pairs:
+            most.setdefault(pair["label"], f"{names[pair['predicted']]} ({pair['images']})")
         rows = []
-        for label in np.unique(self.label).tolist():
-            own = self.label == label
-            sure = round(100 * self.confidence[own].mean().item(), 1)
-            taken = self.taken_for(label)
-            count = None if counts is None else int(counts[label])
-            accuracy = round(100 * self.right[own].mean().item(), 1)
-            most = f"{names[taken[0][0]]} ({taken[0][1]})" if taken else ""
-            rows.append([label, names[label], count, int(own.sum()), accuracy, sure, most])
+        for label, row in enumerate(metrics.per_class(names)):
+            if images := row["images"]:
+                shares = (round(100 * share, 1) for share in (row["accuracy"], sure[label].item() / images))
+                count = None if counts is None else row["count"]
+                rows.append([label, row["name"], count, images, *shares, most.get(label, "")])
         return sorted(rows, key=lambda row: row[4])
 
     def taken_for(self, label: int) -> list[tuple[int, int]]:
         """The classes that images of this one were taken for, with how many, the most frequent first."""
-        wrong = self.predicted[(self.label == label) & ~self.right]
-        classes, images = np.unique(wrong, return_counts=True)
-        return sorted(zip(classes.tolist(), images.tolist(), strict=True), key=lambda pair: -pair[1])
+        return [(pair["predicted"], pair["images"]) for pair in self.pairs if pair["label"] == label]
 
     def wrong(self, label: int) -> np.ndarray:
         """Rows of the class's images that were taken for another, the surest mistakes first."""

@@ -23,13 +23,15 @@ class ServedPretraining:
         self.model, self.processor = load_checkpoint(path).to(self.device), load_processor(path)
         self._one_ratio = threading.Lock()  # the share of hidden patches is a setting of the model
 
-    def reconstruct(self, path: str | Path, ratio: float, seed: int) -> list[np.ndarray]:
+    def reconstruct(self, path: str | Path, ratio: float, seed: int | None) -> list[np.ndarray]:
         """The image as the model sees it, with hidden patches, and reconstructed; height x width x 3 in 0..1."""
+        if seed is None:
+            raise LiVTError("the box of the seed is empty; type a whole number.")
         visible = int(self.model.num_patches * (1 - ratio))
         if not 0 < visible < self.model.num_patches:
             raise LiVTError(f"a mask ratio of {ratio:g} leaves {visible} of {self.model.num_patches} patches visible.")
         pixels = self.processor(read_rgb(path), return_tensors="pt")["pixel_values"].to(self.device)
-        noise = torch.rand(1, self.model.num_patches, generator=torch.Generator().manual_seed(int(seed)))
+        noise = torch.rand(1, self.model.num_patches, generator=torch.Generator().manual_seed(seed))
         with self._one_ratio:
             self.model.config.mask_ratio = ratio
             masked, reconstruction = self.model.reconstruct(pixels, noise.to(self.device))

@@ -11,8 +11,9 @@ import numpy as np
 from datasets import DatasetDict
 from gradio.utils import get_upload_folder
 
+from livt_hf.data.decoding import some_images
 from livt_hf.demo import classes, mistakes, unlabelled
-from livt_hf.demo.images import decoded, nearest
+from livt_hf.demo.images import nearest
 from livt_hf.demo.reconstruction import ServedPretraining
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
@@ -224,7 +225,7 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
 
 
 def gallery(data: DatasetDict, split: str, rows: Sequence[int], captions: list[str]) -> list[tuple]:
-    pictures = (picture.permute(1, 2, 0).numpy() for picture in decoded(data, split, rows))
+    pictures = (picture.permute(1, 2, 0).numpy() for picture in some_images(data[split], rows))
     return list(zip(pictures, captions, strict=True))
 
 
@@ -241,7 +242,7 @@ class ErrorsTab:
             rows, headers=list(mistakes.COLUMNS), interactive=False, max_height=400, show_search="search",
             elem_id="errors", buttons=[],
         )  # fmt: skip
-        chosen = gr.State(None)
+        chosen = gr.State(None)  # the rule and the class whose wrong images are shown
         words = gr.Markdown(elem_id="errors-words")
         plain = {"show_label": False, "buttons": []}
         with gr.Row():
@@ -253,7 +254,7 @@ class ErrorsTab:
             reliability = gr.Image(interactive=False, scale=2, min_width=320, elem_id="reliability", **plain)
         rule.change(self.rows, rule, table)
         table.select(self.choose, [rule, table], [chosen, words, wrong, reliability, near])
-        wrong.select(self.neighbours, [rule, chosen], near)
+        wrong.select(self.neighbours, chosen, near)
 
     def rows(self, rule: str) -> list[list]:
         known = self.served.classes
@@ -262,6 +263,7 @@ class ErrorsTab:
 
     def choose(self, rule, _table, event: gr.SelectData):
         label = int(event.row_value[0])
+        chosen = rule, label
         predictions, names, data = self.shown.predictions[rule], self.served.names, self.shown.data
         taken = ", ".join(f"{names[other]} ({images})" for other, images in predictions.taken_for(label)[:8])
         said = f"Taken for {taken}." if taken else "Every test image is right."
@@ -269,20 +271,20 @@ class ErrorsTab:
         picture = private_folder() / "reliability.png"
         diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
         if data is None:
-            return label, words + "\n\nImages cannot be shown: the data of this model is not here.", [], diagram, []
+            return chosen, words + "\n\nImages cannot be shown: the data of this model is not here.", [], diagram, []
         rows = predictions.wrong(label)[:SHOWN]
         captions = [names[predictions.predicted[row]] for row in rows]
         wrong = gallery(data, predictions.split, predictions.index[rows], captions)
-        return label, words, wrong, diagram, self._near(rule, label, 0) if len(rows) else []
+        return chosen, words, wrong, diagram, self._near(*chosen, 0) if len(rows) else []
 
-    def neighbours(self, rule, label, event: gr.SelectData):
-        return self._near(rule, label, event.index)
+    def neighbours(self, chosen, event: gr.SelectData):
+        return self._near(*chosen, event.index)
 
     def _near(self, rule: str, label: int, place: int) -> list[tuple]:
         """Training images of the true and of the predicted class nearest to a wrong image."""
         predictions, data, names = self.shown.predictions[rule], self.shown.data, self.served.names
         row = predictions.wrong(label)[place]
-        image = decoded(data, predictions.split, [predictions.index[row]])[0]
+        [image] = some_images(data[predictions.split], [predictions.index[row]])
         found = nearest(self.served, data, image, [label, int(predictions.predicted[row])], NEIGHBOURS)
         captions = [f"{cosine:.2f} {names[label]}" for _, label, cosine in found]
         return gallery(data, "train", [index for index, _, _ in found], captions)

@@ -40,9 +40,7 @@ def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accel
     """
     head = model.head
     pairs = [(logits.cpu(), batch["labels"].cpu()) for logits, batch in logits_of(model, loader, accelerator)]
-    if accelerator.num_processes > 1:
-        pairs = gather_object(pairs)
-    logits, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    logits, labels = (torch.cat(parts) for parts in zip(*gather_object(pairs), strict=True))
     logits = logits.to(accelerator.device)
     calibration = fit_calibration(head.fitted_posterior(logits).cpu(), labels, head.prior)
     _keep(model, calibration)

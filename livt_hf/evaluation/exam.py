@@ -100,7 +100,7 @@ class Exam:
 
     def _gathered(self, part: Tensor) -> Tensor:
         """The parts of all processes, one after another."""
-        return torch.cat(gather_object([part])) if self.accelerator.num_processes > 1 else part
+        return torch.cat(gather_object([part]))
 
 
 @dataclass

@@ -105,9 +105,14 @@ def training_counts(model: PreTrainedModel, train: Dataset) -> np.ndarray:
 
     A training split may have more: those that were held out to calibrate.
     """
-    head = head_of(model)
-    known = None if head is None else head.settings.class_counts
+    known = known_counts(model)
     return class_counts(train) if known is None else np.array(known)
+
+
+def known_counts(model: PreTrainedModel) -> list[int] | None:
+    """The class counts of the images a model was trained on, or None where it does not know them."""
+    head = head_of(model)
+    return None if head is None else head.settings.class_counts
 
 
 def why_no_posterior(model: PreTrainedModel) -> str | None:

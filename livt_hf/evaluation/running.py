@@ -105,9 +105,8 @@ def evaluate_rules(
         labels = batch["labels"].to(logits.device)
         for name, rule in rules.items():
             metrics[name].update(logits if rule is None else rule(logits), labels)
-    if accelerator.num_processes > 1:
-        for metric in metrics.values():
-            metric.load_state_tensor(accelerator.reduce(metric.state_tensor().to(accelerator.device), "sum").cpu())
+    for metric in metrics.values():
+        metric.load_state_tensor(accelerator.reduce(metric.state_tensor().to(accelerator.device), "sum").cpu())
     return metrics
 
 

@@ -1,5 +1,7 @@
 """Predictions of single images as a file: parquet, or CSV for a spreadsheet."""
 
+import itertools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+import torch
 from datasets import Dataset
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from livt_hf.evaluation.running import Batches, Rule, scores_under
 ANSWERS = "predictions.parquet"  # in every report
 SEPARATOR = "|"  # between the labels of an image that has several
 _TOGETHER = 1000  # images written at once
+Column = tuple[str, pa.Array]
 _WRITERS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
 
@@ -37,12 +41,14 @@ class PredictionTable(AbstractContextManager):
     For every rule there is the predicted class, its score, and the scores of all classes: one list per image in
     parquet, one column per class in CSV. Where images may have several labels, there are those whose score reaches
     their threshold (C,) instead of one class. A score that is missing, of an image that cannot be read, is empty.
+    Columns whose names would be the same are numbered: ImageNet has two classes called crane.
     """
 
     def __init__(self, path: str, classes: list[str], thresholds: Tensor | None = None):
         check_table(path)
         self.path, self.classes, self.thresholds, self._writer = Path(path), classes, thresholds, None
-        self._waiting: list[pa.Table] = []
+        self._waiting: list[tuple[dict[str, list], dict[str, Tensor]]] = []
+        self._rows = 0
 
     def __exit__(self, *_) -> None:
         self._flush()
@@ -51,21 +57,34 @@ class PredictionTable(AbstractContextManager):
 
     def write(self, facts: dict[str, list], scores: dict[str, Tensor]) -> None:
         """What is known about some images, by column, with their (B, C) scores under each rule."""
-        columns = _fact_columns(facts)
-        for rule, rows in scores.items():
-            rows = rows.cpu().float()
-            columns |= self._best(rule, rows) if self.thresholds is None else self._given(rule, rows)
-            columns |= self._all_scores(rule, rows)
-        self._waiting.append(pa.table(columns))
-        if sum(map(len, self._waiting)) >= _TOGETHER:
+        self._waiting.append((facts, {rule: rows.cpu().float() for rule, rows in scores.items()}))
+        self._rows += len(next(iter(scores.values())))
+        if self._rows >= _TOGETHER:
             self._flush()
 
-    def _best(self, rule: str, rows: Tensor) -> dict[str, pa.Array]:
+    def _flush(self) -> None:
+        """Write what waits; in one piece, for every column of every piece has a price."""
+        if not self._waiting:
+            return
+        facts, scores = zip(*self._waiting, strict=True)
+        columns = _fact_columns({name: [*itertools.chain(*(part[name] for part in facts))] for name in facts[0]})
+        for rule in scores[0]:
+            rows = torch.cat([part[rule] for part in scores])
+            columns += self._best(rule, rows) if self.thresholds is None else self._given(rule, rows)
+            columns += self._all_scores(rule, rows)
+        names, arrays = zip(*columns, strict=True)
+        table = pa.table(arrays, _numbered(names))
+        if self._writer is None:
+            self._writer = _WRITERS[self.path.suffix](self.path, table.schema)
+        self._writer.write_table(table)
+        self._waiting, self._rows = [], 0
+
+    def _best(self, rule: str, rows: Tensor) -> list[Column]:
         best = rows.max(-1)  # NaN, where a score is
         labels = best.indices.masked_fill(best.values.isnan(), -1)
         return _answer_columns(rule, Answers(labels, best.values), self.classes)
 
-    def _given(self, rule: str, rows: Tensor) -> dict[str, pa.Array]:
+    def _given(self, rule: str, rows: Tensor) -> list[Column]:
         """Labels as a list in parquet, in one cell of a CSV."""
         given = [
             None if row.isnan().any() else [self.classes[i] for i in (row >= self.thresholds).nonzero()[:, 0].tolist()]
@@ -74,21 +93,23 @@ class PredictionTable(AbstractContextManager):
         if self.path.suffix == ".csv":
             given = [None if labels is None else SEPARATOR.join(labels) for labels in given]
         kind = pa.string() if self.path.suffix == ".csv" else pa.list_(pa.string())
-        return {f"labels ({rule})": pa.array(given, kind)}
+        return [(f"labels ({rule})", pa.array(given, kind))]
 
-    def _flush(self) -> None:
-        if self._waiting:
-            table = pa.concat_tables(self._waiting)
-            if self._writer is None:
-                self._writer = _WRITERS[self.path.suffix](self.path, table.schema)
-            self._writer.write_table(table)
-            self._waiting = []
-
-    def _all_scores(self, rule: str, rows: Tensor) -> dict[str, pa.Array]:
+    def _all_scores(self, rule: str, rows: Tensor) -> list[Column]:
         if self.path.suffix == ".csv":
-            return {f"{name} ({rule})": _numbers(rows[:, label]) for label, name in enumerate(self.classes)}
+            return [(f"{name} ({rule})", _numbers(rows[:, label])) for label, name in enumerate(self.classes)]
         lists = pa.FixedSizeListArray.from_arrays(_numbers(rows.reshape(-1)), len(self.classes))
-        return {f"scores ({rule})": lists}
+        return [(f"scores ({rule})", lists)]
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The names, each that stood before with a number that makes it another one."""
+    taken, result = set(names), {}
+    for name in names:
+        if name in result:
+            name = next(word for n in itertools.count(2) if (word := f"{name} {n}") not in taken | result.keys())
+        result[name] = None
+    return list(result)
 
 
 def write_answers(
@@ -98,19 +119,19 @@ def write_answers(
 
     `index` says which row of the dataset an image is.
     """
-    columns = {"index": pa.array(index.numpy())} | _fact_columns(facts)
+    columns = [("index", pa.array(index.numpy())), *_fact_columns(facts)]
     for rule, answer in answers.items():
-        columns |= _answer_columns(rule, answer, classes)
-    pyarrow.parquet.write_table(pa.table(columns), path)
+        columns += _answer_columns(rule, answer, classes)
+    pyarrow.parquet.write_table(pa.table(dict(columns)), path)
 
 
-def _fact_columns(facts: dict[str, list]) -> dict[str, pa.Array]:
-    return {name: pa.array(values, pa.string()) for name, values in facts.items()}
+def _fact_columns(facts: dict[str, list]) -> list[Column]:
+    return [(name, pa.array(values, pa.string())) for name, values in facts.items()]
 
 
-def _answer_columns(rule: str, answer: Answers, classes: list[str]) -> dict[str, pa.Array]:
+def _answer_columns(rule: str, answer: Answers, classes: list[str]) -> list[Column]:
     names = [None if label < 0 else classes[label] for label in answer.labels.tolist()]
-    return {f"prediction ({rule})": pa.array(names, pa.string()), f"score ({rule})": _numbers(answer.scores)}
+    return [(f"prediction ({rule})", pa.array(names, pa.string())), (f"score ({rule})", _numbers(answer.scores))]
 
 
 def _numbers(values: Tensor) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Model cards and results files, made from a run's `results.json` and `arguments.yaml`."""
+"""Model cards and results files, made from a run's `results.json`, its `arguments.yaml` and the head of its model."""
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -8,9 +8,10 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from livt_hf.errors import LiVTError
-from livt_hf.hub.facts import TITLES, dataset_names, hub_ids, is_vit, loss_spec, published_split, why_no_posterior
+from livt_hf.hub.facts import TITLES, data_choices, dataset_names, hub_ids, is_vit, loss_spec, published_split
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
+from livt_hf.long_tail.head import LongTailHead
 from livt_hf.metrics import GROUPS
 from livt_hf.results import PAPER, Results, duration, number, percent
 
@@ -25,9 +26,11 @@ CITATION = """\
 }"""
 # Settings in which the paper's rows agree, by their names in arguments.yaml: a run that differs is another experiment.
 PAPER_SETTINGS = {"pooling": ("mean",), "bias": ("bce",), "test_prior": ("uniform", "none")}
+PAPER_SETTINGS |= {"sampler": ("natural",), "class_weights": (None,)}
 PAPER_TAUS = {"places-lt": (1.0, 1.05)}  # 1.05 is the appendix's; everywhere else 1
 LOSS_TITLES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-entropy", "ce": "cross-entropy"}
 LOSS_TITLES |= {"bal_ce": "balanced cross-entropy"}
+EQUAL = "every class is equally frequent"
 ACCURACY_COLUMNS = (*GROUPS, "accuracy")
 PRECISION_COLUMNS = (*GROUPS, "map")
 # The settings that a card lists.
@@ -64,15 +67,16 @@ def measured(results: Results) -> dict[str, tuple[str, str, float]]:
     return {key: fact for key, fact in found.items() if fact[-1] is not None}
 
 
-def eval_results(results: Results, **source) -> list[EvalResult]:
-    """The measured metrics for the card's `model-index`."""
+def eval_results(results: Results, chosen: str, **source) -> list[EvalResult]:
+    """The measured metrics for the card's `model-index`; `chosen` are the options by which the data were chosen."""
     title, hub_id = dataset_names(results)
+    split = published_split(results)
     return [
         EvalResult(
             task_type="image-classification",
             dataset_type=hub_id or PurePosixPath(results.dataset).name,
             dataset_name=title,
-            dataset_split=published_split(results),
+            dataset_split=f"{split}, chosen by {chosen}" if chosen else split,
             metric_type=kind,
             metric_name=name,
             metric_value=value,
@@ -82,13 +86,13 @@ def eval_results(results: Results, **source) -> list[EvalResult]:
     ]
 
 
-def eval_result_files(results: Results) -> dict[str, str]:
+def eval_result_files(results: Results, arguments: Mapping) -> dict[str, str]:
     """`.eval_results/*.yaml`, the Hub's newer form of the same numbers, which it compares with those of other models.
 
     Only for a split that others can measure on: that of a dataset with an id on the Hub, as it was published.
     """
     title, hub_id = dataset_names(results)
-    if hub_id is None or results.stage != "finetune" or results.test_carved:
+    if hub_id is None or results.stage != "finetune" or results.test_carved or data_choices(arguments):
         return {}
     entries = [
         EvalResultEntry(
@@ -115,22 +119,27 @@ def model_card(
     results: Results,
     arguments: Mapping,
     publication: Publication,
+    head: LongTailHead | None = None,
     pictures: Sequence[str | Path] = (),
     counts_picture: str | None = None,
 ) -> ModelCard:
-    """The card of a finished run; the pictures are paths inside the repository."""
+    """The card of a finished run, with the head of its model if that is a classifier.
+
+    The pictures are paths inside the repository.
+    """
     _refuse_gaps(results)
+    chosen = data_choices(arguments)
     publication = publication.licensed(results)
     common = dict(repo_id=publication.repo_id, title=publication.name, citation=CITATION, terms=None)
-    common |= dict(counts=count_row(results), counts_picture=counts_picture, data=_data(results))
+    common |= dict(counts=count_row(results), counts_picture=counts_picture, data=_data(results, chosen))
     common |= dict(pictures=[PurePosixPath(picture) for picture in pictures], training=_training(results, arguments))
     common |= dict(summary=_summary(results), limits=_limits(results))
     base_model = results.pretrained if results.pretrained in hub_ids(results) else None  # a local folder is nobody's
-    data = card_data(results, publication.name, license=publication.license, base_model=base_model)
+    data = card_data(results, publication.name, chosen, license=publication.license, base_model=base_model)
     data.library_name = publication.form
     if results.stage == "pretrain":
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
-    common |= dict(form=publication.form, livit=is_vit(results), **_outputs(results, arguments, publication.form))
+    common |= dict(form=publication.form, livit=is_vit(results), **_outputs(head, publication.form))
     return render("classifier", data, **common, **_results_sections(results, arguments))
 
 
@@ -153,7 +162,9 @@ def render(name: str, data: ModelCardData, /, **context) -> ModelCard:
     return ModelCard(f"{str(card).rstrip()}\n")
 
 
-def card_data(results: Results, model_name: str, source: Mapping | None = None, **extra) -> ModelCardData:
+def card_data(
+    results: Results, model_name: str, chosen: str = "", source: Mapping | None = None, **extra
+) -> ModelCardData:
     """The metadata of a card; `source` says who measured, where it was not the run itself."""
     classifier = results.stage == "finetune"
     hub_id = dataset_names(results)[1]
@@ -166,7 +177,7 @@ def card_data(results: Results, model_name: str, source: Mapping | None = None, 
         datasets=[hub_id] if hub_id else None,
         metrics=[next(iter(measured(results).values()))[0]] if classifier else None,
         model_name=model_name,
-        eval_results=eval_results(results, **(source or {})) if classifier else None,
+        eval_results=eval_results(results, chosen, **(source or {})) if classifier else None,
         **extra,
     )
 
@@ -188,23 +199,38 @@ def _summary(results: Results) -> str:
     )
 
 
-def _data(results: Results) -> str:
+def _data(results: Results, chosen: str) -> str:
     title, hub_id = dataset_names(results)
     uses = {"testing": results.test_carved, "validation": results.validation_carved}
     aside = " and ".join(use for use, carved in uses.items() if carved)
     part = "training split" + (f" without the images that were set aside for {aside}" if aside else "")
-    return f"{title}, {part}" + (f", from `{hub_id}`." if hub_id else ".")
+    choice = f" Images and labels of all splits were chosen by `{chosen}`." if chosen else ""
+    return f"{title}, {part}" + (f", from `{hub_id}`." if hub_id else ".") + choice
 
 
-def _outputs(results: Results, arguments: Mapping, form: str) -> dict:
-    """What the logits and the probabilities mean, which the loss alone decides."""
-    spec, prior = loss_spec(results), arguments.get("test_prior")
-    world = "every class is equally frequent"
-    if prior not in (None, "uniform", "none"):
-        place = "" if form == "timm" else " (`test_prior` in `config.json`)"
-        world = f"the classes are as frequent as the test prior of the training says{place}"
-    told = dict(balanced=spec.balanced, sigmoid=spec.activation == "sigmoid", world=world)
-    return told | dict(no_posterior=why_no_posterior(results, arguments))
+def _outputs(head: LongTailHead, form: str) -> dict:
+    """What the logits and the probabilities mean, which the settings of the head decide."""
+    settings, spec = head.settings, head.spec
+    shares = "of the training data" if settings.seen_counts is None else "that the sampler showed in training"
+    bias = spec.balanced and settings.tau > 0
+    told = dict(bias=bias, sigmoid=spec.activation == "sigmoid", shares=shares, no_posterior=head.no_posterior)
+    calibrated_on = None if settings.calibration is None else settings.calibration["num_images"]
+    return told | dict(world=_world(head, shares, form), calibrated_on=calibrated_on)
+
+
+def _world(head: LongTailHead, shares: str, form: str) -> str | None:
+    """Where argmax z is right: the share tau of the prior's logarithm that the loss has taken out is not in z."""
+    prior, tau = head.settings.test_prior, head.settings.tau if head.spec.balanced else 0.0
+    place = "" if form == "timm" else " (`test_prior` in `config.json`)"
+    own = prior not in (None, "uniform")
+    if head.no_posterior:
+        return None
+    if tau == 0:
+        return f"the classes have the shares {shares}"
+    if tau != 1:
+        weight = f" q_j^{tau:g}, with q the test prior of the training{place}, and" if own else ","
+        return f"class j has a share in proportion to pi_j^{1 - tau:.4g}{weight} pi the class shares {shares}"
+    return f"the classes are as frequent as the test prior of the training says{place}" if own else EQUAL
 
 
 def _results_sections(results: Results, arguments: Mapping) -> dict:
@@ -215,7 +241,7 @@ def _results_sections(results: Results, arguments: Mapping) -> dict:
     rows = [[f"this model, {rule}", *_percents(values, ACCURACY_COLUMNS)] for rule, values in results.rules.items()]
     scored = {PAPER: "softmax(z), the authors' convention"}
     calibration = [
-        [scored.get(rule, f"`probabilities`, {rule}"), *_percents(values, ("ece", "mce"))]
+        [scored.get(rule, f"class probabilities, {rule}"), *_percents(values, ("ece", "mce"))]
         for rule, values in results.rules.items()
     ]
     paper = _paper_row(results, arguments)
@@ -225,7 +251,6 @@ def _results_sections(results: Results, arguments: Mapping) -> dict:
         if "ece" in paper:
             calibration.append(["the paper, softmax(z)", *_printed(paper, ("ece", "mce"))])
     sections |= dict(measure="top-1 accuracy", accuracy_rows=rows, calibration_rows=calibration)
-    sections["calibrated_on"] = results.calibrated_on
     return sections | dict(paper_note=_paper_note(paper) if paper else None)
 
 

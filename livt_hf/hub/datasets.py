@@ -14,6 +14,7 @@ from livt_hf.data.labels import class_feature
 from livt_hf.data.sources import with_defaults
 from livt_hf.errors import LiVTError
 from livt_hf.hub.cards import TAGS, template
+from livt_hf.hub.facts import CHOOSING
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
 from livt_hf.metrics import group_sizes
@@ -23,8 +24,6 @@ from livt_hf.settings import DataSettings
 from livt_hf.system import shell_line
 
 LISTED_CLASSES = 1000  # with more classes than this, the card lists the largest and the smallest only
-# The options by which images are left out, or get another class.
-CHOOSING = ("exclude_labels", "min_images", "rare_classes", "drop_empty", "on_broken")
 RULES = {
     "exponential": "The i-th largest of C classes keeps int(n_max * {gamma:g}^(-i / (C - 1))) training images, where "
     "i counts from 0 and n_max is the number of images of the largest class.",

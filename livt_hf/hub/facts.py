@@ -1,13 +1,14 @@
-"""What the results of a run say about its dataset and its loss, in the words of cards."""
+"""What the records of a run say about its dataset and its loss, in the words of cards."""
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import LOSSES, LossSpec
 from livt_hf.results import Results
+from livt_hf.settings import DataSettings
+from livt_hf.system import shell_line
 
 # How the benchmarks of this package are called in prose.
 TITLES = {
@@ -21,6 +22,10 @@ TITLES = {
     "places-lt": "Places-LT",
 }
 IMAGENET = BENCHMARKS["imagenet-1k"].hub
+# The options by which images are left out, or get another class.
+CHOOSING = ("exclude_labels", "min_images", "rare_classes", "drop_empty", "on_broken")
+# And those by which a dataset has other images, labels or splits than its publisher meant.
+READING = ("image_column", "label_column", "label_separator", "split_column")
 
 
 def is_vit(results: Results) -> bool:
@@ -38,10 +43,10 @@ def loss_spec(results: Results) -> LossSpec:
     return LOSSES[results.loss]
 
 
-def why_no_posterior(results: Results, arguments: Mapping) -> str | None:
-    """Why the outputs of a run are no probabilities, which its loss decides by its settings, or None."""
-    spec, told = loss_spec(results), set(arguments) & set(LongTailConfig.names()) - {"loss", "test_prior"}
-    return spec.why_no_posterior(LongTailConfig(loss=results.loss, **{name: arguments[name] for name in told}))
+def data_choices(arguments: Mapping) -> str:
+    """The options by which a run's data differ from what their publisher means by them; empty where they do not."""
+    told = DataSettings(**{name: arguments[name] for name in (*CHOOSING, *READING) if name in arguments})
+    return shell_line([word for name, value in told.said_of_data().items() for word in (f"--{name}", value)])
 
 
 def dataset_names(results: Results) -> tuple[str, str | None]:

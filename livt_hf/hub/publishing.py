@@ -18,11 +18,12 @@ from livt_hf.hub.facts import hub_ids, loss_spec
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason, visible
 from livt_hf.hub.scrubbing import TEXTS, Scrubber, named_places, refuse_secrets
+from livt_hf.metrics import THRESHOLDS
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.records import read_record
 from livt_hf.reports.biases import class_distribution
 from livt_hf.reports.evaluation import NUMBERS
-from livt_hf.results import Results
+from livt_hf.results import EACH_LABEL, Results
 from livt_hf.runs import ARGUMENTS, LOG, RESULTS, Run
 from livt_hf.system import shell_line
 from livt_hf.version import __version__
@@ -70,7 +71,8 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     if any(folder.iterdir()):
         raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the publication.")
     model = _write_model(run, folder, results, publication.form)
-    counts, names = (None, []) if model is None else (model.config.long_tail.class_counts, class_names(model))
+    head = None if model is None else model.head
+    counts, names = (None, []) if model is None else (head.settings.class_counts, class_names(model))
     records = _chosen_records(run, results, publication.with_pictures)
     _copy_records(run, folder, records, hub_ids(results), names)
     if counts:
@@ -78,9 +80,10 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     # The card is made from the scrubbed copies, so that no path reaches it.
     copies = Run(folder)
     pictures = [name for name in records if name.suffix in PICTURES]
-    card = model_card(copies.results, copies.arguments, publication, pictures, COUNTS_PICTURE if counts else None)
+    drawn = COUNTS_PICTURE if counts else None
+    card = model_card(copies.results, copies.arguments, publication, head, pictures, drawn)
     card.save(folder / "README.md")
-    for name, text in eval_result_files(copies.results).items():
+    for name, text in eval_result_files(copies.results, copies.arguments).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     places = (Path.home(), Path.cwd(), run.resolve().parent, folder.resolve())
@@ -188,13 +191,16 @@ def _chosen_records(run: Path, results: Results, with_pictures: bool) -> dict[Pa
 def _report_on(run: Path, results: Results) -> Path | None:
     """The newest report on the model as it is published: of the same images, and with the numbers of its results.
 
-    One from before a calibration, or on other images, would contradict the card.
+    One from before a calibration, on other images, or of other shot groups would contradict the card.
     """
-    reports = sorted(run.glob(f"report*/{MEASURED.name}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    reports = Run(run).reports(MEASURED.name)
     for path in reports:
         summary = read_record(path)
-        same_images = (summary.get("dataset"), summary.get("split")) == (results.dataset, results.split)
-        if results.stage == "pretrain" or same_images and _agree(summary.get("rules", {}), results.rules):
+        rules = summary.get("rules", {})
+        alike = (summary.get("dataset"), summary.get("split")) == (results.dataset, results.split)
+        alike &= summary.get("thresholds", THRESHOLDS) == THRESHOLDS
+        alike &= next(iter(rules), None) in (results.headline, EACH_LABEL)
+        if results.stage == "pretrain" or alike and _agree(rules, results.rules):
             return path.parent
     if reports:
         command = shell_line(["livt", "eval", "--model", run])

@@ -103,7 +103,7 @@ def refuse_secrets(folder: Path, forbidden: Iterable[str] = ()) -> None:
     """
     # JSON writes each backslash of a Windows path twice.
     literal = [re.escape(text.encode()).replace(rb"\\", rb"\\{1,2}") for text in forbidden if text]
-    in_texts = [_HOME, *(re.compile(rb"(?<![\w+/.])" + text + rb"(?![\w-])") for text in literal)]
+    in_texts = [_HOME, *(re.compile(rb"(?<![\w+/.)])" + text + rb"(?![\w-])") for text in literal)]
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size):
         name = path.relative_to(folder)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

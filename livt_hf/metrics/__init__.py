@@ -3,12 +3,13 @@
 from livt_hf.metrics.bootstrap import bootstrap_intervals
 from livt_hf.metrics.classification import LongTailMetrics, long_tail_metrics
 from livt_hf.metrics.confusion import confusions
-from livt_hf.metrics.groups import GROUPS, group_sizes, shot_groups
+from livt_hf.metrics.groups import GROUPS, THRESHOLDS, group_sizes, shot_groups
 from livt_hf.metrics.multilabel import MultiLabelMetrics, best_thresholds
 from livt_hf.metrics.ranking import one_against_rest, ranking_means
 
 __all__ = [
     "GROUPS",
+    "THRESHOLDS",
     "LongTailMetrics",
     "MultiLabelMetrics",
     "best_thresholds",

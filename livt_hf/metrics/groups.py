@@ -9,6 +9,7 @@ from livt_hf.errors import LiVTError
 
 GROUPS = ("many", "medium", "few")
 MANY_ABOVE, FEW_BELOW = 100, 20  # training images; the paper's
+THRESHOLDS = {"many_above": MANY_ABOVE, "few_below": FEW_BELOW}
 
 
 def shot_groups(

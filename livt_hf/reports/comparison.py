@@ -5,10 +5,18 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from livt_hf.data.tables import reading_table
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.tables import ANSWERS
+from livt_hf.metrics import THRESHOLDS
 from livt_hf.records import in_words, read_record
 from livt_hf.reports.page import html_report
 from livt_hf.results import percent
+from livt_hf.runs import Run
 from livt_hf.system import shell_line
 
 NUMBERS, CLASSES = "evaluation.json", "classes.csv"
@@ -30,10 +38,8 @@ class Report:
     @classmethod
     def of(cls, place: str) -> "Report":
         """The report in a folder, or the newest one in the folder of a run."""
-        again = shell_line([place])
-        reports = Path(place).glob(f"report*/{NUMBERS}")
-        newest = max(reports, key=lambda path: path.stat().st_mtime, default=Path(place, NUMBERS))
-        folder = Path(place) if Path(place, NUMBERS).is_file() else newest.parent
+        again, own = shell_line([place]), Path(place, NUMBERS)
+        folder = next(iter([own] * own.is_file() + Run(Path(place)).reports(NUMBERS)), own).parent
         if not (folder / NUMBERS).is_file() or not (folder / CLASSES).is_file():
             raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval --model {again}")
         hints = {"dataset": str, "split": str, "rules": dict[str, dict[str, float | None]]}
@@ -43,7 +49,7 @@ class Report:
             raise LiVTError(
                 f"{folder / NUMBERS} has no accuracies to compare; write the report again: livt eval --model {again}"
             )
-        return cls(place, folder, summary, _read_classes(folder / CLASSES))
+        return cls(place, folder, {"thresholds": THRESHOLDS} | summary, _read_classes(folder / CLASSES))
 
     @property
     def metrics(self) -> dict:
@@ -81,11 +87,11 @@ def write_classes(rows: list[dict], path: Path) -> None:
 def compare(first: str, second: str, folder: Path) -> tuple[str, Path]:
     """Write the page of a comparison into a new folder. Returns its first sentence and the page."""
     one, other = Report.of(first), Report.of(second)
-    for name in ("dataset", "split"):
+    for name in ("dataset", "split", "thresholds"):
         if one.summary[name] != other.summary[name]:
             raise LiVTError(
-                f"the {name} of the reports differs ({one.summary[name]} and {other.summary[name]}); measure both "
-                "models on the same images."
+                f"the reports are not of the same {name} ({one.summary[name]} and {other.summary[name]}); measure "
+                "both models on the same images, with the same --many_above and --few_below."
             )
     if [row["name"] for row in one.classes] != [row["name"] for row in other.classes]:
         raise LiVTError(f"{first} and {second} have other classes; only models of the same classes can be compared.")
@@ -98,19 +104,48 @@ def compare(first: str, second: str, folder: Path) -> tuple[str, Path]:
     files = {caption: [report.folder / name for report in (one, other)] for caption, name in PICTURES.items()}
     pictures = {caption: paths for caption, paths in files.items() if all(path.is_file() for path in paths)}
     title = f"{first} and {second} on {one.summary['dataset']} ({one.summary['split']})"
-    sentence = difference(one.metrics, other.metrics)
+    sentence = difference(one.metrics, other.metrics, _paired_noise(one, other))
     return sentence, html_report(folder, title, tables, pictures, f'<p class="lead">{sentence}</p>')
 
 
-def difference(first: dict, second: dict) -> str:
-    """Which of two accuracies is higher, and whether the number of test images can tell."""
-    a, b = first["accuracy"], second["accuracy"]
-    noise = 1.96 * math.sqrt(a * (1 - a) / first["num_images"] + b * (1 - b) / second["num_images"])
+def difference(first: dict, second: dict, noise: float | None = None) -> str:
+    """Which of two accuracies is higher, and whether the number of test images can tell.
+
+    `noise` is what chance makes of two models on the same images. Where nobody knows what both are right about, it is
+    that of models that err independently; those that err alike are told apart by less.
+    """
+    a, b, if_so = first["accuracy"], second["accuracy"], ""
+    if noise is None:
+        noise = 1.96 * math.sqrt(a * (1 - a) / first["num_images"] + b * (1 - b) / second["num_images"])
+        if_so = " if they err independently"
     words = f"The first is right for {percent(a)} % of the test images, the second for {percent(b)} %:"
     if abs(b - a) <= noise:
-        return f"{words} no more apart than chance could make them ({percent(noise)} points)."
+        return f"{words} no more apart than chance could make them{if_so} ({percent(noise)} points)."
     better = "second" if b > a else "first"
-    return f"{words} the {better} is better, by more than chance could make ({percent(noise)} points)."
+    return f"{words} the {better} is better, by more than chance could make{if_so} ({percent(noise)} points)."
+
+
+def _paired_noise(one: Report, other: Report) -> float | None:
+    """How far apart chance brings two models on the same images, with 95 % confidence, by those that one has right.
+
+    None where a report has no predictions, or they are of other images.
+    """
+    tables = [_predictions(one), _predictions(other)]
+    if None in tables or not tables[0].drop(["prediction"]).equals(tables[1].drop(["prediction"])):
+        return None
+    first, second = (pc.equal(table["prediction"], table["label"]).fill_null(False).to_numpy() for table in tables)
+    only_first, only_second, images = (first & ~second).sum(), (second & ~first).sum(), len(first)
+    return 1.96 * math.sqrt(only_first + only_second - (only_first - only_second) ** 2 / images) / images
+
+
+def _predictions(report: Report) -> pa.Table | None:
+    """What the rule that the model is judged by said of each image, in the order of the dataset."""
+    path, column = report.folder / ANSWERS, f"prediction ({next(iter(report.summary['rules']))})"
+    if not path.is_file():
+        return None
+    with reading_table(path):
+        table = pq.read_table(path, columns=["index", "label", column])
+    return table.rename_columns(["index", "label", "prediction"]).sort_by("index")
 
 
 def _metric_rows(one: Report, other: Report) -> list[dict]:

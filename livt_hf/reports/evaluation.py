@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
+from livt_hf.data.decoding import some_images
 from livt_hf.data.labels import class_feature, labels_of
-from livt_hf.data.loading import StoredImages
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Findings
 from livt_hf.evaluation.tables import ANSWERS, facts_of, image_facts, write_answers
@@ -25,7 +25,7 @@ from livt_hf.reports import (
 )
 from livt_hf.reports.comparison import CLASSES, write_classes
 from livt_hf.reports.shifts import accuracy_by_shift, shift_rows
-from livt_hf.reports.verdict import Measured, first_screen, first_screen_text
+from livt_hf.reports.verdict import first_screen, first_screen_text
 from livt_hf.results import percent
 from livt_hf.runs import FOLD, LOG, Run, runs_folder
 from livt_hf.settings import EvalSettings
@@ -75,10 +75,7 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
         write_classes(found.per_class, folder / CLASSES)
         facts, names = facts_of(image_facts(dataset, settings.split), found.index), class_feature(dataset).names
         write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
-        intervals = next(iter(found.summary["intervals"].values()))
-        model = None if "folds" in found.summary else settings.model
-        known = Measured(model, found.measured, found.pairs, names, intervals)
-        text, page = [first_screen_text(known)], first_screen(known)
+        text, page = [first_screen_text(found)], first_screen(found)
     text = [f"# {title}", *text, *(f"## {name}\n\n{markdown_table(rows)}" for name, rows in tables.items())]
     (folder / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     return html_report(folder, title, tables, pictures, page)
@@ -175,10 +172,13 @@ def _group_rows(summary: dict) -> list[dict]:
 
 def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:
     """A few test images of each class that the report shows."""
-    labels, stored = labels_of(dataset).values, StoredImages(dataset)
+    labels = labels_of(dataset).values
     chosen = {
         label: np.flatnonzero(labels == label)[:SAMPLES].tolist()
         for ids in best_and_worst_classes(per_class)
         for label in ids
     }
-    return {label: [image.permute(1, 2, 0).numpy() for image in stored.images(rows)] for label, rows in chosen.items()}
+    return {
+        label: [image.permute(1, 2, 0).numpy() for image in some_images(dataset, rows)]
+        for label, rows in chosen.items()
+    }

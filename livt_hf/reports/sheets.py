@@ -14,23 +14,17 @@ from livt_hf.reports.style import DPI, save, shorten
 _GAP = 8
 
 
-def as_uint8(image) -> np.ndarray:
-    """An image (PIL, or H x W, H x W x 1, x 3, x 4; floats in [0, 1] or bytes) as H x W x 3 bytes."""
-    if isinstance(image, Image.Image):
-        return np.asarray(image.convert("RGB"))
+def _as_bytes(image) -> np.ndarray:
+    """An RGB image (of PIL, or H x W x 3 of bytes or of floats in [0, 1]) as H x W x 3 bytes."""
     array = np.asarray(image)
-    if array.ndim == 2:
-        array = array[:, :, None]
-    if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
-        raise LiVTError(f"an image of shape {np.shape(image)} is not H x W x channels; move the channels last.")
     if array.dtype != np.uint8:  # reconstructions leave [0, 1] a little
         array = (np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).round().astype(np.uint8)
-    return np.repeat(array, 3, axis=2) if array.shape[2] == 1 else array[:, :, :3]
+    return array
 
 
 def _fit(image, cell: int) -> np.ndarray:
     """The image on a white square: small ones enlarged with their pixels left visible, large ones smoothly reduced."""
-    picture = Image.fromarray(as_uint8(image))
+    picture = Image.fromarray(_as_bytes(image))
     scale = cell / max(picture.size)
     size = [max(1, round(side * scale)) for side in picture.size]
     picture = picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)

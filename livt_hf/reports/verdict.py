@@ -1,10 +1,9 @@
 """The first screen of a report: is the model good enough, which classes are in doubt and why, and what to do next."""
 
-import functools
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from livt_hf.evaluation.exam import Findings
 from livt_hf.metrics import GROUPS, LongTailMetrics
 from livt_hf.reports.page import plain_markdown
 from livt_hf.reports.style import GROUP_COLOURS
@@ -19,33 +18,23 @@ CONFUSED = 0.2  # the share of a class's images taken for one other class that i
 WORTH = 0.01  # what an action must promise, as a share of right answers or of calibration
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a report knows about a model: metrics by rule, the first being the one it is judged by, and confusions."""
-
-    model: str | None  # its folder or id; a cross-validation has none of its own
-    rules: Mapping[str, LongTailMetrics]
-    pairs: Sequence[dict]  # as `livt_hf.metrics.confusions` gives them
-    names: Sequence[str]
-    intervals: Mapping[str, tuple[float, float] | None]  # of the first rule's accuracies
-
-    @property
-    def first(self) -> LongTailMetrics:
-        return next(iter(self.rules.values()))
-
-    @functools.cached_property
-    def classes(self) -> list[dict]:
-        """Rows of the classes that have test images, each with the class it is taken for most often, or None."""
-        confused: dict[int, dict] = {}
-        for pair in self.pairs:
-            confused.setdefault(pair["label"], pair)
-        rows = [row for row in self.first.per_class(self.names) if row["images"]]
-        return [row | {"confused": confused.get(row["class"])} for row in rows]
+def _first(findings: Findings) -> LongTailMetrics:
+    """By the rule that the model is judged by."""
+    return next(iter(findings.measured.values()))
 
 
-def groups(measured: Measured) -> list[dict]:
+def _classes(findings: Findings) -> list[dict]:
+    """Rows of the classes that have test images, each with the class it is taken for most often, or None."""
+    confused: dict[int, dict] = {}
+    for pair in findings.pairs:
+        confused.setdefault(pair["label"], pair)
+    return [row | {"confused": confused.get(row["class"])} for row in findings.per_class if row["images"]]
+
+
+def groups(findings: Findings) -> list[dict]:
     """How often each group of classes is right, with its interval; groups without classes are left out."""
-    first, numbers, counted = measured.first, measured.first.compute(), [row["group"] for row in measured.classes]
+    first, counted = _first(findings), [row["group"] for row in _classes(findings)]
+    numbers, intervals = first.compute(), next(iter(findings.summary["intervals"].values()))
     sizes = (
         f"more than {first.many_above}",
         f"{first.few_below} to {first.many_above}",
@@ -53,7 +42,7 @@ def groups(measured: Measured) -> list[dict]:
     )
     return [
         {"group": name, "classes": counted.count(name), "words": f"{size} training images"}
-        | {"accuracy": numbers[name], "interval": measured.intervals.get(name)}
+        | {"accuracy": numbers[name], "interval": intervals.get(name)}
         for name, size in zip(GROUPS, sizes, strict=True)
         if numbers[name] is not None
     ]
@@ -76,9 +65,10 @@ def doubts(row: Mapping) -> list[str]:
     return words or ["no single reason was found"]
 
 
-def doubtful(measured: Measured) -> list[dict]:
+def doubtful(findings: Findings) -> list[dict]:
     """The classes to distrust, the worst first; one test image says too little where others have more."""
-    rows = [row for row in measured.classes if row["images"] > 1] or measured.classes
+    rows = _classes(findings)
+    rows = [row for row in rows if row["images"] > 1] or rows
     found = [(row, doubts(row)) for row in sorted(rows, key=lambda row: (row["accuracy"], -row["images"]))]
     return [
         {"class": row["name"], "right (%)": percent(row["accuracy"]), "why": "; ".join(why)}
@@ -87,15 +77,15 @@ def doubtful(measured: Measured) -> list[dict]:
     ]
 
 
-def actions(measured: Measured) -> list[str]:
+def actions(findings: Findings) -> list[str]:
     """What would help most, the most promising first."""
-    found = [*_better_rule(measured), *_more_labels(measured), *_calibration(measured), *_more_training(measured)]
-    found += [*_look_alikes(measured), *_larger_test(measured)]
+    found = [*_better_rule(findings), *_more_labels(findings), *_calibration(findings), *_more_training(findings)]
+    found += [*_look_alikes(findings), *_larger_test(findings)]
     return [words for worth, words in sorted(found, key=lambda action: -action[0]) if worth >= WORTH][:ACTIONS]
 
 
-def _better_rule(measured: Measured) -> list[tuple[float, str]]:
-    accuracy = {rule: metric.compute()["mean_class_accuracy"] for rule, metric in measured.rules.items()}
+def _better_rule(findings: Findings) -> list[tuple[float, str]]:
+    accuracy = {rule: metric.compute()["mean_class_accuracy"] for rule, metric in findings.measured.items()}
     first, best = next(iter(accuracy)), max(accuracy, key=accuracy.get)
     gain = accuracy[best] - accuracy[first]
     words = (
@@ -104,43 +94,44 @@ def _better_rule(measured: Measured) -> list[tuple[float, str]]:
     return [(gain, f"{words} {first} for {percent(accuracy[first])} %.")]
 
 
-def _more_labels(measured: Measured) -> list[tuple[float, str]]:
-    numbers, rows = measured.first.compute(), measured.classes
+def _more_labels(findings: Findings) -> list[tuple[float, str]]:
+    numbers, rows = _first(findings).compute(), _classes(findings)
     rare, many = [row for row in rows if row["group"] == "few"], numbers["many"]
     if not rare or many is None:
         return []
     gain = (many - numbers["few"]) * len(rare) / len(rows)
     weak = sorted((row for row in rare if row["accuracy"] < many), key=lambda row: row["accuracy"])
     named = _listed([row["name"] for row in weak])
-    words = f"Label more images of {named}: classes with fewer than {measured.first.few_below} training images"
+    words = f"Label more images of {named}: classes with fewer than {_first(findings).few_below} training images"
     return [(gain, f"{words} are right in {percent(numbers['few'])} %, frequent ones in {percent(many)} %.")]
 
 
-def _calibration(measured: Measured) -> list[tuple[float, str]]:
-    numbers = measured.first.compute()
-    if measured.model is None or numbers["ece"] is None or len(measured.rules) == 1:  # one: without probabilities
+def _calibration(findings: Findings) -> list[tuple[float, str]]:
+    numbers = _first(findings).compute()
+    if "folds" in findings.summary or numbers["ece"] is None:  # a cross-validation has no model of its own
         return []
-    if next(iter(measured.rules)) != PAPER:  # a calibrated model is judged by another
+    rules = list(findings.measured)
+    if rules == [PAPER] or rules[0] != PAPER:  # without probabilities, or calibrated
         return []
     over = "sure" if numbers["mean_confidence"] > numbers["accuracy"] else "unsure"
-    command = f"livt calibrate {shell_line([measured.model])} --dataset FOLDER --split all"
+    command = f"livt calibrate {shell_line([findings.summary['model']])} --dataset FOLDER --split all"
     words = f"Calibrate it with other labelled images ({command}): it is too {over} of its answers, by"
     return [(numbers["ece"] / 2, f"{words} {percent(numbers['ece'])} points on average.")]
 
 
-def _more_training(measured: Measured) -> list[tuple[float, str]]:
-    many = measured.first.compute()["many"]
+def _more_training(findings: Findings) -> list[tuple[float, str]]:
+    many = _first(findings).compute()["many"]
     if many is None or many > 0.7:
         return []
     words = "Train longer, or start from a better pretraining: even classes with more than"
     return [
-        ((1 - many) / 2, f"{words} {measured.first.many_above} training images are right in only {percent(many)} %.")
+        ((1 - many) / 2, f"{words} {_first(findings).many_above} training images are right in only {percent(many)} %.")
     ]
 
 
-def _look_alikes(measured: Measured) -> list[tuple[float, str]]:
-    images = measured.first.num_images
-    pairs = [pair for pair in measured.pairs[:50] if pair["share"] >= CONFUSED]
+def _look_alikes(findings: Findings) -> list[tuple[float, str]]:
+    images = _first(findings).num_images
+    pairs = [pair for pair in findings.pairs[:50] if pair["share"] >= CONFUSED]
     if not pairs:
         return []
     pair = pairs[0]
@@ -149,29 +140,29 @@ def _look_alikes(measured: Measured) -> list[tuple[float, str]]:
     return [(pair["images"] / images, words)]
 
 
-def _larger_test(measured: Measured) -> list[tuple[float, str]]:
-    rows = measured.classes
+def _larger_test(findings: Findings) -> list[tuple[float, str]]:
+    rows = _classes(findings)
     rough = sum(row["images"] < ENOUGH for row in rows)
     words = f"Test on more images: {rough:,} of {len(rows):,} classes have fewer than {ENOUGH} test images, so that"
     return [(0.02 * rough / len(rows), f"{words} their numbers are rough.")]
 
 
-def first_screen(measured: Measured) -> str:
+def first_screen(findings: Findings) -> str:
     """All of it as HTML."""
-    numbers = measured.first.compute()
-    rule, escape = next(iter(measured.rules)), html.escape
+    numbers = _first(findings).compute()
+    rule, escape = next(iter(findings.measured)), html.escape
     lead = f"{percent(numbers['accuracy'])} % of {numbers['num_images']:,} test images are right"
     if percent(numbers["accuracy"]) != percent(numbers["mean_class_accuracy"]):  # the test set is imbalanced
         lead += f", and {percent(numbers['mean_class_accuracy'])} % in an average class"
     lead += f", by the rule “{rule}”."
-    cards = "".join(map(_card, groups(measured)))
-    found = doubtful(measured)
+    cards = "".join(map(_card, groups(findings)))
+    found = doubtful(findings)
     items = "".join(
         f"<li><b>{escape(row['class'])}</b>: {row['right (%)']} % right; {escape(row['why'])}</li>"
         for row in found[:DOUBTED]
     )
     more = f"<p>and {len(found) - DOUBTED:,} more, in the table of classes.</p>" if len(found) > DOUBTED else ""
-    steps = "".join(f"<li>{escape(words)}</li>" for words in actions(measured))
+    steps = "".join(f"<li>{escape(words)}</li>" for words in actions(findings))
     return (
         f'<section class="first"><p class="lead">{escape(lead)}</p><div class="cards">{cards}</div>'
         f'<div class="halves"><div><h2>Classes to distrust</h2>'
@@ -191,16 +182,16 @@ def _card(group: Mapping) -> str:
     )
 
 
-def first_screen_text(measured: Measured) -> str:
+def first_screen_text(findings: Findings) -> str:
     """The same in Markdown."""
     lines = [
         f"- {row['group']} ({_counted(row['classes'], 'class', 'classes')}, {row['words']}): "
         f"{percent(row['accuracy'])} % right"
-        for row in groups(measured)
+        for row in groups(findings)
     ]
-    doubted = [f"{row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(measured)[:DOUBTED]]
+    doubted = [f"{row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(findings)[:DOUBTED]]
     found = [f"- {plain_markdown(words)}" for words in doubted]
-    steps = [f"{number}. {plain_markdown(words)}" for number, words in enumerate(actions(measured), start=1)]
+    steps = [f"{number}. {plain_markdown(words)}" for number, words in enumerate(actions(findings), start=1)]
     parts = {"Is it good enough?": lines, "Classes to distrust": found, "What to do next": steps}
     return "\n\n".join(f"## {title}\n\n" + "\n".join(rows or ["Nothing stands out."]) for title, rows in parts.items())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import ACCURACY_COLUMNS, CITATION, PAPER_URL, card_data, count_row, render
+from livt_hf.hub.cards import ACCURACY_COLUMNS, CITATION, EQUAL, PAPER_URL, card_data, count_row, render
 from livt_hf.hub.facts import dataset_names
 from livt_hf.hub.paper import paper_result
 from livt_hf.results import Results, percent
@@ -94,7 +94,7 @@ def _classifier_card(results: Results, common: dict) -> ModelCard:
     calibration = ["the paper, softmax(z)", percent(metrics.get("ece")), percent(metrics.get("mce"))]
     return render(
         "classifier",
-        card_data(results, common["title"], source, base_model=base_model, **LICENSE),
+        card_data(results, common["title"], source=source, base_model=base_model, **LICENSE),
         **common,
         summary=(
             f"The ViT-B/16 of [LiVT]({PAPER_URL}), fine-tuned by its authors on {title} at {size} px with the "
@@ -108,14 +108,17 @@ def _classifier_card(results: Results, common: dict) -> ModelCard:
         ),
         livit=True,
         measure="top-1 accuracy",
-        balanced=True,
+        bias=True,
         sigmoid=True,
-        world="every class is equally frequent",
+        world=EQUAL,
+        shares="of the training data",
         accuracy_rows=[["the paper", *(percent(metrics[column]) for column in ACCURACY_COLUMNS)]],
         calibration_rows=[calibration] if "ece" in metrics else [],
         paper_note=paper.get("note"),
         limits=_limits(dataset),
-        training=_training(f"{size} px, 100 epochs, Bal-BCE, tau 1"),
+        training=_training(f"{size} px, 100 epochs, Bal-BCE, tau 1", "--class_counts COUNTS.json")
+        + " The file lists the number of training images of each class, in the order of the classes; converted "
+        "without it, the model gives no `probabilities`.",
     )
 
 
@@ -135,7 +138,7 @@ def _pretraining_card(results: Results, common: dict) -> ModelCard:
         ),
         limits="- This is a starting point, not a classifier: its features are meant to be fine-tuned.\n"
         f"- Trained at {size} px; fine-tuning at another size resizes the positions.",
-        training=_training(f"{size} px, 800 epochs, mask ratio 0.75"),
+        training=_training(f"{size} px, 800 epochs, mask ratio 0.75", f"--dataset {results.dataset}"),
     )
 
 
@@ -150,8 +153,8 @@ def _limits(dataset: str) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _training(setting: str) -> str:
-    command = "`livt convert FILE.pth OUT` of livt_hf"
+def _training(setting: str, told: str) -> str:
+    command = f"`livt convert FILE.pth OUT {told}` of livt_hf"
     return f"By the authors: {setting}. To be converted from their `.pth` file with {command}."
 
 
