@@ -137,20 +137,20 @@ def train_classifier(
         parts = torch.arange(len(test)).split(500)
         logits = torch.cat([logits_of(normalised(test.images(part))) for part in parts])
     metrics = long_tail_metrics(logits.numpy(), labels_of(row.data["test"]).values, row.counts)
-    return told(used, updates * batch_size / row.counts.sum(), model, metrics)
-
-
-def told(seconds: float, epochs: float, model: nn.Module, metrics: dict) -> dict:
-    accuracy = {name: 100 * metrics[name] for name in ("accuracy", "many", "medium", "few")}
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    return told(used, updates * batch_size / row.counts.sum(), parameters, metrics)
+
+
+def told(seconds: float, epochs: float, parameters: int, metrics: dict) -> dict:
+    accuracy = {name: 100 * metrics[name] for name in ("accuracy", "many", "medium", "few")}
     return {"core_minutes": seconds / 60, "epochs": epochs, "parameters": parameters} | accuracy
 
 
-def adamw(model: nn.Module, decay: float = 0.05) -> torch.optim.AdamW:
+def adamw(model: nn.Module) -> torch.optim.AdamW:
     """The rate of our own recipes, 1e-3, and no decay of biases and norms."""
-    groups = {0.0: [], decay: []}
+    groups = {0.0: [], 0.05: []}
     for parameter in model.parameters():
-        groups[decay if parameter.ndim > 1 else 0.0].append(parameter)
+        groups[0.05 if parameter.ndim > 1 else 0.0].append(parameter)
     return torch.optim.AdamW([{"params": p, "weight_decay": d} for d, p in groups.items()], lr=1e-3, fused=True)
 
 
@@ -190,18 +190,9 @@ def run_resnet32(row: Row) -> dict:
     return train_classifier(row, model, optimizer, batch_size=128)
 
 
-def timm_vit() -> nn.Module:
-    return create_timm_vit(LiViTConfig.preset("micro", patch_size=PATCH), drop_path=0.0)
-
-
-def run_timm(row: Row) -> dict:
-    model = timm_vit()
-    return train_classifier(row, model, adamw(model), TimmAugmentation())
-
-
-def run_timm_pad_crop(row: Row) -> dict:
-    model = timm_vit()
-    return train_classifier(row, model, adamw(model))
+def run_timm(row: Row, augmentation=None) -> dict:
+    model = create_timm_vit(LiViTConfig.preset("micro", patch_size=PATCH), drop_path=0.0)
+    return train_classifier(row, model, adamw(model), augmentation)
 
 
 def run_stock(row: Row) -> dict:
@@ -253,20 +244,15 @@ def run_ours(row: Row, **changed) -> dict:
         left = row.seconds - core_seconds() + sum(not_counted)
         run(finetune, left, output_dir=second, pretrained=first, loss="bal_ce", eval_epochs=100_000)
         used, results = core_seconds() - sum(not_counted), Run(Path(second)).results
-    parameters = {"parameters": results.parameters, "epochs": results.epochs}
-    return told(used, results.epochs, nn.Module(), results.metrics) | parameters
+    return told(used, results.epochs, results.parameters, results.metrics)
 
 
 PEERS: dict[str, tuple[str, Callable[[Row], dict]]] = {
-    "ours": ("livt train", run_ours),
+    "ours": ("the recipe of livt train", run_ours),
     "ours-all": ("the same with all patches in fine-tuning", partial(run_ours, keep_ratio=1.0)),
     "ours-muon": ("the same with Muon in fine-tuning", partial(run_ours, optimizer="muon")),
-    "ours-patch4": (
-        "the same with a quarter of patches of 4",
-        partial(run_ours, patch_size=4, decode_ratio=0.25, keep_ratio=0.25),
-    ),
-    "timm": ("timm's ViT, timm's augmentation", run_timm),
-    "timm-pad-crop": ("timm's ViT, pad-crop and flip", run_timm_pad_crop),
+    "timm": ("timm's ViT, timm's augmentation", partial(run_timm, augmentation=TimmAugmentation())),
+    "timm-pad-crop": ("timm's ViT, pad-crop and flip", run_timm),
     "stock": ("stock ViTMAE, then stock ViT", run_stock),
     "resnet32": ("ResNet-32, SGD, pad-crop and flip", run_resnet32),
 }
