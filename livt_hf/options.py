@@ -138,11 +138,15 @@ def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, A
 
 def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[str]:
     """The words, with `--flag` as `--flag=true` where what follows is not its value but stands for itself."""
-    if not cls.names("positional"):
-        return list(argv)
-    flags = {f"--{f.name}" for f in dataclasses.fields(cls) if _kind(cls, f) is bool}
+    values = {f"--{f.name}": {*_TRUTHS, *_choices(cls, f)} for f in dataclasses.fields(cls) if _is_flag(cls, f)}
     pairs = itertools.zip_longest(argv, argv[1:], fillvalue="")
-    return [f"{word}=true" if word in flags and after.lower() not in _TRUTHS else word for word, after in pairs]
+    return [f"{word}=true" if word in values and after.lower() not in values[word] else word for word, after in pairs]
+
+
+def _is_flag(cls: type[CommandSettings], declared: dataclasses.Field) -> bool:
+    """Whether the option is a truth, or a truth or a word."""
+    kind = _kind(cls, declared)
+    return kind is bool or get_origin(kind) is Union
 
 
 _AS_OPTION = "--"  # before the name of a positional argument that was given as an option
@@ -162,7 +166,7 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
     for declared in dataclasses.fields(cls):
         facts, kind, shape = declared.metadata, _kind(cls, declared), {}
-        if "alone" in facts or kind is bool:
+        if "alone" in facts or _is_flag(cls, declared):
             shape = {"nargs": "?", "const": facts.get("alone", "true")}
         elif get_origin(kind) is list:
             shape = {"nargs": "+"}

@@ -28,6 +28,7 @@ class DataSettings(CommandSettings):
         "folder or Hub dataset",
         selects_data=True,
         place=True,
+        positional=True,
     )
     source: str | None = option(
         None,
@@ -185,7 +186,7 @@ class TrainingSettings(DataSettings):
         "auto", "auto: bf16 or fp16 on a GPU, none on a CPU"
     )
     compile: bool | Literal["auto"] = option(
-        False, "torch.compile the model; auto: on a GPU, and on a CPU where it trains for half an hour", alone="true"
+        False, "torch.compile the model; auto: on a GPU, and on a CPU where it trains for half an hour"
     )
     gradient_checkpointing: bool = option(False, "trade a third more time for less memory")
     ema_decay: float | None = option(
@@ -339,7 +340,11 @@ class EvalSettings(DataSettings):
     stage: ClassVar[str] = "eval"
 
     model: str = option(
-        "auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", place=True, trained=True
+        "auto",
+        "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning",
+        place=True,
+        trained=True,
+        positional=True,
     )
     dataset: str | None = option(  # type: ignore[assignment]
         None, "default: the one the run was trained on", selects_data=True, place=True

@@ -4,8 +4,8 @@
     livt demo RUN --images FOLDER --port 8000    # own images as examples
     livt demo PRETRAINING_RUN                    # hide patches of an image and see the reconstruction
 
-Nothing is sent anywhere: no analytics, no public link unless `--share` asks for one, and files are served only from a
-temporary folder that is deleted at the end. Needs `pip install livt-hf[demo]`.
+Nothing is sent anywhere: no analytics, and no public link unless `--share` asks for one, which shows no images of the
+dataset. Files are served only from a temporary folder that is deleted at the end. Needs `pip install livt-hf[demo]`.
 """
 
 import importlib.util
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if settings.plugin is None:
             load_plugin(lent_plugin(Path(path)))
     with private_files():
-        models = [show(path, settings.images, settings.report, settings.device) for path in settings.models]
+        chosen = {"images": settings.images, "report": settings.report, "device": settings.device}
+        models = [show(path, **chosen, with_data=not settings.share) for path in settings.models]
         for note in (note for shown in models for note in shown.notes):
             print(note)
         serve(start(models, settings.port, settings.share, settings.browser))

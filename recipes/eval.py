@@ -1,16 +1,16 @@
 """Measure a checkpoint and write a report.
 
-    livt eval                                   # the newest finished fine-tuning under runs/
-    livt eval --model org/name --dataset inat18 --source FOLDER
-    livt eval --model RUN --prior prior.json    # the class frequencies it will meet
-    livt eval --model RUN --adapt_prior         # the same, estimated from the images alone
-    livt eval --model RUN --test_imbalance      # test sets whose classes are frequent and rare, in both directions
-    livt eval --model RUN --predictions p.csv   # what each rule says of each image
-    livt eval --model RUN --dataset FOLDER --split all    # every image of another place, which needs no split
-    livt eval --model org/any-classifier --dataset FOLDER --class_counts counts.json    # one trained elsewhere
-    livt eval --model PRETRAINING_RUN           # kNN and a linear probe on frozen features
-    livt eval --model org/any-backbone --dataset FOLDER --probe    # the same for any model, before anyone trains it
-    livt eval --compare RUN_A RUN_B             # the newest reports of two runs side by side
+    livt eval                            # the newest finished fine-tuning under runs/
+    livt eval org/name --dataset inat18 --source FOLDER
+    livt eval RUN --prior prior.json     # the class frequencies it will meet
+    livt eval RUN --adapt_prior          # the same, estimated from the images alone
+    livt eval RUN --test_imbalance       # test sets whose classes are frequent and rare, in both directions
+    livt eval RUN --predictions p.csv    # what each rule says of each image
+    livt eval RUN --dataset FOLDER --split all    # every image of another place, which needs no split
+    livt eval org/any-classifier --dataset FOLDER --class_counts counts.json    # one trained elsewhere
+    livt eval PRETRAINING_RUN            # kNN and a linear probe on frozen features
+    livt eval org/any-backbone --dataset FOLDER --probe    # the same for any model, before anyone trains it
+    livt eval --compare RUN_A RUN_B      # the newest reports of two runs side by side
 
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
 """

@@ -1,10 +1,10 @@
 """Balanced fine-tuning (BFT), the second stage of LiVT.
 
     livt finetune                                                      # the newest finished pretraining under runs/
-    livt finetune --dataset FOLDER --pretrained runs/pretrain-FOLDER-base/1
-    livt finetune --dataset FOLDER --pretrained org/any-classifier --tune head
-    livt finetune --dataset labels.csv --group_column patient --folds 5
-    livt finetune --dataset cifar100-lt --source FOLDER --pretrained none --loss ce
+    livt finetune FOLDER --pretrained runs/pretrain-FOLDER-base/1
+    livt finetune FOLDER --pretrained org/any-classifier --tune head
+    livt finetune labels.csv --group_column patient --folds 5
+    livt finetune cifar100-lt --source FOLDER --pretrained none --loss ce
 
 The run folder ends up holding the checkpoint, its image processor, log.jsonl and results.json. `--help` lists the
 options.
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{settings.dataset}, from {start}, in {duration(results.seconds)}; {results.selection}.\n"
         + "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in results.rules.items())
         + f"  checkpoint: {run.folder}"
-        + what_next("Next, look closer", "eval", "--model", run.folder)
+        + what_next("Next, look closer", "eval", run.folder)
     )
     if accelerator.is_main_process:
         publish_if_asked(settings, run)

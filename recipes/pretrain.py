@@ -1,7 +1,7 @@
 """Masked generative pretraining (MGP), the first stage of LiVT.
 
     livt pretrain                                                      # the embedded glyphs, two minutes on two cores
-    livt pretrain --dataset cifar100-lt --source FOLDER
+    livt pretrain cifar100-lt --source FOLDER
     accelerate launch recipes/pretrain.py --config recipes/configs/pretrain-imagenet-lt.yaml --source FOLDER
 
 The run folder ends up holding a stock ViTMAE checkpoint, its image processor, log.jsonl, results.json and

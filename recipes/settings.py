@@ -3,7 +3,6 @@
 Like livt_hf/settings.py this imports no torch, so that `livt` answers `--help` and refuses a misspelt option at once.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -18,7 +17,6 @@ from livt_hf.system import shell_line, shell_words
 CONFIGS = Path(__file__).parent / "configs"
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
 WAYS = ("scratch", "head", "lora", "full")
-_DATASET = DataSettings.__dataclass_fields__["dataset"]
 
 
 def sweep_names() -> tuple[str, ...]:
@@ -33,9 +31,6 @@ class TrainSettings(DataSettings):
 
     stage: ClassVar[str] = "train"
 
-    dataset: str = option(
-        "glyphs", "benchmark name, image folder, table of labels, or Hub dataset", positional=True, place=True
-    )
     hours: float = option(1.0, "hours of training; evaluation comes on top", above=0)
     pretrained: str | None = option(
         None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
@@ -157,7 +152,7 @@ class PublishDataSettings(DataSettings):
 
     stage: ClassVar[str] = "publish-data"
 
-    dataset: str | None = dataclasses.field(default=None, metadata=_DATASET.metadata | {"positional": True})
+    dataset: str | None = option(None, "the images, as for `livt finetune`", positional=True, place=True)
     repo_id: str | None = option(None, "organisation/name on the Hub", positional=True)
     license: str | None = option(
         None, "licence of the images, as the Hub spells it; must be named for images of your own"
@@ -210,7 +205,6 @@ class LookSettings(DataSettings):
 
     stage: ClassVar[str] = "data"
 
-    dataset: str = dataclasses.field(default=_DATASET.default, metadata=_DATASET.metadata | {"positional": True})
     output: str | None = option(
         None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", place=True
     )

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}")
             raise Interrupted
     plugin = FinetuneSettings.asked(plan["stages"]["finetune"]).get("plugin")
-    run_livt([*launcher, "eval", "--model", str(folder / "finetune"), *as_words({"plugin": plugin}), *threads])
+    run_livt([*launcher, "eval", str(folder / "finetune"), *as_words({"plugin": plugin}), *threads])
     print(f"Next, try it in the browser:\n  {shell_line(['livt', 'demo', folder / 'finetune'])}")
 
 

@@ -28,7 +28,7 @@ from test_hub import make_run
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
-from livt_hf.data import eval_processor
+from livt_hf.data import eval_processor, load_data
 from livt_hf.demo.classes import ROWS, Classes
 from livt_hf.demo.images import data_of_run
 from livt_hf.demo.mistakes import Predictions, newest_predictions, read_predictions
@@ -309,6 +309,9 @@ def test_a_table_of_another_model_or_of_something_else_is_refused(tmp_path):
         read_predictions(tmp_path / "other.parquet", NAMES)
     with pytest.raises(LiVTError, match="does not exist; write a report"):
         read_predictions(tmp_path / "nowhere.parquet", NAMES)
+    (tmp_path / "damaged.parquet").write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(LiVTError, match="damaged.parquet cannot be read as a table"):
+        read_predictions(tmp_path / "damaged.parquet", NAMES)
 
 
 def test_predictions_about_other_images_are_noticed(tmp_path):
@@ -322,7 +325,7 @@ def test_predictions_about_other_images_are_noticed(tmp_path):
 
 
 def test_without_a_report_the_command_that_writes_one_is_named(tmp_path):
-    with pytest.raises(LiVTError, match="livt eval --model"):
+    with pytest.raises(LiVTError, match="livt eval "):
         newest_predictions(tmp_path)
 
 
@@ -391,8 +394,9 @@ def test_a_seed_and_a_ratio_decide_which_patches_are_hidden(tmp_path, tiny):
     assert (hidden(0.5, 0) == hidden(0.5, 0)).all() and (hidden(0.5, 0) != hidden(0.5, 1)).any()
     with pytest.raises(LiVTError, match="0.99 leaves 0 of 16 patches visible"):
         served.reconstruct(path, 0.99, 0)
-    with pytest.raises(LiVTError, match="the box of the seed is empty"):
-        served.reconstruct(path, 0.5, None)
+    for seed in (None, -1, 10**20):
+        with pytest.raises(LiVTError, match="the seed must be a whole number from 0 to"):
+            served.reconstruct(path, 0.5, seed)
 
 
 # The server
@@ -481,12 +485,17 @@ def call(url, body):
 
 def test_a_public_link_is_made_only_where_it_is_asked_for(app, tmp_path, tiny, monkeypatch):
     save_model(tmp_path, tiny)
-    started = []
-    monkeypatch.setattr(app, "start", lambda _models, _port, share, browser: started.append((share, browser)))
+    started, data = [], load_data(PretrainSettings())
+
+    def start(models, _port, share, browser):
+        started.append((share, browser, models[0].data is not None, len(models[0].examples) > 0))
+
+    monkeypatch.setattr(app, "data_of_run", lambda _path: data)
+    monkeypatch.setattr(app, "start", start)
     monkeypatch.setattr(app, "serve", lambda _: None)
     demo_command([str(tmp_path)])
     demo_command([str(tmp_path), "--share", "--browser", "no"])
-    assert started == [(False, True), (True, False)]
+    assert started == [(False, True, True, True), (True, False, False, False)]  # and shows no images of the dataset
 
 
 def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -26,6 +27,7 @@ from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTrainin
 from livt_hf.data import eval_processor, load_data, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.hub import (
+    Origin,
     Publication,
     PublishError,
     dataset_card,
@@ -36,6 +38,7 @@ from livt_hf.hub import (
 )
 from livt_hf.hub.repository import visible
 from livt_hf.hub.scrubbing import Scrubber, refuse_secrets
+from livt_hf.hub.space import prepare_space
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings
 from livt_hf.recipes.publish import main
@@ -590,8 +593,11 @@ def test_the_command_loads_the_plugin_that_the_run_was_trained_with(run, tmp_pat
     with pytest.raises(LiVTError, match="'my_ce', which is not registered.* --plugin"):
         prepare_publication(own, tmp_path / "out", Publication("org/livt"))
     main([str(own), "org/livt", "--folder", str(tmp_path / "publication")])
+    with pytest.raises(LiVTError, match="does not have the plugin that registers the loss my_ce; leave --space out"):
+        prepare_space(own, tmp_path / "space", Publication("org/livt"))
     LOSSES.pop("my_ce")
-    assert "loss `my_ce`, tau 1," in (tmp_path / "publication" / "README.md").read_text()
+    card = (tmp_path / "publication" / "README.md").read_text()
+    assert "loss `my_ce`, tau 1," in card and "The loss `my_ce` is not part of livt_hf: before" in card
     assert str(tmp_path) not in (tmp_path / "publication" / "arguments.yaml").read_text()
 
 
@@ -700,6 +706,13 @@ def test_the_card_of_a_dataset_says_by_what_images_were_left_out_and_names_the_l
     card = dataset_card(data, Publication("org/x", license="mit"), origin_of(data, settings)).text
     assert "The images were chosen by `--exclude_labels class0,class3`." in card and "those of the dataset" not in card
     assert "The images are published under the licence mit." in card and "| class1 | 18 |" in card
+
+
+def test_the_card_of_a_dataset_with_several_labels_counts_each_image_once():
+    features = Features({"image": Value("string"), "label": List(ClassLabel(names=["a", "b", "c"]))})
+    rows = {"image": ["x"] * 3, "label": [[0, 1], [1], [0, 1, 2]]}
+    data = DatasetDict(train=Dataset.from_dict(rows, features))
+    assert "| train | 3 |" in dataset_card(data, Publication("org/x", license="mit"), Origin("", 0, None)).text
 
 
 def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, monkeypatch):

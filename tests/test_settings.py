@@ -157,10 +157,10 @@ def test_a_config_that_does_not_exist_is_named():
         PretrainSettings.parse(["--config", "nowhere.yaml"])
 
 
-@pytest.mark.parametrize("words", [["--epochs", "ten"], ["--model_size", "giant"], ["--flip", "perhaps"]])
-def test_a_value_of_the_wrong_kind_is_refused_with_the_option_s_name_and_the_value(words):
-    with pytest.raises(LiVTError, match=f"{words[0][2:]} is '{words[1]}'; "):
-        PretrainSettings.parse(words)
+@pytest.mark.parametrize(("name", "value"), [("epochs", "ten"), ("model_size", "giant"), ("flip", "perhaps")])
+def test_a_value_of_the_wrong_kind_is_refused_with_the_option_s_name_and_the_value(name, value):
+    with pytest.raises(LiVTError, match=f"{name} is '{value}'; "):
+        PretrainSettings.parse([f"--{name}={value}"])
 
 
 @pytest.mark.parametrize("name", ["epochs", "batch_size", "accumulation", "eval_epochs", "max_steps"])
@@ -517,7 +517,7 @@ def test_what_is_no_name_of_a_module_is_no_plugin():
 
 @pytest.mark.parametrize(
     "command",
-    ["eval --model {}", "eval --compare {} other", "calibrate {}", "predict {} image.png", "demo {} other"]
+    ["eval {}", "eval --compare {} other", "calibrate {}", "predict {} image.png", "demo {} other"]
     + ["publish {} owner/name", "convert {} out"],
 )
 def test_the_folder_of_a_whole_training_stands_for_its_fine_tuning(command, tmp_path):

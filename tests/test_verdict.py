@@ -93,6 +93,15 @@ def test_what_is_to_be_done_is_what_promises_most():
     assert not any("another rule" in step for step in actions(measured(WEAK)))
 
 
+def test_rules_are_compared_under_the_prior_that_was_asked_for():
+    better = [(label, label, 0.9) for label, _, _ in WEAK]
+    found = measured(WEAK, better)
+    found.summary["under_prior"] = {"prior": "training prior", "rule 0": 0.9, "rule 1": 0.8}
+    assert not any("another rule" in step for step in actions(found))
+    found.summary["under_prior"]["rule 1"] = 0.95
+    assert "rule 1 is right for 95.0 % of the images where classes are as frequent" in " ".join(actions(found))
+
+
 def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
     """A cross-validation has no model of its own."""
     found = measured(WEAK, WEAK)
@@ -191,7 +200,7 @@ def test_two_models_on_the_same_images_differ_by_chance_only_where_one_of_them_i
 def test_reports_of_other_data_or_classes_are_not_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_report(tmp_path / "one" / "report", 0.5)
-    with pytest.raises(LiVTError, match="other has no report .*livt eval --model other"):
+    with pytest.raises(LiVTError, match="other has no report .*livt eval other"):
         main(["--compare", "one", "other"])
     write_report(tmp_path / "other" / "report", 0.5, dataset="birds")
     with pytest.raises(LiVTError, match="not of the same dataset .glyphs and birds."):

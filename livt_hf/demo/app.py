@@ -34,13 +34,21 @@ THEME = gr.themes.Default(
 )
 
 
-def show(path: str, images: str | None = None, report: str | None = None, device: str | None = None) -> Shown:
+def show(
+    path: str,
+    images: str | None = None,
+    report: str | None = None,
+    device: str | None = None,
+    with_data: bool = True,
+) -> Shown:
     """A model with everything that is found for it; what is missing is said in its notes."""
     shown = Shown((ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device))
     try:
-        shown.data = data_of_run(path)
+        shown.data = data_of_run(path) if with_data else None
     except LiVTError as error:
         shown.notes.append(f"No images of its dataset are shown: {error}")
+    if not with_data:
+        shown.notes.append("No images of its dataset go to a public link; choose examples with --images FOLDER.")
     if images is not None:
         shown.examples = _copied_examples(images)
     elif shown.data is not None:

@@ -27,7 +27,7 @@ def data_of_run(path: str) -> DatasetDict:
         raise LiVTError(f"{path} is not the folder of a finished run; show other images with --images FOLDER.")
     if run.arguments.get("streaming"):
         raise LiVTError(f"{path} was trained on a stream, which is not read as a whole; show images with --images.")
-    return load_data(EvalSettings.parse(["--model", path], inherit=lent_by_run))
+    return load_data(EvalSettings.parse([path], inherit=lent_by_run))
 
 
 def example_rows(data: DatasetDict, count: int) -> list[int]:

@@ -14,6 +14,7 @@ import torch
 from datasets import DatasetDict
 
 from livt_hf.data.labels import labels_of
+from livt_hf.data.tables import reading_table
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.metrics import LongTailMetrics, confusions
@@ -28,7 +29,7 @@ def newest_predictions(folder: Path) -> Path:
     """Of the reports in a run's folder, the predictions that were saved last."""
     saved = Run(folder).reports(ANSWERS)
     if not saved:
-        command = shell_line(["livt", "eval", "--model", folder])
+        command = shell_line(["livt", "eval", folder])
         raise LiVTError(f"{folder} has no report with a {ANSWERS}; write one with: {command}")
     return saved[0]
 
@@ -95,12 +96,13 @@ class Predictions:
 def read_predictions(path: Path, names: list[str]) -> dict[str, Predictions]:
     """Rule -> its predictions, from the table in a report of `livt eval`; images without a prediction are left out."""
     if not path.is_file():
-        raise LiVTError(f"{path} does not exist; write a report with: livt eval --model MODEL")
-    table = pq.read_table(path)
+        raise LiVTError(f"{path} does not exist; write a report with: livt eval MODEL")
+    with reading_table(path):
+        table = pq.read_table(path)
     matched = [_COLUMN.fullmatch(name) for name in table.column_names]
     rules = [match["rule"] for match in matched if match]
     if not {"index", "label", "split"} <= set(table.column_names) or not rules:
-        raise LiVTError(f"{path} is no table of predictions of a report; write one with: livt eval --model MODEL")
+        raise LiVTError(f"{path} is no table of predictions of a report; write one with: livt eval MODEL")
     return {rule: _under(table, rule, names, path) for rule in rules}
 
 

@@ -25,8 +25,8 @@ class ServedPretraining:
 
     def reconstruct(self, path: str | Path, ratio: float, seed: int | None) -> list[np.ndarray]:
         """The image as the model sees it, with hidden patches, and reconstructed; height x width x 3 in 0..1."""
-        if seed is None:
-            raise LiVTError("the box of the seed is empty; type a whole number.")
+        if seed is None or not 0 <= seed < 2**63:
+            raise LiVTError("the seed must be a whole number from 0 to 2^63 - 1; type one into its box.")
         visible = int(self.model.num_patches * (1 - ratio))
         if not 0 < visible < self.model.num_patches:
             raise LiVTError(f"a mask ratio of {ratio:g} leaves {visible} of {self.model.num_patches} patches visible.")

@@ -1,6 +1,7 @@
 """The tabs of the demo: each draws its parts and ties them to the functions behind it."""
 
 import functools
+import html
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ def refusing(handler: Callable) -> Callable:
         try:
             return handler(*arguments)
         except LiVTError as error:
-            raise gr.Error(str(error), print_exception=False) from error
+            raise gr.Error(html.escape(str(error)), print_exception=False) from error
 
     return said
 
@@ -178,7 +179,7 @@ class TryTab:
         try:
             frequencies = self.classes.edited(frequencies, rows)
         except LiVTError as error:
-            gr.Warning(str(error))  # not an error, so that the table goes back to what it was
+            gr.Warning(html.escape(str(error)))  # not an error, so that the table goes back to what it was
         return self.show(frequencies, search, logits)
 
     @refusing

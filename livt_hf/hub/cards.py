@@ -8,7 +8,16 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from livt_hf.errors import LiVTError
-from livt_hf.hub.facts import TITLES, data_choices, dataset_names, hub_ids, is_vit, loss_spec, published_split
+from livt_hf.hub.facts import (
+    TITLES,
+    data_choices,
+    dataset_names,
+    hub_ids,
+    is_vit,
+    loss_spec,
+    needs_plugin,
+    published_split,
+)
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.long_tail.head import LongTailHead
@@ -140,6 +149,8 @@ def model_card(
     if results.stage == "pretrain":
         return render("pretraining", data, evaluation=_pretraining_evaluation(results), **common)
     common |= dict(form=publication.form, livit=is_vit(results), **_outputs(head, publication.form))
+    common |= dict(timm_inside=results.model_type == "timm_wrapper")
+    common |= dict(loss_of_plugin=results.loss if needs_plugin(results) else None)
     return render("classifier", data, **common, **_results_sections(results, arguments))
 
 

@@ -106,7 +106,7 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
         summary=f"A long-tailed image classification dataset of {len(names):,} classes{taken}. Made with livt_hf.",
         rule=origin.rule,
         seed=origin.seed,
-        split_table=markdown_table([{"split": name} | _sizes(count) for name, count in counts.items()]),
+        split_table=markdown_table([{"split": name} | _sizes(counts[name], len(splits[name])) for name in counts]),
         class_table=markdown_table(_class_rows(names, counts)),
         terms=terms,
     )
@@ -138,9 +138,9 @@ def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origi
     return f"{api.endpoint}/datasets/{repo_id}"
 
 
-def _sizes(counts: np.ndarray) -> dict[str, str]:
+def _sizes(counts: np.ndarray, num_images: int) -> dict[str, str]:
     present = counts[counts > 0]
-    sizes = {"images": present.sum(), "classes with images": len(present)}
+    sizes = {"images": num_images, "classes with images": len(present)}
     sizes |= {"largest class": present.max(), "smallest class": present.min()}
     row = {name: number(int(size)) for name, size in sizes.items()}
     row["imbalance"] = f"{present.max() / present.min():g}"

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.losses import LOSSES, LossSpec
+from livt_hf.long_tail.losses import LOSSES, PACKAGED, LossSpec
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings
 from livt_hf.system import shell_line
@@ -41,6 +41,11 @@ def loss_spec(results: Results) -> LossSpec:
             "name the file or module that registers it with --plugin."
         )
     return LOSSES[results.loss]
+
+
+def needs_plugin(results: Results) -> bool:
+    """Whether livt_hf can load the model only where the plugin that registers its loss is imported first."""
+    return results.loss is not None and results.loss not in PACKAGED
 
 
 def data_choices(arguments: Mapping) -> str:

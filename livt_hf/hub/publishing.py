@@ -203,7 +203,7 @@ def _report_on(run: Path, results: Results) -> Path | None:
         if results.stage == "pretrain" or alike and _agree(rules, results.rules):
             return path.parent
     if reports:
-        command = shell_line(["livt", "eval", "--model", run])
+        command = shell_line(["livt", "eval", run])
         logger.warning("%s has no report on the model as it is now, so none is published; write one: %s", run, command)
     return None
 

@@ -8,6 +8,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, SpaceCard, Sp
 
 from livt_hf.errors import LiVTError
 from livt_hf.hub.cards import TAGS, template
+from livt_hf.hub.facts import needs_plugin
 from livt_hf.hub.publication import Publication
 from livt_hf.hub.publishing import check_finished, listing, published_files
 from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
@@ -32,9 +33,11 @@ def prepare_space(run: str | Path, folder: str | Path, publication: Publication)
         raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the Space.")
     if publication.form != "transformers":
         raise LiVTError(f"a Space serves the transformers form of a model, not {publication.form}; leave --form out.")
+    results = Run(run).results
+    if needs_plugin(results):
+        raise LiVTError(f"a Space does not have the plugin that registers the loss {results.loss}; leave --space out.")
     (folder / "app.py").write_text(APP.format(model=publication.repo_id), encoding="utf-8")
     (folder / "requirements.txt").write_text(f"livt-hf[demo]>={__version__}\n", encoding="utf-8")
-    results = Run(run).results
     data = SpaceCardData(
         title=publication.name,
         sdk="gradio",

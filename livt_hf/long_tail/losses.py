@@ -266,3 +266,6 @@ def _tolerant(settings: "LongTailConfig") -> str | None:
 @register_loss("bal_nt_bce", activation="sigmoid", balanced=True, no_posterior=_tolerant)
 def _nt_bce(batch: LossInputs) -> Tensor:
     return negative_tolerant_bce(batch.adjusted, batch.targets, batch.settings.nt_lambda)
+
+
+PACKAGED = frozenset(LOSSES)  # plugins add to LOSSES, and a model that is published goes where they are not

@@ -41,13 +41,13 @@ class Report:
         again, own = shell_line([place]), Path(place, NUMBERS)
         folder = next(iter([own] * own.is_file() + Run(Path(place)).reports(NUMBERS)), own).parent
         if not (folder / NUMBERS).is_file() or not (folder / CLASSES).is_file():
-            raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval --model {again}")
+            raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval {again}")
         hints = {"dataset": str, "split": str, "rules": dict[str, dict[str, float | None]]}
         summary = read_record(folder / NUMBERS, hints)
         rules = summary.get("rules", {}).values()
         if not hints.keys() <= summary.keys() or not rules or not all(map(_comparable, rules)):
             raise LiVTError(
-                f"{folder / NUMBERS} has no accuracies to compare; write the report again: livt eval --model {again}"
+                f"{folder / NUMBERS} has no accuracies to compare; write the report again: livt eval {again}"
             )
         return cls(place, folder, {"thresholds": THRESHOLDS} | summary, _read_classes(folder / CLASSES))
 

@@ -85,12 +85,15 @@ def actions(findings: Findings) -> list[str]:
 
 
 def _better_rule(findings: Findings) -> list[tuple[float, str]]:
+    """By the class frequencies that were asked for with --prior, or with every class counting the same."""
     accuracy = {rule: metric.compute()["mean_class_accuracy"] for rule, metric in findings.measured.items()}
+    counted = "the images of an average class"
+    if "under_prior" in findings.summary:
+        accuracy = {rule: findings.summary["under_prior"].get(rule, 0.0) for rule in accuracy}
+        counted = "the images where classes are as frequent as you said"
     first, best = next(iter(accuracy)), max(accuracy, key=accuracy.get)
     gain = accuracy[best] - accuracy[first]
-    words = (
-        f"Serve by another rule: {best} is right for {percent(accuracy[best])} % of the images of an average class,"
-    )
+    words = f"Serve by another rule: {best} is right for {percent(accuracy[best])} % of {counted},"
     return [(gain, f"{words} {first} for {percent(accuracy[first])} %.")]
 
 

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     report = Path(arguments.run, "report", "report.html")
     if not report.is_file():
-        raise LiVTError(f"{report} does not exist; write it with: livt eval --model {shell_line([arguments.run])}")
+        raise LiVTError(f"{report} does not exist; write it with: livt eval {shell_line([arguments.run])}")
     with tempfile.TemporaryDirectory() as temporary:
         driver = open_browser(Path(temporary), 1280, 860)
         try:
