@@ -240,7 +240,7 @@ def test_compile_is_a_truth_or_auto():
     words = {"": False, "--compile": True, "--compile false": False, "--compile auto": "auto"}
     assert {text: PretrainSettings.parse(text.split()).compile for text in words} == words
     with pytest.raises(LiVTError, match="'maybe'; it must be true, false or auto"):
-        PretrainSettings.parse(["--compile", "maybe"])
+        PretrainSettings.parse(["--compile=maybe"])
 
 
 def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):

@@ -362,7 +362,7 @@ def shrunk(pictures, monkeypatch):
             return result
         size = {None: 32, 128: 16, 224: 32, 384: 56}[arguments.image_size]
         options = f"--dataset {pictures} --imbalance_factor 2 --images_per_class 6 --output_dir {result.folder}"
-        options += f" --model_size micro --image_size {size} --batch_size 8 --threads 1 --max_steps 3"
+        options += f" --model_size micro --image_size {size} --batch_size 8 --threads 1 --max_steps 3 --compile false"
         argv = ["--config", str(CONFIGS / f"{name}.yaml"), *options.split()]
         if arguments.stage == "finetune" and arguments.pretrained is None:
             own = f"pretrain-{arguments.dataset}"
