@@ -45,6 +45,7 @@ from livt_hf.evaluation.models import (
     load_checkpoint,
     load_processor,
     training_counts,
+    was_trained_on,
     why_uncalibrated,
 )
 from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
@@ -148,6 +149,11 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
         raise LiVTError(
             f"{settings.model} does not know how many images of each class it was trained on, and with --split all no "
             "images are training images: pass --class_counts, or measure it on a dataset that has its training split."
+        )
+    if settings.split == "all" and was_trained_on(settings.model, settings.dataset):
+        raise LiVTError(
+            f"{settings.model} was trained on images of {settings.dataset}; leave --split all out, or name images of "
+            "another place with --dataset."
         )
     if settings.adapt_prior and why_uncalibrated(model):
         raise LiVTError(

@@ -343,12 +343,18 @@ def test_shot_groups_are_those_of_the_images_the_model_was_trained_on(workplace,
 
 
 def test_all_images_of_another_place_are_measured_also_where_they_have_no_split(workplace, evaluate):
-    result = evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "train", "--split", "all")
-    assert result.summary["split"] == "all" and result.summary["rules"][PAPER]["num_images"] == 30 + 18 + 10 + 6
+    result = evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "test", "--split", "all")
+    assert result.summary["split"] == "all" and result.summary["rules"][PAPER]["num_images"] == 44
+
+
+def test_all_images_of_its_own_training_are_no_measure_of_a_run(workplace, refused):
+    for same in ([], ["--dataset", workplace.pictures / "train"]):
+        sentence = refused("--model", workplace.finetuned, *same, "--split", "all")
+        assert re.search("was trained on images of .*; leave --split all out, or name images of another", sentence)
 
 
 def test_all_images_are_measured_without_setting_some_aside(workplace, evaluate, caplog):
-    evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "train", "--split", "all")
+    evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "test", "--split", "all")
     assert "set aside" not in caplog.text
 
 
@@ -636,6 +642,29 @@ def test_the_images_that_a_default_run_held_out_are_found_again(tmp_path):
     (tmp_path / "results.json").touch()
     lent = lent_by_run({"model": str(tmp_path)})
     assert (lent["validation_fraction"], lent["test_fraction"]) == (None, 0.3)  # None: a tenth of own datasets
+
+
+@pytest.mark.parametrize("written", ["table.csv", "./table.csv", "ABSOLUTE/table.csv", "LINK"])
+def test_the_data_of_a_run_are_divided_as_in_its_training_also_where_they_are_named(tmp_path, monkeypatch, written):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.csv").touch()
+    (tmp_path / "LINK").symlink_to("table.csv")
+    run = tmp_path / "run"
+    run.mkdir()
+    save_settings(FinetuneSettings(dataset="table.csv", group_column="patient", fold="1/5"), run / "arguments.yaml")
+    words = ["--model", "run", "--dataset", written.replace("ABSOLUTE", str(tmp_path))]
+    settings = EvalSettings.parse(words, inherit=lent_by_run)
+    assert (settings.group_column, settings.fold) == ("patient", "1/5")
+    assert EvalSettings.parse([*words, "--fold", "2/5"], inherit=lent_by_run).fold == "2/5"
+    assert lent_by_run({"model": "run", "dataset": str(run)}) == {"plugin": None}
+
+
+def test_a_folder_with_the_name_of_a_benchmark_is_not_the_benchmark(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cifar100-lt").mkdir()
+    save_settings(FinetuneSettings(dataset="cifar100-lt", imbalance_factor=10), tmp_path / "arguments.yaml")
+    assert lent_by_run({"model": ".", "dataset": "./cifar100-lt"}) == {"plugin": None}
+    assert lent_by_run({"model": ".", "dataset": "cifar100-lt"})["imbalance_factor"] == 10
 
 
 def test_the_results_of_a_run_are_those_of_its_calibrated_model(workplace, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from transformers import (
 
 from livt_hf.data import class_counts, load_long_tailed
 from livt_hf.data.labels import class_feature, first_names
+from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
@@ -22,8 +23,8 @@ from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.pretrained import listed, read_config, reading_checkpoint, without_load_report
 from livt_hf.records import in_words
-from livt_hf.runs import Run, lent_plugin, newest_finished, runs_folder
-from livt_hf.settings import DataSettings, FinetuneSettings
+from livt_hf.runs import Run, lent_data, lent_plugin, newest_finished, place_of, runs_folder
+from livt_hf.settings import FinetuneSettings
 
 
 def load_checkpoint(path: str) -> PreTrainedModel:
@@ -165,6 +166,23 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
         )
 
 
+def was_trained_on(model: str, dataset: str) -> bool:
+    """Whether a model is a run here, and images of its training are among all those of a dataset, as paths tell.
+
+    A folder for testing or validation in that of the training has none of them.
+    """
+    run = Run(Path(model))
+    if not run.started:
+        return False
+    one, other = place_of(run.arguments["dataset"]), place_of(dataset)
+    if one == other or not (isinstance(one, Path) and isinstance(other, Path)):
+        return one == other
+    if not other.is_relative_to(one):
+        return one.is_relative_to(other)
+    split = SPLIT_FOLDER.fullmatch(other.relative_to(one).parts[0])
+    return split is None or SPLIT_OF_WORD[split[1].lower()] == "train"
+
+
 def choose_device(asked: str | None) -> torch.device:
     """The device that was asked for, or the fastest one that is there."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -175,7 +193,10 @@ def choose_device(asked: str | None) -> torch.device:
 
 
 def lent_by_run(asked: dict) -> dict:
-    """What an evaluation takes from a run where it was not told: the model, its data, its plugin."""
+    """What an evaluation takes from a run where it was not told: the model, its data, its plugin.
+
+    Named or not, the run's own data are divided as they were in training.
+    """
     lent = {}
     if asked.get("model", "auto") == "auto":
         run = newest_finished(FinetuneSettings, folds=None)  # a cross-validation has no model of its own
@@ -189,9 +210,8 @@ def lent_by_run(asked: dict) -> dict:
             raise LiVTError(f"{run.folder} holds no model: it has no config.json; name a run or a checkpoint.")
         if not run.finished:
             raise LiVTError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
-        saved = run.arguments
-        names = set(DataSettings.names()) - {"plugin"}
-        lent |= {name: saved[name] for name in names if name in saved}
+    if run.started:
+        lent |= lent_data(run, asked)
     if "plugin" not in asked:
         lent["plugin"] = lent_plugin(run.folder)
     return lent
