@@ -294,7 +294,7 @@ def lent_data(run: Run, asked: dict) -> dict:
     Divided otherwise, its own images would be tested on that were trained on. What is asked for still counts more.
     """
     saved = run.arguments
-    if "dataset" in asked and place_of(asked["dataset"]) != place_of(saved.get("dataset", "")):
+    if "dataset" in asked and place_of(asked["dataset"]) != place_of(saved.get("dataset", DataSettings.dataset)):
         return {}
     return {name: saved[name] for name in DataSettings.names() if name in saved and name != "plugin"}
 

@@ -25,7 +25,7 @@ from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.pretrained import listed, read_config, reading_checkpoint, without_load_report
 from livt_hf.records import in_words
 from livt_hf.runs import Run, lent_data, lent_plugin, newest_finished, place_of, runs_folder
-from livt_hf.settings import FinetuneSettings
+from livt_hf.settings import DataSettings, FinetuneSettings
 
 
 def load_checkpoint(path: str) -> PreTrainedModel:
@@ -189,7 +189,7 @@ def was_trained_on(model: str, dataset: str) -> bool:
     run = Run(Path(model))
     if not run.started:
         return False
-    one, other = place_of(run.arguments["dataset"]), place_of(dataset)
+    one, other = place_of(run.arguments.get("dataset", DataSettings.dataset)), place_of(dataset)
     if one == other or not (isinstance(one, Path) and isinstance(other, Path)):
         return one == other
     if not other.is_relative_to(one):
@@ -226,7 +226,7 @@ def lent_by_run(asked: dict) -> dict:
             raise LiVTError(f"{run.folder} holds no model: it has no config.json; name a run or a checkpoint.")
         if not run.finished:
             raise LiVTError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
-    if run.started:
+    if "dataset" not in asked or run.started:
         lent |= lent_data(run, asked)
     if "plugin" not in asked:
         lent["plugin"] = lent_plugin(run.folder)
