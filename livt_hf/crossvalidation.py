@@ -29,7 +29,7 @@ from livt_hf.evaluation.tables import ANSWERS, write_predictions
 from livt_hf.metrics import MultiLabelMetrics
 from livt_hf.reports.evaluation import write_report
 from livt_hf.results import EACH_LABEL, OWN, PAPER, UNIFORM, provenance
-from livt_hf.runs import Run
+from livt_hf.runs import Run, place_of
 from livt_hf.settings import EvalSettings, FinetuneSettings
 from livt_hf.stages import counts_summary
 
@@ -48,7 +48,7 @@ def fold_settings(settings: FinetuneSettings, number: int) -> FinetuneSettings:
 def say_what_was_seen(settings: FinetuneSettings) -> None:
     """Warn of a pretraining on the images that are tested."""
     start = Run(Path(settings.pretrained))
-    if start.finished and start.arguments["dataset"] == settings.dataset:
+    if start.finished and place_of(start.arguments["dataset"]) == place_of(settings.dataset):
         logger.warning(
             "the pretraining has seen test images of all folds, though not their labels; to rule that out, pretrain "
             "and fine-tune fold by fold with --fold 1/%d and so on",

@@ -9,6 +9,7 @@ from typing import get_type_hints
 
 from filelock import FileLock, Timeout
 
+from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
 from livt_hf.options import save_settings
 from livt_hf.plugins import find_module
@@ -266,7 +267,7 @@ def newest_finished(cls: type[TrainingSettings], **settings) -> Run | None:
 
 
 def lent_by_pretraining(asked: dict) -> dict:
-    """What fine-tuning takes over from its pretraining: its data, where none is named, and always its plugin and size.
+    """What fine-tuning takes over from its pretraining: its data, unless others are named, and its plugin and size.
 
     Without a word about either, that is the newest finished pretraining.
     """
@@ -279,11 +280,29 @@ def lent_by_pretraining(asked: dict) -> dict:
     if not run.finished:
         return {}
     saved = run.settings_of(PretrainSettings)
-    names = set() if "dataset" in asked else set(DataSettings.names()) - {"plugin"}
+    lent = lent_data(run, asked) | {name: saved[name] for name in ("model_size", "patch_size")}
     if saved["validation_fraction"] == PretrainSettings.validation_fraction:
-        names -= {"validation_fraction"}  # nothing was held out: fine-tuning does by its own default
-    lent = {name: saved[name] for name in [*names, "model_size", "patch_size"]}
+        lent.pop("validation_fraction", None)  # nothing was held out: fine-tuning does by its own default
+    if "folds" in asked:
+        lent.pop("fold", None)
     return lent if "plugin" in asked else lent | {"plugin": lent_plugin(run.folder)}
+
+
+def lent_data(run: Run, asked: dict) -> dict:
+    """The images of a run and how they were divided, where no dataset is asked for or the run's own.
+
+    Divided otherwise, its own images would be tested on that were trained on. What is asked for still counts more.
+    """
+    saved = run.arguments
+    if "dataset" in asked and place_of(asked["dataset"]) != place_of(saved.get("dataset", DataSettings.dataset)):
+        return {}
+    return {name: saved[name] for name in DataSettings.names() if name in saved and name != "plugin"}
+
+
+def place_of(dataset: str) -> Path | str:
+    """Where a dataset lies on this machine, however that is written; a benchmark or one of the Hub is its name."""
+    path = Path(dataset).expanduser()
+    return dataset if dataset in BENCHMARKS or not path.exists() else path.resolve()
 
 
 def lent_plugin(folder: Path) -> str | None:

@@ -360,7 +360,7 @@ class EvalSettings(DataSettings):
         "training images per class; gives it probabilities under any prior",
         place=True,
     )
-    trained_with: Literal["ce", "bce"] = option("ce", "the loss of such a model")
+    trained_with: Literal["ce", "bce"] | None = option(None, "the loss of such a model; default: ce")
     probe: bool = option(
         False,
         "measure the features by kNN and a linear probe, whatever classes the model has; a pretraining always is",
@@ -392,3 +392,8 @@ class EvalSettings(DataSettings):
         super().__post_init__()
         if self.compare is not None and len(self.compare) != 2:
             raise LiVTError(f"--compare puts two runs side by side, not {len(self.compare)}; name two.")
+        if self.trained_with is not None and self.class_counts is None:
+            raise LiVTError(
+                f"--trained_with {self.trained_with} is the loss of a model that --class_counts are given for; pass "
+                "them, or leave it out."
+            )

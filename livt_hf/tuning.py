@@ -113,8 +113,8 @@ class HeadOnly(BalancedClassifier, nn.Module):
             features.shape[0] * features.shape[1]
         )
         std = np.sqrt(np.maximum(square - mean**2, 1e-12))
-        self.register_buffer("mean", torch.from_numpy(mean).float())
-        self.register_buffer("std", torch.from_numpy(std).float())
+        for name, values in (("mean", mean), ("std", std)):  # not every device has float64
+            self.register_buffer(name, torch.from_numpy(values).float().to(self.classifier.weight.device))
         self._standardise()
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:

@@ -17,7 +17,6 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import eval_loader, load_data, load_to_measure
-from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.models import (
@@ -27,6 +26,7 @@ from livt_hf.evaluation.models import (
     lent_by_run,
     load_classifier,
     load_processor,
+    was_trained_on,
 )
 from livt_hf.evaluation.rules import headline
 from livt_hf.finetuning import measure
@@ -74,22 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_not_trained_on(settings: CalibrateSettings) -> None:
-    run = Run(Path(settings.model))
-    own = settings.split == "all" and run.started and share_images(run.arguments["dataset"], settings.dataset)
-    if settings.split == "train" or own:
+    if settings.split == "train" or settings.split == "all" and was_trained_on(settings.model, settings.dataset):
         raise LiVTError("a model is too sure of the images it was trained on; calibrate it on others.")
-
-
-def share_images(trained: str, asked: str) -> bool:
-    """Whether all images of a dataset are among those of another, or the other way round, as their paths tell.
-
-    Not those of a folder for testing or validation in that of a training.
-    """
-    one, other = Path(trained).resolve(), Path(asked).resolve()
-    if one == other or not other.is_relative_to(one):
-        return one.is_relative_to(other)
-    split = SPLIT_FOLDER.fullmatch(other.relative_to(one).parts[0])
-    return split is None or SPLIT_OF_WORD[split[1].lower()] == "train"
 
 
 def check_split(settings: CalibrateSettings, splits: list[str]) -> None:

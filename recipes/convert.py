@@ -27,6 +27,7 @@ from livt_hf.records import read_values
 from livt_hf.runs import lent_plugin_of
 
 EXPORTED = ("onnx", "torch-export")
+OF_AUTHORS = ("dataset", "class_counts", "labels", "keep_class_order")  # what their files do not say
 # How many classes the heads of the authors' files have.
 CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = ConvertSettings.parse(argv, inherit=lent_plugin_of("source"))
     if settings.prior is not None and settings.to not in EXPORTED:
         raise LiVTError(f"--to {settings.to} writes weights, whose prior is chosen in serving; leave --prior out.")
+    told = [name for name in OF_AUTHORS if getattr(settings, name)]
+    if told and settings.to != "livit":
+        raise LiVTError(f"--to {settings.to} writes a model that knows its classes; leave --{told[0]} out.")
     folder = Path(settings.output)
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise LiVTError(f"{folder} exists and is not empty; name a new folder.")
@@ -93,7 +97,7 @@ def convert_official(settings: ConvertSettings) -> None:
         dataset = "own images"  # trained with the authors' code, which takes ImageNet's statistics for them
     elif dataset is None:
         dataset = told_by_head(model.config.num_labels if classifier else None, settings.source)
-    if classifier and dataset == "imagenet-lt" and names is None:
+    if classifier and dataset == "imagenet-lt" and names is None and model.config.num_labels == CLASSES[dataset]:
         names = imagenet_names()
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
     model.save_pretrained(settings.output)

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from livt_hf.backbones import load_backbone
 from livt_hf.commands import accuracy_line, run_command
-from livt_hf.data import eval_loader, load_to_measure
+from livt_hf.data import class_counts, eval_loader, load_to_measure
 from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
@@ -45,6 +45,7 @@ from livt_hf.evaluation.models import (
     load_checkpoint,
     load_processor,
     training_counts,
+    was_trained_on,
     why_uncalibrated,
 )
 from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
@@ -101,12 +102,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
     summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split}
     summary |= {"thresholds": thresholds} | provenance()
-    counts, dataset = training_counts(model, data["train"]), data[settings.split]
+    # A probe learns the classes of the data, whatever the model was trained on.
+    counts = class_counts(data["train"]) if settings.probe else training_counts(model, data["train"])
+    dataset = data[settings.split]
     if settings.probe:
         summary |= measure_features(model, loader, accelerator, counts, settings, thresholds)
         write_numbers(folder, summary, accelerator)
         return
-    shifted = [] if is_multi_label(model) else planned_shifts(settings, dataset, counts)
+    shifted = planned_shifts(settings, dataset, counts)
     clusters = group_codes(dataset) if "group" in dataset.column_names else None
     outputs = run_model(model, loader(settings.split), accelerator)
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
@@ -144,10 +147,17 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
         check_posterior(model)
         if is_multi_label(model):
             raise LiVTError("a prior changes no mean average precision; leave --prior and --adapt_prior out.")
+    if settings.test_imbalance is not None and is_multi_label(model):
+        raise LiVTError("long tails are cut out of images of one label each; leave --test_imbalance out.")
     if settings.split == "all" and not settings.probe and known_counts(model) is None:
         raise LiVTError(
             f"{settings.model} does not know how many images of each class it was trained on, and with --split all no "
             "images are training images: pass --class_counts, or measure it on a dataset that has its training split."
+        )
+    if settings.split == "all" and was_trained_on(settings.model, settings.dataset):
+        raise LiVTError(
+            f"{settings.model} was trained on images of {settings.dataset}; leave --split all out, or name images of "
+            "another place with --dataset."
         )
     if settings.adapt_prior and why_uncalibrated(model):
         raise LiVTError(
@@ -162,7 +172,8 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
 
 
 def check_probe(settings: EvalSettings, num_processes: int) -> None:
-    asked = [name for name in ("prior", "adapt_prior", "test_imbalance", "predictions") if getattr(settings, name)]
+    names = ("prior", "adapt_prior", "test_imbalance", "predictions", "class_counts")
+    asked = [name for name in names if getattr(settings, name)]
     if asked:
         raise LiVTError(f"kNN and the linear probe measure features and know no prior; leave --{asked[0]} out.")
     if settings.split == "all":
@@ -294,8 +305,9 @@ def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None
 
 
 def write_prior(path: Path, summary: dict, exam: Exam) -> None:
-    by_name = dict(zip(class_names(exam.model), summary["estimated_prior"]["prior"], strict=True))
-    write_values(path, by_name)
+    names, prior = class_names(exam.model), summary["estimated_prior"]["prior"]
+    by_name = dict(zip(names, prior, strict=True))
+    write_values(path, by_name if len(by_name) == len(names) else prior)  # "crane" is a bird and a machine
     command = ["livt", "predict", summary["model"], "IMAGE...", "--prior", str(path)]
     print(f"Estimated prior: {path}; to serve under it:\n  {shell_line(command)}")
 

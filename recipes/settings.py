@@ -192,7 +192,10 @@ class ConvertSettings(CommandSettings):
         place=True,
     )  # fmt: skip
     dataset: str | None = option(
-        None, "what an authors' file was trained on, where its number of classes does not tell: sets the normalisation"
+        None,
+        "what an authors' file was trained on, where its number of classes does not tell: sets the normalisation; "
+        "imagenet-1k for images of your own",
+        choices=lambda: tuple(BENCHMARKS),
     )
     class_counts: str | None = option(None, "JSON list with the number of training images per class")
     labels: str | None = option(None, "JSON list with one name per class")

@@ -261,6 +261,13 @@ def test_balancing_again_changes_the_settings_that_are_named():
     torch.testing.assert_close(outputs.loss, LongTailHead(model.config)(outputs.logits, LABELS))
 
 
+def test_a_fresh_classifier_does_not_keep_the_calibration_of_the_old_one():
+    calibration = dict(scale=5.0, odds=0.5, offsets=[2.0, -2.0, 0.0], num_images=50)
+    model = balance(build("vit"), class_counts=COUNTS, tau=2.0, calibration=calibration)
+    assert balance(model).config.long_tail.calibration is not None
+    assert balance(model, fresh_classifier=True).config.long_tail == LongTailConfig(class_counts=COUNTS, tau=2.0)
+
+
 def test_hidden_states_still_come_back_when_asked():
     model = balance(build("vit"), class_counts=COUNTS)
     assert len(model(**inputs("vit"), output_hidden_states=True).hidden_states) == 3

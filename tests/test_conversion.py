@@ -467,12 +467,23 @@ def test_the_command_names_the_classes_of_imagenet_lt(tmp_path, convert):
     names = LiViTForImageClassification.from_pretrained(tmp_path / "livit").config.id2label
     assert names[0] == "tench, Tinca tinca" and names[999] == "toilet tissue, toilet paper, bathroom tissue"
     assert len(set(names.values())) == 1000
+    convert(official_file(tmp_path)[0], tmp_path / "five", "--dataset", "imagenet-lt")  # of some of its classes
+    assert LiViTForImageClassification.from_pretrained(tmp_path / "five").config.id2label[4] == "LABEL_4"
+
+
+@pytest.mark.parametrize("option", ["--dataset=inat18", "--class_counts=a", "--labels=a", "--keep_class_order"])
+@pytest.mark.parametrize("form", ["beit", "timm", "onnx", "torch-export"])
+def test_what_an_authors_file_does_not_say_is_told_of_no_other_model(convert, option, form):
+    with pytest.raises(LiVTError, match=f"--to {form} writes a model that knows its classes; leave {option[:5]}"):
+        convert("run", "out", "--to", form, option)
 
 
 def test_the_command_wants_the_dataset_where_the_head_does_not_tell_it(tmp_path, convert):
     path, _ = official_file(tmp_path)
     with pytest.raises(ValueError, match="5 classes, which names no dataset; pass --dataset"):
         convert(path, tmp_path / "out")
+    with pytest.raises(LiVTError, match="dataset is 'nonsense'; choose one of glyphs, .*imagenet-lt"):
+        convert(path, tmp_path / "out", "--dataset", "nonsense")
     convert(path, tmp_path / "five", "--dataset", "inat18")
     assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "five").image_mean) == (0.466, 0.471, 0.380)
     (tmp_path / "counts.json").write_text("[50, 40, 30, 20, 10]")  # a head for own images

@@ -12,6 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from datasets import ClassLabel, Dataset, Features, List
 from datasets import config as datasets_config
 from PIL import Image
 from recipe_runs import RecipeRun, make_pictures
@@ -22,14 +23,14 @@ from livt_hf.conversion import to_beit
 from livt_hf.data import Batches, eval_loader, eval_processor, load_long_tailed
 from livt_hf.demo.mistakes import read_predictions
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import lent_by_run
+from livt_hf.evaluation.models import balanced_by_counts, check_classes_match, lent_by_run
 from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.options import save_settings
 from livt_hf.recipes.calibrate import main as calibrate
-from livt_hf.recipes.eval import main
+from livt_hf.recipes.eval import main, write_prior
 from livt_hf.recipes.predict import main as predict
 from livt_hf.results import Results
 from livt_hf.runs import Run
@@ -343,12 +344,18 @@ def test_shot_groups_are_those_of_the_images_the_model_was_trained_on(workplace,
 
 
 def test_all_images_of_another_place_are_measured_also_where_they_have_no_split(workplace, evaluate):
-    result = evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "train", "--split", "all")
-    assert result.summary["split"] == "all" and result.summary["rules"][PAPER]["num_images"] == 30 + 18 + 10 + 6
+    result = evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "test", "--split", "all")
+    assert result.summary["split"] == "all" and result.summary["rules"][PAPER]["num_images"] == 44
+
+
+def test_all_images_of_its_own_training_are_no_measure_of_a_run(workplace, refused):
+    for same in ([], ["--dataset", workplace.pictures / "train"]):
+        sentence = refused("--model", workplace.finetuned, *same, "--split", "all")
+        assert re.search("was trained on images of .*; leave --split all out, or name images of another", sentence)
 
 
 def test_all_images_are_measured_without_setting_some_aside(workplace, evaluate, caplog):
-    evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "train", "--split", "all")
+    evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "test", "--split", "all")
     assert "set aside" not in caplog.text
 
 
@@ -421,6 +428,7 @@ def test_a_classifier_trained_elsewhere_gets_the_posterior_rule_from_its_class_c
     assert len(rows) == 44
     assert all(row[f"{name} ({UNIFORM})"] == pytest.approx(0.25) for row in rows for name in NAMES)
     assert "knows its class counts already" in refused("--model", workplace.finetuned, *options)
+    assert "and know no prior; leave --class_counts out" in refused("--model", workplace.pretrained, *options)
     several = saved(tmp_path / "several", stock(**names(NAMES), problem_type="multi_label_classification"))
     assert "of one label per image; leave --class_counts out" in refused("--model", several, *options)
 
@@ -432,6 +440,43 @@ def test_a_model_of_other_classes_is_refused_by_name(workplace, refused, stock, 
     fewer = saved(tmp_path / "fewer", stock(**names(["class0", "class1", "class2"])))
     sentence = refused("--model", fewer, "--dataset", workplace.pictures)
     assert "the model has 3 classes and the data 4" in sentence
+
+
+def test_a_model_and_data_must_agree_on_one_label_or_several(workplace, refused, stock, tmp_path):
+    several = saved(tmp_path / "several", stock(**names(NAMES), problem_type="multi_label_classification"))
+    options = ["--model", several, "--dataset", workplace.pictures]
+    assert "an image has several labels to the model and one label in the data; fine-tune" in refused(*options)
+    assert refused(*options, "--test_imbalance").endswith("of one label each; leave --test_imbalance out.")
+    labels = Dataset.from_dict({"label": [[0, 1], [3]]}, Features(label=List(ClassLabel(names=NAMES))))
+    with pytest.raises(LiVTError, match="an image has one label to the model and several labels in the data"):
+        check_classes_match(stock(**names(NAMES)), labels)
+
+
+def test_a_livit_without_class_counts_is_given_them_and_keeps_its_loss(workplace, tmp_path, tiny):
+    sizes = tiny | {"image_size": 8}
+    model = LiViTForImageClassification(LiViTConfig(**sizes, **names(NAMES), loss="bce", test_prior=None))
+    counts = written(tmp_path / "counts.json", [30, 18, 10, 6])
+    given = balanced_by_counts(model, str(counts), None).config.long_tail
+    assert (given.class_counts, given.loss, given.test_prior) == ([30, 18, 10, 6], "bce", None)
+    other = LiViTForImageClassification(LiViTConfig(**sizes, **names(NAMES), loss="bal_bce"))
+    with pytest.raises(LiVTError, match="was trained with loss 'bal_bce'; leave --trained_with out"):
+        balanced_by_counts(other, str(counts), "bce")
+
+
+def test_the_loss_of_a_model_is_named_with_its_class_counts():
+    with pytest.raises(LiVTError, match="--trained_with bce is the loss of a model that --class_counts are given for"):
+        EvalSettings.parse(["org/model", "--trained_with", "bce"])
+
+
+def test_a_prior_of_classes_that_share_a_name_is_written_and_read_in_class_order(tmp_path):
+    labels, prior = ["crane", "dog", "crane"], [0.7, 0.2, 0.1]
+    config = SimpleNamespace(id2label=dict(enumerate(labels)), num_labels=3)
+    exam, path = SimpleNamespace(model=SimpleNamespace(config=config)), tmp_path / "prior.json"
+    write_prior(path, {"model": "m", "estimated_prior": {"prior": prior}}, exam)
+    assert read_prior(str(path), labels) == pytest.approx(prior)
+    written(path, {"crane": 0.7, "dog": 0.3})
+    with pytest.raises(LiVTError, match="two classes are called 'crane'; give a list in class order"):
+        read_prior(str(path), labels)
 
 
 def test_unknown_splits_and_folders_without_a_model_are_refused(workplace, refused, tmp_path):
@@ -460,6 +505,13 @@ def test_a_pretraining_is_judged_by_knn_and_a_linear_probe(workplace, evaluate):
         assert 0 <= measured["ece"] <= 1
     again = evaluate("--model", workplace.pretrained, report=result.report.with_name("again"))
     assert again.summary == result.summary
+
+
+def test_a_probe_goes_by_the_classes_of_the_data_and_not_by_those_of_the_model(workplace, evaluate, tiny, tmp_path):
+    config = LiViTConfig(**(tiny | {"image_size": 8}), class_counts=[500, 5])
+    folder = saved(tmp_path / "two", LiViTForImageClassification(config))
+    measured = evaluate("--model", folder, "--dataset", workplace.pictures, "--probe").summary["linear probe"]
+    assert measured["many"] is None and None not in (measured["medium"], measured["few"])  # of 30, 18, 10 and 6
 
 
 def test_nan_logits_are_reported_and_not_averaged_away(workplace, evaluate, tmp_path):
@@ -636,6 +688,29 @@ def test_the_images_that_a_default_run_held_out_are_found_again(tmp_path):
     (tmp_path / "results.json").touch()
     lent = lent_by_run({"model": str(tmp_path)})
     assert (lent["validation_fraction"], lent["test_fraction"]) == (None, 0.3)  # None: a tenth of own datasets
+
+
+@pytest.mark.parametrize("written", ["table.csv", "./table.csv", "ABSOLUTE/table.csv", "LINK"])
+def test_the_data_of_a_run_are_divided_as_in_its_training_also_where_they_are_named(tmp_path, monkeypatch, written):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.csv").touch()
+    (tmp_path / "LINK").symlink_to("table.csv")
+    run = tmp_path / "run"
+    run.mkdir()
+    save_settings(FinetuneSettings(dataset="table.csv", group_column="patient", fold="1/5"), run / "arguments.yaml")
+    words = ["--model", "run", "--dataset", written.replace("ABSOLUTE", str(tmp_path))]
+    settings = EvalSettings.parse(words, inherit=lent_by_run)
+    assert (settings.group_column, settings.fold) == ("patient", "1/5")
+    assert EvalSettings.parse([*words, "--fold", "2/5"], inherit=lent_by_run).fold == "2/5"
+    assert lent_by_run({"model": "run", "dataset": str(run)}) == {"plugin": None}
+
+
+def test_a_folder_with_the_name_of_a_benchmark_is_not_the_benchmark(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cifar100-lt").mkdir()
+    save_settings(FinetuneSettings(dataset="cifar100-lt", imbalance_factor=10), tmp_path / "arguments.yaml")
+    assert lent_by_run({"model": ".", "dataset": "./cifar100-lt"}) == {"plugin": None}
+    assert lent_by_run({"model": ".", "dataset": "cifar100-lt"})["imbalance_factor"] == 10
 
 
 def test_the_results_of_a_run_are_those_of_its_calibrated_model(workplace, tmp_path, monkeypatch):

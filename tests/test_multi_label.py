@@ -1,19 +1,24 @@
 """Images with several labels, from a parquet file to a measured model."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Image, List
 from PIL import Image as PILImage
 from recipe_runs import TINY, RecipeRun
 
-from livt_hf import LiViTForImageClassification
+from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.evaluation import estimation
 from livt_hf.evaluation.models import load_classifier
 from livt_hf.evaluation.rules import given_labels, label_thresholds
 from livt_hf.hub import Publication, prepare_publication
+from livt_hf.long_tail.head import LongTailHead
 from livt_hf.metrics import MultiLabelMetrics, best_thresholds
 from livt_hf.recipes import finetune
 from livt_hf.recipes.eval import main as evaluate
@@ -132,3 +137,32 @@ def test_labels_that_few_images_have_share_a_threshold_and_one_without_images_do
     assert chosen[1] == chosen[2] != chosen[0]
     assert best_thresholds(scores, torch.zeros(50, 3)) == [0.5] * 3
     assert best_thresholds(scores, torch.ones(50, 3)) == [0.5] * 3
+
+
+def test_an_image_that_counts_three_times_chooses_the_threshold_of_three_such_images():
+    rng = torch.Generator().manual_seed(0)
+    scores = torch.rand(200, 2, generator=rng)
+    targets = (torch.rand(200, 2, generator=rng) < scores / 2).long()
+    targets[:, 1] = targets[:, 0]
+    rows = torch.arange(200).repeat_interleave(1 + 2 * targets[:, 0])
+    weighted = best_thresholds(scores, targets, torch.tensor([3.0, 3.0]))
+    assert weighted == best_thresholds(scores[rows], targets[rows])
+    assert weighted != best_thresholds(scores, targets) == best_thresholds(scores, targets, torch.ones(2))
+
+
+def test_a_label_is_given_more_often_where_the_test_prior_expects_it_more_often(monkeypatch):
+    rng = torch.Generator().manual_seed(0)
+    labels = (torch.rand(4000, 2, generator=rng) < 0.05).long()
+    evidence = torch.randn(4000, 2, generator=rng) * 1.5**0.5 + (2 * labels - 1) * 0.75
+
+    def given(test_prior) -> list[int]:
+        counts = dict(class_counts=[50, 50], num_train_images=1000, problem_type="multi_label_classification")
+        config = LiViTConfig(**counts, loss="bce", test_prior=test_prior)
+        model = SimpleNamespace(config=config, head=LongTailHead(config), name_or_path="model")
+        logits = evidence + math.log(0.05 / 0.95)  # of plain BCE: the log-odds under the training prior
+        monkeypatch.setattr(estimation, "logits_of", lambda *_: [(logits, {"labels": labels})])
+        thresholds = estimation.calibrate(model, [], Accelerator(cpu=True)).thresholds
+        return (model.head.posterior(logits) >= torch.tensor(thresholds)).sum(0).tolist()
+
+    (often, seldom), before = given([0.5, 0.05]), given(None)
+    assert often > 3 * before[0] and seldom == before[1]

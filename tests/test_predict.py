@@ -30,6 +30,7 @@ from livt_hf.commands import run_command
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import choose_device
 from livt_hf.evaluation.prediction import Predictor, find_images
 from livt_hf.evaluation.tables import PredictionTable
 from livt_hf.long_tail.priors import read_prior
@@ -311,9 +312,11 @@ def test_classes_that_share_a_name_have_a_column_each_in_a_csv(tmp_path):
     assert [float(cell) for cell in rows[1][3:]] == pytest.approx(scores[0].tolist())
 
 
-def test_a_device_that_is_not_there_is_refused(livit, pictures):
-    with pytest.raises(LiVTError, match="no device 'abacus' here; choose one of .*cpu"):
-        main([str(livit), str(pictures / "0.jpg"), "--device", "abacus"])
+@pytest.mark.parametrize("device", ["abacus", "cpu:x", "cpu:7", "cpu:"])
+def test_a_device_that_is_not_there_is_refused(device):
+    with pytest.raises(LiVTError, match=f"no device '{device}' here; choose one of .*cpu"):
+        choose_device(device)
+    assert choose_device("cpu:0").type == choose_device("cpu").type == "cpu"
 
 
 def test_a_thousand_files_with_broken_ones_from_the_command_line(livit, pictures, tmp_path):

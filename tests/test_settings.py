@@ -333,6 +333,15 @@ def test_fine_tuning_that_names_its_data_takes_nothing_unless_it_names_a_pretrai
     assert lent == {"plugin": None, "model_size": "tiny", "patch_size": None}
 
 
+def test_the_data_of_a_pretraining_are_divided_as_it_did_also_where_they_are_named(runs):
+    run = finished("--dataset", "birds", "--group_column", "nest", "--split_seed", "3", "--fold", "1/5")
+    words = ["--dataset", "birds", "--pretrained", str(run.folder)]
+    settings = FinetuneSettings.parse(words, inherit=lent_by_pretraining)
+    assert (settings.group_column, settings.split_seed, settings.fold) == ("nest", 3, "1/5")
+    assert FinetuneSettings.parse([*words, "--split_seed", "4"], inherit=lent_by_pretraining).split_seed == 4
+    assert FinetuneSettings.parse([*words, "--folds", "5"], inherit=lent_by_pretraining).fold is None
+
+
 def test_a_checkpoint_that_is_no_run_knows_its_size(tmp_path):
     LiViTForPreTraining(pretraining_config("micro", image_size=8)).save_pretrained(tmp_path)
     asked = {"dataset": "glyphs", "pretrained": str(tmp_path)}

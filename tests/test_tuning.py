@@ -232,6 +232,12 @@ def test_features_are_standardised_without_a_copy_of_them(frozen):
     np.testing.assert_allclose(module.std, noise.std(axis=(0, 1)), rtol=1e-4)
 
 
+def test_a_head_is_trained_on_the_device_of_its_backbone(frozen):
+    head = HeadOnly(frozen[2].to("meta"), np.ones((1, 4, 16), dtype=np.float32))
+    assert {tensor.device.type for tensor in (*head.parameters(), *head.buffers())} == {"meta"}
+    assert head(torch.ones(4, 16, device="meta"), torch.zeros(4, 4, device="meta")).loss.device.type == "meta"
+
+
 def test_features_are_computed_once_per_image_and_never_reused_for_other_weights_sizes_or_layers(frozen, monkeypatch):
     settings, train, model, backbone = frozen
     computed = []

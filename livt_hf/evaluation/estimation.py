@@ -13,7 +13,7 @@ from livt_hf.evaluation.running import Batches, logits_of, on_disk
 from livt_hf.long_tail.calibration import Calibration, fit_calibration
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
-from livt_hf.long_tail.priors import PriorEstimate, estimate_prior
+from livt_hf.long_tail.priors import PriorEstimate, estimate_prior, log_odds
 from livt_hf.metrics import best_thresholds
 
 
@@ -35,8 +35,8 @@ def estimated_prior(head: LongTailHead, batches: Batches, accelerator: Accelerat
 def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Calibration:
     """Fit the calibration of a model's head on held-out images of all processes, and put it into the model's config.
 
-    Where an image may have several labels, it comes with the threshold of each. Every process keeps the logits of all
-    held-out images: 4 bytes per image and class.
+    Where an image may have several labels, it comes with the threshold of each, at its frequency under the test prior.
+    Every process keeps the logits of all held-out images: 4 bytes per image and class.
     """
     head = model.head
     pairs = [(logits.cpu(), batch["labels"].cpu()) for logits, batch in logits_of(model, loader, accelerator)]
@@ -45,10 +45,18 @@ def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accel
     calibration = fit_calibration(head.fitted_posterior(logits).cpu(), labels, head.prior)
     _keep(model, calibration)
     if head.multi_label:
-        thresholds = best_thresholds(head.posterior(logits).cpu(), labels)
+        thresholds = best_thresholds(head.posterior(logits).cpu(), labels, _odds_ratio(head.settings))
         calibration = dataclasses.replace(calibration, thresholds=thresholds)
         _keep(model, calibration)
     return calibration
+
+
+def _odds_ratio(settings: LongTailConfig) -> Tensor | float:
+    """How many times as likely each label is under the test prior as among held-out images, as odds. (C,)"""
+    if settings.test_prior is None:
+        return 1.0
+    served = torch.tensor(settings.test_prior, dtype=torch.float64)
+    return (torch.logit(served) - log_odds(settings.class_counts, settings.num_images)).exp()
 
 
 def _keep(model: PreTrainedModel, calibration: Calibration) -> None:

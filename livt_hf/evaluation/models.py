@@ -14,6 +14,8 @@ from transformers import (
 
 from livt_hf.data import class_counts, load_long_tailed
 from livt_hf.data.labels import class_feature, first_names
+from livt_hf.data.labels import is_multi_label as has_several_labels
+from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
@@ -22,7 +24,7 @@ from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.pretrained import listed, read_config, reading_checkpoint, without_load_report
 from livt_hf.records import in_words
-from livt_hf.runs import Run, lent_plugin, newest_finished, runs_folder
+from livt_hf.runs import Run, lent_data, lent_plugin, newest_finished, place_of, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings
 
 
@@ -52,17 +54,25 @@ def load_checkpoint(path: str) -> PreTrainedModel:
         return balance(model.eval()) if config.get("long_tail") else model.eval()
 
 
-def balanced_by_counts(model: PreTrainedModel, place: str, loss: str) -> PreTrainedModel:
-    """A classifier trained elsewhere, balanced by its class counts: those of its training folder or of a file."""
-    if head_of(model) is not None:
+def balanced_by_counts(model: PreTrainedModel, place: str, loss: str | None) -> PreTrainedModel:
+    """A classifier trained elsewhere, balanced by its class counts: those of its training folder or of a file.
+
+    A LiViT without counts, such as the authors', has a loss of its own; of any other model it is `loss`, or "ce".
+    """
+    if known_counts(model) is not None:
         raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
     if is_multi_label(model):
         raise LiVTError("class counts balance a model of one label per image; leave --class_counts out.")
-    if not Path(place).is_dir():
-        return balance(model, class_counts=read_numbers(place, class_names(model), "class counts"), loss=loss)
-    train = load_long_tailed(place)["train"]
-    check_classes_match(model, train)
-    return balance(model, class_counts=class_counts(train).tolist(), loss=loss)
+    own = None if head_of(model) is None else head_of(model).settings.loss
+    if None not in (own, loss) and own != loss:
+        raise LiVTError(f"{model.name_or_path} was trained with loss {own!r}; leave --trained_with out.")
+    if Path(place).is_dir():
+        train = load_long_tailed(place)["train"]
+        check_classes_match(model, train)
+        counts = class_counts(train).tolist()
+    else:
+        counts = read_numbers(place, class_names(model), "class counts")
+    return balance(model, class_counts=counts, loss=own or loss or "ce")
 
 
 def is_pretraining(path: str) -> bool:
@@ -147,7 +157,13 @@ def check_posterior(model: PreTrainedModel) -> None:
 
 
 def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
-    """Refuse to measure a model on classes that are not its own."""
+    """Refuse to measure a model on classes that are not its own, or on another number of labels per image."""
+    if is_multi_label(model) != has_several_labels(dataset):
+        words = {False: "one label", True: "several labels"}
+        raise LiVTError(
+            f"an image has {words[is_multi_label(model)]} to the model and {words[has_several_labels(dataset)]} in "
+            "the data; fine-tune it on them first, or name data of its kind."
+        )
     names, known = class_feature(dataset).names, class_names(model)
     if len(names) != len(known):
         odd = sorted(set(names) ^ set(known)) if set(names) & set(known) else []
@@ -165,17 +181,38 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
         )
 
 
+def was_trained_on(model: str, dataset: str) -> bool:
+    """Whether a model is a run here, and images of its training are among all those of a dataset, as paths tell.
+
+    A folder for testing or validation in that of the training has none of them.
+    """
+    run = Run(Path(model))
+    if not run.started:
+        return False
+    one, other = place_of(run.arguments.get("dataset", DataSettings.dataset)), place_of(dataset)
+    if one == other or not (isinstance(one, Path) and isinstance(other, Path)):
+        return one == other
+    if not other.is_relative_to(one):
+        return one.is_relative_to(other)
+    split = SPLIT_FOLDER.fullmatch(other.relative_to(one).parts[0])
+    return split is None or SPLIT_OF_WORD[split[1].lower()] == "train"
+
+
 def choose_device(asked: str | None) -> torch.device:
     """The device that was asked for, or the fastest one that is there."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    there = [name for name, is_there in present.items() if is_there]
-    if asked is not None and asked.split(":")[0] not in there:
+    numbers = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
+    there = [name for name, number in numbers.items() if number]
+    numbered = [f"{name}:{index}" for name, number in numbers.items() for index in range(number)]
+    if asked is not None and asked not in there + numbered:
         raise LiVTError(f"there is no device {asked!r} here; choose one of {', '.join(there)}.")
     return torch.device(asked or there[0])
 
 
 def lent_by_run(asked: dict) -> dict:
-    """What an evaluation takes from a run where it was not told: the model, its data, its plugin."""
+    """What an evaluation takes from a run where it was not told: the model, its data, its plugin.
+
+    Named or not, the run's own data are divided as they were in training.
+    """
     lent = {}
     if asked.get("model", "auto") == "auto":
         run = newest_finished(FinetuneSettings, folds=None)  # a cross-validation has no model of its own
@@ -189,9 +226,8 @@ def lent_by_run(asked: dict) -> dict:
             raise LiVTError(f"{run.folder} holds no model: it has no config.json; name a run or a checkpoint.")
         if not run.finished:
             raise LiVTError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
-        saved = run.arguments
-        names = set(DataSettings.names()) - {"plugin"}
-        lent |= {name: saved[name] for name in names if name in saved}
+    if "dataset" not in asked or run.started:
+        lent |= lent_data(run, asked)
     if "plugin" not in asked:
         lent["plugin"] = lent_plugin(run.folder)
     return lent

@@ -68,6 +68,8 @@ def balance(
         _check_kind(model)
     if class_counts is not None:
         settings["class_counts"] = class_counts
+    if fresh_classifier:
+        settings = {"calibration": None} | settings  # one of the old classifier means nothing to the new one
     anew = fresh_classifier and class_counts is not None
     saved = None if anew else getattr(model.config, "long_tail", None)
     model.config.long_tail = _settings(model, saved, settings, isinstance(classifier, CosineClassifier))

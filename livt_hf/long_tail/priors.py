@@ -6,6 +6,7 @@ divide by the prior one comes from, multiply by the one one goes to. The paper's
 for a softmax head the two agree under the uniform prior, for a sigmoid head they agree only with two classes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,11 @@ def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
     """A JSON or YAML file with a number for each class, as a list in class order or by class name; `what` they are."""
     content = read_values(Path(path))
     if isinstance(content, dict):
+        name, times = Counter(labels).most_common(1)[0]
+        if times > 1:
+            raise LiVTError(
+                f"{path} ({what}) goes by name, but two classes are called {name!r}; give a list in class order."
+            )
         names = {str(name): value for name, value in content.items()}
         missing, unknown = sorted(set(labels) - set(names)), sorted(set(names) - set(labels))
         if missing or unknown:

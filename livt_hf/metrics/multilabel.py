@@ -22,29 +22,34 @@ from livt_hf.metrics.ranking import one_against_rest
 ENOUGH = 5  # images with a label that choose its threshold; classes with fewer choose one together
 
 
-def best_thresholds(scores: Tensor, targets: Tensor) -> list[float]:
+def best_thresholds(scores: Tensor, targets: Tensor, weights: Tensor | float = 1.0) -> list[float]:
     """The probability from which on each label should be given: that of the highest F1 on held-out images.
 
     `scores` are probabilities (N, C) and `targets` 0 and 1. A label that too few images have would learn a threshold
     by heart, so such labels share one. Where there is nothing to learn from, it is 0.5.
+    `weights` (C,) say how often an image with a label counts, where the label will be more frequent than it is here.
     """
+    hits = targets.double() * weights
     positives = targets.sum(dim=0)
     enough = (positives >= ENOUGH) & (positives < len(targets))
     thresholds = torch.full((scores.shape[1],), 0.5, dtype=torch.float64)
     if (~enough).any():
-        thresholds[~enough] = _best_threshold(scores[:, ~enough].flatten(), targets[:, ~enough].flatten())
+        thresholds[~enough] = _best_threshold(scores[:, ~enough].flatten(), hits[:, ~enough].flatten())
     for label in enough.nonzero()[:, 0].tolist():
-        thresholds[label] = _best_threshold(scores[:, label], targets[:, label])
+        thresholds[label] = _best_threshold(scores[:, label], hits[:, label])
     return thresholds.tolist()
 
 
-def _best_threshold(scores: Tensor, targets: Tensor) -> float:
-    """Midway between the last score that should be given and the next one; the highest of equally good ones."""
+def _best_threshold(scores: Tensor, hits: Tensor) -> float:
+    """Midway between the last score that should be given and the next one; the highest of equally good ones.
+
+    `hits` are the weights of images with the label, and 0 for the others.
+    """
     scores, order = scores.double().sort(descending=True)
-    hits = targets[order].double()
-    if not 0 < hits.sum() < len(hits):
+    hits, others = hits[order], hits[order] == 0
+    if others.all() or not others.any():
         return 0.5
-    f1 = 2 * hits.cumsum(0) / (torch.arange(1, len(hits) + 1) + hits.sum())
+    f1 = 2 * hits.cumsum(0) / (hits.cumsum(0) + others.cumsum(0) + hits.sum())
     f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are given together
     last = int(f1.argmax())
     below = scores[last + 1] if last + 1 < len(scores) else 0.0
