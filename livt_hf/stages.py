@@ -33,8 +33,11 @@ def is_native(dataset: Dataset, image_size: int) -> bool:
 
 def some_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
     """Height and width of some images, from the first to the last one of a dataset."""
-    rows = np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT)).astype(int).tolist()
-    return [tuple(image.shape[-2:]) for image in some_images(dataset, rows)]
+    return [tuple(image.shape[-2:]) for image in some_images(dataset, some_rows(dataset))]
+
+
+def some_rows(dataset: Dataset) -> list[int]:
+    return np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT)).astype(int).tolist()
 
 
 def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Batches:

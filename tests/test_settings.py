@@ -17,7 +17,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import REQUIRED, CommandSettings, command_line, make_parser, option, save_settings
 from livt_hf.plugins import find_module, load_plugin
-from livt_hf.recipes.settings import COMMANDS, LookSettings, PublishSettings
+from livt_hf.recipes.settings import COMMANDS, LookSettings, PublishSettings, TrainSettings, as_words
 from livt_hf.records import read_values
 from livt_hf.results import Results
 from livt_hf.runs import (
@@ -95,6 +95,13 @@ def test_settings_saved_and_read_back_are_the_same(tmp_path):
 def test_flag_false_is_false(word, tmp_path):
     assert PretrainSettings.parse(["--flip", word]).flip is False
     assert PretrainSettings.parse(["--config", written(tmp_path / "c.yaml", f"flip: {word}\n")]).flip is False
+
+
+def test_a_value_that_begins_with_a_dash_is_parsed_again():
+    said = {"exclude_labels": "-1,-2", "seed": 3}
+    settings = TrainSettings.parse(["images", *as_words(said)])
+    assert FinetuneSettings.parse(settings.words("finetune")).exclude_labels == said["exclude_labels"]
+    assert as_words({"launch": "--multi_gpu", "seeds": [0, 1]}) == ["--launch=--multi_gpu", "--seeds", "0", "1"]
 
 
 def test_a_flag_without_a_value_is_true():
