@@ -32,7 +32,7 @@ from livt_hf.backbones import (
     lent_by_checkpoint,
     serving_processor,
 )
-from livt_hf.commands import EXIT_UNFINISHED, WITHIN_TRAIN, run_command
+from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.data import Batches, eval_loader, load_data
 from livt_hf.data.division import refuse_single_class
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with forgotten_unless_begun(folder, next(iter(plan["stages"]))):
             stopped = not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads])
         if stopped:
-            print(f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}")
+            print(how_to_go_on(folder))
             raise Interrupted
     plugin = FinetuneSettings.asked(plan["stages"]["finetune"]).get("plugin")
     run_livt([*launcher, "eval", str(folder / "finetune"), *as_words({"plugin": plugin}), *threads])
@@ -82,12 +82,18 @@ def forgotten_unless_begun(folder: Path, first_stage: str) -> Iterator[None]:
     """A plan whose first stage is refused before it begins is no run: the folder is free for another try."""
     try:
         yield
-    except SystemExit:
+    except SystemExit as ended:
         if not Run(folder / first_stage).started:
             (folder / PLAN).unlink()
             if not any(folder.iterdir()):
                 folder.rmdir()
+        elif ended.code > SIGNALLED:
+            print(how_to_go_on(folder))
         raise
+
+
+def how_to_go_on(folder: Path) -> str:
+    return f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}"
 
 
 def run_livt(words: list[str]) -> bool:
@@ -105,7 +111,7 @@ def run_livt(words: list[str]) -> bool:
     for wish in wishes:
         signal.signal(wish, before[wish])
     if status not in (0, EXIT_UNFINISHED):
-        sys.exit(status)  # the command has said why
+        exit_as(status)
     return status == EXIT_UNFINISHED
 
 

@@ -232,6 +232,25 @@ def test_a_training_that_its_first_stage_refuses_leaves_the_folder_free(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_stage_that_the_system_killed_is_said_with_the_way_to_go_on(tmp_path, monkeypatch, capsys):
+    class Killed:
+        def __init__(self, words, env):
+            if begins:
+                Run(tmp_path / "run" / "pretrain").begin(PretrainSettings())
+
+        def wait(self):
+            return -9
+
+    monkeypatch.setattr(train.subprocess, "Popen", Killed)
+    words = [str(make_pictures(tmp_path / "pictures")), "--output_dir", str(tmp_path / "run")]
+    for begins in (False, True):  # what has not begun has no way to go on
+        with pytest.raises(SystemExit, match="137"):
+            train.main(words)
+        out, err = capsys.readouterr()
+        assert "error: a process was ended by SIGKILL, by the system if memory ran out.\n" in err
+        assert (f"livt train --resume {tmp_path / 'run'}" in out) == (tmp_path / "run").exists() == begins
+
+
 def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, tmp_path, monkeypatch, capsys):
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
     ResNetForImageClassification(config).save_pretrained(tmp_path / "resnet")
