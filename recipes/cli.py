@@ -135,7 +135,7 @@ def chosen_layout(command: str, argv: Sequence[str]) -> list[str] | None:
     if Path(default_config_file).exists():
         return []
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
-    if command == "eval":
+    if command == "eval" or devices == 1:
         return [] if (devices or 1) > 1 else None  # Accelerate knows its accelerators
     processes = fitting_processes(command, argv, devices)
     if devices is not None and processes < devices:
