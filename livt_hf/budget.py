@@ -83,13 +83,14 @@ def wanted(model: tuple[str, int, int]) -> int:
 class Scratch:
     """What is trained from scratch on so many images, their shorter side in pixels, with so much computation.
 
-    `alike`: all are squares of that side.
+    `alike`: all are squares of that side. `soft_labels`: the loss takes those of mixed images.
     """
 
     num_images: int
     side: int
     flops: float
     alike: bool = True
+    soft_labels: bool = True
 
     @property
     def model(self) -> tuple[str, int, int]:
@@ -122,14 +123,19 @@ class Scratch:
         return (2e-3, 4e-3) if self.model[0] == "micro" else (1.5e-4, 1e-3)
 
     @property
-    def mixes(self) -> bool:
-        """Whether images are mixed: fine-tuning is long enough for it."""
+    def long_enough(self) -> bool:
+        """Whether fine-tuning has the epochs from which on mixing images pays."""
         return (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed."""
+        return self.long_enough and self.soft_labels
 
     @property
     def share(self) -> float:
         """Of the time, for masked pretraining."""
-        return PRETRAINING_SHARE if self.mixes or self.model != SMALL_PATCHES else SHORT_SHARE
+        return PRETRAINING_SHARE if self.long_enough or self.model != SMALL_PATCHES else SHORT_SHARE
 
     def options(self, hours: float) -> dict[str, dict]:
         """The options of both stages."""
@@ -153,6 +159,7 @@ class Scratch:
     def why(self, hours: float) -> str:
         size, pixels, patch = self.model
         small, passes = self.model == SMALL_PATCHES, f"{self.passes(self.model):,.0f}"
+        unmixed = f"which wants {MIXUP_EPOCHS} epochs" if self.soft_labels else "for the loss wants hard labels"
         return (
             f"From scratch: {size} at {pixels} pixels with patches of {patch}. {hours:g} hours would show it each of "
             f"the {self.num_images:,} images about {passes} times; {wanted(self.model)} are wanted.\n"
@@ -161,15 +168,12 @@ class Scratch:
             + ("by half of their patches, " if size == "micro" else "")
             + ("by Muon, " if small else "")
             + ("with cutmix and " if small and self.mixes else "")
-            + ("with mixup." if self.mixes else f"without mixup, which wants {MIXUP_EPOCHS} epochs.")
+            + ("with mixup." if self.mixes else f"without mixup, {unmixed}.")
         )
 
 
-def tuning_within(seconds: float, num_images: int, forward_seconds: float, batch_size: int) -> str:
-    """What of a pretrained backbone is trained, if it sees one image in so many seconds: everything or the head.
-
-    A training step takes three times as long as a forward pass.
-    """
-    epochs = seconds / (3 * forward_seconds * num_images)
+def tuning_within(seconds: float, per_epoch: float, num_images: int, batch_size: int) -> str:
+    """What of a pretrained backbone is trained, if an epoch takes so many seconds: everything or the head."""
+    epochs = seconds / per_epoch
     enough = epochs >= FULL_EPOCHS and epochs * max(1, num_images // batch_size) >= FULL_UPDATES
     return "full" if enough else "head"

@@ -3,10 +3,12 @@
 import errno
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results, percent
@@ -16,6 +18,8 @@ from livt_hf.system import shell_line
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
+# As shells have it, plus the number of the signal that has ended a process.
+SIGNALLED = 128
 # Not a bug, and nothing that could be known before.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 NOT_ALLOWED = {errno.EACCES, errno.EPERM}
@@ -64,6 +68,15 @@ def run_command(main: Callable[[], None]) -> None:
         if not first:
             time.sleep(SECONDS_FOR_THE_FIRST)
         sys.exit(f"error: {error if isinstance(error, LiVTError) else refused_by_the_machine(error)}")
+
+
+def exit_as(status: int) -> NoReturn:
+    """End as a process did that this command ran. It has said why, unless a signal ended it."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        why = ", by the system if memory ran out" if name == "SIGKILL" else ""
+        print(f"error: a process was ended by {name}{why}.", file=sys.stderr)
+    sys.exit(SIGNALLED - status if status < 0 else status)
 
 
 def refused_by_the_machine(error: OSError) -> str:

@@ -1,6 +1,5 @@
 """What the second stage needs around its model: where it starts, what it is measured by, which weights are kept."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -66,13 +65,6 @@ def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
         _check_selection(settings, data)
     elif settings.select_metric is not None:
         raise LiVTError("--select_metric says what the best epoch is best by; pass --select best with it.")
-
-
-def cut_epochs(settings: FinetuneSettings, num_images: int) -> None:
-    """Of `--max_steps`: only the epochs that are reached, for what changes in the course of training goes by them."""
-    if settings.max_steps is not None:
-        reached = math.ceil(settings.max_steps / Batches(settings.batch_size).updates(num_images))
-        settings.epochs = min(settings.epochs, reached)
 
 
 def _check_selection(settings: FinetuneSettings, data: DatasetDict) -> None:

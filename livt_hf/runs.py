@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import get_type_hints
@@ -11,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
-from livt_hf.options import save_settings
+from livt_hf.options import command_line, save_settings
 from livt_hf.plugins import find_module
 from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
@@ -181,17 +182,14 @@ def unfinished_run(settings: TrainingSettings, asked: dict) -> Run | None:
     if settings.resume not in ("auto", "newest"):
         run = Run(Path(str(settings.resume)))
         if run.started:
-            if run.stage != settings.stage:
-                words = shell_line(["livt", run.stage, "--resume", run.folder])
-                raise LiVTError(f"{run.folder} is a {run.stage} run; go on with: {words}")
-            return run
+            return _of_stage(settings.stage, run)
         if (run.folder / PLAN).exists():
             whole = f"livt train --resume {shell_line([run.folder])}"
             raise LiVTError(f"{run.folder} is the folder of a whole training; go on with: {whole}")
         raise LiVTError(f"{run.folder} is not a run: it has no {ARGUMENTS}; give the folder a run was started in.")
     if settings.output_dir is not None:
         run = Run(Path(settings.output_dir))
-        return run if run.started else None
+        return _of_stage(settings.stage, run) if run.started else None
     fixed = asked.keys() & set(settings.names()) - {*settings.names("free"), *_settled(settings)}
     wanted = {name: getattr(settings, name) for name in sorted(fixed)}
     found = (Run(path.parent) for path in runs_folder().glob(f"{settings.stage}-*/*/{ARGUMENTS}"))
@@ -206,6 +204,13 @@ def unfinished_run(settings: TrainingSettings, asked: dict) -> Run | None:
     return max(unfinished, key=lambda run: (run.folder / ARGUMENTS).stat().st_mtime_ns, default=None)
 
 
+def _of_stage(stage: str, run: Run) -> Run:
+    if run.stage != stage:
+        words = shell_line(["livt", run.stage, "--resume", run.folder])
+        raise LiVTError(f"{run.folder} is a {run.stage} run; go on with: {words}")
+    return run
+
+
 def parse_training(
     cls: type[TrainingSettings],
     argv: Sequence[str] | None = None,
@@ -213,9 +218,12 @@ def parse_training(
     inherit: Callable[[dict], dict] = lambda _: {},
 ) -> tuple[TrainingSettings, Run | None]:
     """The settings of a stage, and the run that goes on with them where one is resumed."""
-    asked = cls.asked(argv)
+    asked, named = cls.asked(argv), command_line(cls, sys.argv[1:] if argv is None else argv)
     run = unfinished_run(cls.merged(asked, configs), asked) if "resume" in asked else None
     settings = cls.merged(asked, configs, inherit(asked) if run is None else run.settings_of(cls))
+    kept = None if run is None else run.settings_of(cls)["epochs"]
+    if settings.hours is not None and named.get("epochs") not in (None, kept):  # those of a config are a default
+        raise LiVTError(f"--hours {settings.hours:g} chooses the epochs; leave --epochs {settings.epochs} out.")
     if run is not None:
         check_resumable(run, settings)
         keep_settled(settings, run)

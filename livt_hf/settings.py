@@ -174,7 +174,7 @@ class TrainingSettings(DataSettings):
         free=True,
     )
     max_steps: int | None = option(None, "stop after this many updates, the schedule shortened to fit", at_least=1)
-    max_hours: float | None = option(None, "save and stop after this many hours", free=True)
+    max_hours: float | None = option(None, "save and stop after this many hours", free=True, at_least=0)
     save_steps: int | None = option(None, "updates between checkpoints", free=True, at_least=1)
     save_minutes: float = option(10.0, "minutes between checkpoints", free=True)
     save_total_limit: int = option(2, "number of checkpoints to keep", free=True, at_least=1)

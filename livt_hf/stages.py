@@ -1,5 +1,6 @@
 """What the two stages share around their models: sizes, batches, and the common part of their results."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,17 @@ def is_native(dataset: Dataset, image_size: int) -> bool:
 
 def some_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
     """Height and width of some images, from the first to the last one of a dataset."""
-    rows = np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT)).astype(int).tolist()
-    return [tuple(image.shape[-2:]) for image in some_images(dataset, rows)]
+    return [tuple(image.shape[-2:]) for image in some_images(dataset, some_rows(dataset))]
+
+
+def some_rows(dataset: Dataset) -> list[int]:
+    return np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT)).astype(int).tolist()
+
+
+def cut_epochs(settings: TrainingSettings, updates_per_epoch: int) -> None:
+    """Of `--max_steps`: only the epochs that are reached, for what changes in the course of training goes by them."""
+    if settings.max_steps is not None:
+        settings.epochs = min(settings.epochs, math.ceil(settings.max_steps / updates_per_epoch))
 
 
 def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Batches:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from livt_hf.errors import LiVTError
+
 # Windows has no signals between processes: Ctrl-C reaches every process of a console by itself.
 SENDS_SIGNALS = hasattr(os, "killpg")
 # torch for Windows comes without libuv, which torch's launcher of several processes wants.
@@ -66,7 +68,10 @@ def shell_words(line: str) -> list[str]:
     lexer.whitespace_split, lexer.commenters = True, ""
     if os.sep != "/":
         lexer.escape, lexer.quotes = "", '"'
-    return list(lexer)
+    try:
+        return list(lexer)
+    except ValueError as error:
+        raise LiVTError(f"{line!r} cannot be read as options: {error}; close what is quoted.") from error
 
 
 def outlive_signals(_worker: int) -> None:

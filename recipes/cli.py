@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import itertools
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from livt_hf.recipes.settings import COMMANDS, CONFIGS
 
 LAUNCHED = ("pretrain", "finetune", "eval")
 MOST_PROCESSES = 8
+FEW_FILES = 64
 # --multi_gpu is Accelerate's word for several processes, on CPUs too; without it, it would start one of them.
 ON_CPUS = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
@@ -93,7 +95,7 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from livt_hf.commands import EXIT_UNFINISHED
+        from livt_hf.commands import EXIT_UNFINISHED, exit_as
 
     by_mpi = accelerated.simple_launcher
 
@@ -118,9 +120,9 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
     try:
         accelerated.launch_command(accelerated.launch_command_parser().parse_args(words))
     except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
+        exit_as(error.returncode)
     except ChildFailedError as error:
-        sys.exit(error.get_first_failure()[1].exitcode)
+        exit_as(error.get_first_failure()[1].exitcode)
     except SignalException:  # raised when the processes, which got the signal too, are gone
         sys.exit(EXIT_UNFINISHED)
 
@@ -132,11 +134,17 @@ def chosen_layout(command: str, argv: Sequence[str]) -> list[str] | None:
 
     if Path(default_config_file).exists():
         return []
-    if torch.accelerator.is_available():
-        return [] if torch.accelerator.device_count() > 1 else None  # Accelerate knows its accelerators
-    processes = 1 if command == "eval" else fitting_processes(command, argv)
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
+    if command == "eval" or devices == 1:
+        return [] if (devices or 1) > 1 else None  # Accelerate knows its accelerators
+    processes = fitting_processes(command, argv, devices)
+    if devices is not None and processes < devices:
+        said = f"{processes} of {devices} accelerators are used: more cannot share the images of an update"
+        print(f"{said}; livt --num_processes N {command} uses N of them", file=sys.stderr)
     if processes == 1:
         return None
+    if devices is not None:
+        return ["--num_processes", str(processes)]
     os.environ["ACCELERATE_USE_CPU"] = "1"
     return [*ON_CPUS, "--num_processes", str(processes)]
 
@@ -153,8 +161,9 @@ def several_on_cpus(launcher: Sequence[str]) -> list[str]:
     return [*ON_CPUS, *(word for word in launcher if word != "--cpu")]
 
 
-def fitting_processes(command: str, argv: Sequence[str]) -> int:
-    """One process per core, up to eight, or the next lower number that can share the images of an update.
+def fitting_processes(command: str, argv: Sequence[str], devices: int | None = None) -> int:
+    """One process per accelerator or core, of which up to eight, or the next lower number that can share the images
+    of an update.
 
     One process per core was 1.19 times as fast as one process with a thread per core, on two cores. Settings are read
     here as the stage will read them, so what it refuses is refused before anything is launched.
@@ -169,12 +178,19 @@ def fitting_processes(command: str, argv: Sequence[str]) -> int:
         settings, _ = parse_training(PretrainSettings, argv, CONFIGS)
     else:
         settings, _ = parse_training(FinetuneSettings, argv, CONFIGS, lent_by_pretraining)
-    if settings.threads is not None or (command == "finetune" and LOSSES[settings.loss].batch_statistic):
+    if command == "finetune" and LOSSES[settings.loss].batch_statistic:
         return 1  # the statistic of a batch is not that of its parts
+    if has_few_files(Path(settings.dataset)):
+        return 1  # an update may take fewer images than the config says
     share = settings.batch_size // settings.accumulation
     pairs = 2 if command == "finetune" and (settings.mixup or settings.cutmix) else 1  # mixup pairs images
-    most = min(available_cores(), MOST_PROCESSES) if LAUNCHES_SEVERAL else 1
+    cores = min(available_cores(), MOST_PROCESSES) if LAUNCHES_SEVERAL and settings.threads is None else 1
+    most = cores if devices is None else devices
     return next((number for number in range(most, 1, -1) if share % (number * pairs) == 0), 1)
+
+
+def has_few_files(folder: Path) -> bool:
+    return folder.is_dir() and len(list(itertools.islice(folder.rglob("*"), FEW_FILES))) < FEW_FILES
 
 
 def command() -> None:

@@ -71,14 +71,14 @@ from livt_hf.results import EACH_LABEL, percent, provenance
 from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
-from livt_hf.training.machine import check_processes, use_all_cores
+from livt_hf.training.machine import PATIENT, check_processes, use_all_cores
 
 Loaders = Callable[[str], DataLoader]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = EvalSettings.parse(argv, inherit=lambda asked: {} if "compare" in asked else lent_by_run(asked))
-    accelerator = Accelerator()
+    accelerator = Accelerator(kwargs_handlers=PATIENT)
     if settings.compare is not None:
         if accelerator.is_main_process:
             sentence, page = compare(*settings.compare, choose_folder(settings))

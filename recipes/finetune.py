@@ -32,7 +32,7 @@ from livt_hf.commands import (
     what_next,
 )
 from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_seen, write_fold, write_whole
-from livt_hf.data import class_counts, load_data
+from livt_hf.data import Batches, class_counts, load_data
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import copies_in_words
 from livt_hf.data.sources import load_images
@@ -43,7 +43,6 @@ from livt_hf.finetuning import (
     BestWeights,
     Course,
     check_options,
-    cut_epochs,
     measure,
     plan_course,
     results_of,
@@ -54,6 +53,7 @@ from livt_hf.reports.evaluation import fold_rows
 from livt_hf.results import Results, duration
 from livt_hf.runs import Run, find_pretraining, keep_settled, parse_training
 from livt_hf.settings import FinetuneSettings
+from livt_hf.stages import cut_epochs
 from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
 from livt_hf.training.trial import settle
 
@@ -108,7 +108,7 @@ def finetune(
     began = budget.clock()
     fill_batch(settings, len(data["train"]), accelerator)
     check_options(settings, data)
-    cut_epochs(settings, len(data["train"]))
+    cut_epochs(settings, Batches(settings.batch_size).updates(len(data["train"])))
     torch.manual_seed(settings.seed)
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)

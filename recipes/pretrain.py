@@ -33,7 +33,15 @@ from livt_hf.reports import reconstruction_sheet
 from livt_hf.results import Results, duration
 from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
-from livt_hf.stages import common_results, counts_summary, image_size, is_native, shared_batches, training_batches
+from livt_hf.stages import (
+    common_results,
+    counts_summary,
+    cut_epochs,
+    image_size,
+    is_native,
+    shared_batches,
+    training_batches,
+)
 from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run, track_picture
 from livt_hf.training.trial import settle
 
@@ -57,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     augmentation = PretrainAugmentation(size, scale=(settings.crop_scale, 1.0), flip=settings.flip)
     batches = training_batches(settings, accelerator)
     loader = train_loader(data["train"], augmentation, batches, on_broken=on_broken)
+    cut_epochs(settings, loader.updates_per_epoch)
 
     overrides = {"mask_ratio": settings.mask_ratio, "image_size": size}
     if settings.patch_size is not None:

@@ -36,7 +36,7 @@ class TrainSettings(DataSettings):
         None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
     )
     loss: str = option("bal_bce", "as for `livt finetune`", choices=loss_names)
-    flip: bool = option(True, "as for `livt finetune`")
+    flip: bool | None = option(None, "as for `livt finetune`; default: as the dataset's configs say, else true")
     seed: int = option(0, "seed of everything random except the split")
     validation_fraction: float | None = option(None, "as for `livt finetune`")
     output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
@@ -303,8 +303,12 @@ def as_words(options: dict) -> list[str]:
     """Values as the command line takes them; a list is one option with several values."""
     words = []
     for name, value in options.items():
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif str(value).startswith("-"):  # by itself it would be taken for an option
+            words.append(f"--{name}={value}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
     return words
 
 

@@ -107,9 +107,12 @@ class Plan:
         return {label: [Run(run).results for run in runs] for label, runs in self.runs_of.items()}
 
     def first_stages(self) -> dict[str, list[Results]]:
-        """Those of the runs that the runs of each variant started from."""
-        starts = {label: [self.runs[run].start for run in runs] for label, runs in self.runs_of.items()}
-        return {label: [Run(run).results for run in runs if run] for label, runs in starts.items()}
+        """Those of the pretrainings that the runs of each variant started from."""
+        starts = {label: filter(None, (self.runs[run].start for run in runs)) for label, runs in self.runs_of.items()}
+        return {
+            label: [Run(run).results for run in runs if self.runs[run].stage == "pretrain"]
+            for label, runs in starts.items()
+        }
 
     def pretrained_on(self, variant: Variant) -> str | None:
         """The dataset of the model that a variant starts from, its own where it has none; None: nobody knows."""
@@ -167,12 +170,13 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
         words += ["--output_dir", str(folder), "--resume", "auto"]
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_name(f"{folder.name}.out")
+        before = log.stat().st_size if log.exists() else 0
         with log.open("a", encoding="utf-8") as output:
             under_way.append(command := start(words, output))
             status = command.wait()
         if status:
             failed.set()
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = log.read_bytes()[before:].decode("utf-8", errors="replace").splitlines()
             why = next((f"{line[7:]}\n" for line in reversed(lines) if line.startswith("error: ")), "")
             raise LiVTError(f"{why}{shell_line(['livt', *words])}\nfailed; see {log}")
 

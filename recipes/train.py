@@ -20,19 +20,31 @@ from typing import Literal
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
+from transformers import BaseImageProcessor
 
 from livt_hf import budget
-from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
-from livt_hf.commands import EXIT_UNFINISHED, WITHIN_TRAIN, run_command
-from livt_hf.data import load_data
+from livt_hf.backbones import (
+    build_classifier,
+    head_settings,
+    input_facts,
+    label_settings,
+    lent_by_checkpoint,
+    serving_processor,
+)
+from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command
+from livt_hf.configuration_livit import LiViTConfig
+from livt_hf.data import Batches, eval_loader, load_data
 from livt_hf.data.division import refuse_single_class
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.finetuning import check_options
+from livt_hf.long_tail.losses import LOSSES
 from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
 from livt_hf.records import read_record, write_values
+from livt_hf.results import duration
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import some_sizes
+from livt_hf.stages import some_rows, some_sizes
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
@@ -58,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with forgotten_unless_begun(folder, next(iter(plan["stages"]))):
             stopped = not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads])
         if stopped:
-            print(f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}")
+            print(how_to_go_on(folder))
             raise Interrupted
     plugin = FinetuneSettings.asked(plan["stages"]["finetune"]).get("plugin")
     run_livt([*launcher, "eval", str(folder / "finetune"), *as_words({"plugin": plugin}), *threads])
@@ -70,12 +82,18 @@ def forgotten_unless_begun(folder: Path, first_stage: str) -> Iterator[None]:
     """A plan whose first stage is refused before it begins is no run: the folder is free for another try."""
     try:
         yield
-    except SystemExit:
+    except SystemExit as ended:
         if not Run(folder / first_stage).started:
             (folder / PLAN).unlink()
             if not any(folder.iterdir()):
                 folder.rmdir()
+        elif ended.code > SIGNALLED:
+            print(how_to_go_on(folder))
         raise
+
+
+def how_to_go_on(folder: Path) -> str:
+    return f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}"
 
 
 def run_livt(words: list[str]) -> bool:
@@ -93,18 +111,18 @@ def run_livt(words: list[str]) -> bool:
     for wish in wishes:
         signal.signal(wish, before[wish])
     if status not in (0, EXIT_UNFINISHED):
-        sys.exit(status)  # the command has said why
+        exit_as(status)
     return status == EXIT_UNFINISHED
 
 
 def begin(settings: TrainSettings) -> Path:
     """Choose, and write down what was chosen, so that going on does not choose again."""
-    train = load_data(settings)["train"]
-    refuse_single_class(train)
+    data = load_data(settings)
+    refuse_single_class(data["train"])
     if settings.pretrained is not None:
-        why, stages = plan_backbone(settings, train)
+        why, stages = plan_backbone(settings, data["train"])
     else:
-        why, stages = plan_scratch(settings, train)
+        why, stages = plan_scratch(settings, data)
     if settings.output_dir is None:
         folder = next_number(runs_folder() / f"train-{Path(settings.dataset).name}").folder
     else:
@@ -116,44 +134,64 @@ def begin(settings: TrainSettings) -> Path:
     return folder
 
 
-def plan_scratch(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
-    choice = scratch_within(settings.hours, train, settings.threads)
-    stages = choice.options(settings.hours)
-    return choice.why(settings.hours), {
-        stage: [*settings.words(stage), *as_words(options)] for stage, options in stages.items()
-    }
+def plan_scratch(settings: TrainSettings, data: DatasetDict) -> tuple[str, dict[str, list[str]]]:
+    choice = scratch_within(settings.hours, data["train"], settings.loss, settings.threads)
+    options = choice.options(settings.hours)
+    stages = {stage: [*settings.words(stage), *as_words(said)] for stage, said in options.items()}
+    # What the second stage would refuse is refused now, not after the first.
+    second = FinetuneSettings.parse([*stages["finetune"], "--pretrained", "none"], CONFIGS)
+    check_options(second, data)
+    LiViTConfig(**head_settings(second, data["train"]), **label_settings(data["train"]))
+    return choice.why(settings.hours), stages
 
 
-def scratch_within(hours: float, train: Dataset, threads: int | None = None) -> budget.Scratch:
+def scratch_within(hours: float, train: Dataset, loss: str, threads: int | None = None) -> budget.Scratch:
     """What this machine, or so many of its cores, can train from scratch on these images."""
     sizes = some_sizes(train)
     side = int(np.median([min(size) for size in sizes]))
     per_second = (threads or available_cores()) * budget.CORE_FLOPS
     if torch.accelerator.is_available():
         per_second = torch.accelerator.device_count() * budget.GPU_FLOPS
-    return budget.Scratch(len(train), side, 3600 * hours * per_second, alike=set(sizes) == {(side, side)})
+    facts = {"alike": set(sizes) == {(side, side)}, "soft_labels": LOSSES[loss].soft_labels}
+    return budget.Scratch(len(train), side, 3600 * hours * per_second, **facts)
+
+
+def unmixed(loss: str) -> dict[str, float]:
+    """What a fine-tuning is told where its loss does not take the labels of mixed images."""
+    return {} if LOSSES[loss].soft_labels else {"mixup": 0.0, "cutmix": 0.0}
 
 
 def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
-    words = [*settings.words("finetune"), "--pretrained", settings.pretrained]
+    words = [*settings.words("finetune"), *as_words(unmixed(settings.loss)), "--pretrained", settings.pretrained]
     model_settings = FinetuneSettings.parse([*words, "--tune", "head"], inherit=lent_by_checkpoint)
     model = build_classifier(model_settings, train).eval()
-    size = input_facts(serving_processor(model_settings, train, model)).size
-    seconds = forward_seconds(model, size, settings.threads)
+    processor = serving_processor(model_settings, train, model)
+    size, budgeted = input_facts(processor).size, 3600 * settings.hours
+    forward, read = forward_seconds(model, size, settings.threads), read_seconds(train, processor)
     batch = FinetuneSettings.parse([*words, "--tune", "full"], CONFIGS, lent_by_checkpoint).batch_size
-    tune = budget.tuning_within(3600 * settings.hours, len(train), seconds, batch)
-    epoch = 3 * seconds * len(train)
+    features, epoch = ((times * forward + read) * len(train) for times in (1, 3))  # a step is three forward passes
+    tune = budget.tuning_within(budgeted, epoch, len(train), batch)
+    late = " That is longer than asked for; a smaller backbone or fewer images fit." if features > budgeted else ""
     enough = f"{budget.FULL_EPOCHS} of them and {budget.FULL_UPDATES} updates of {batch} images"
     chosen = {
         "full": f"hold {enough} or more: all of it is fine-tuned.",
-        "head": f"do not hold {enough}: its classifier is trained on frozen features.",
+        "head": f"do not hold {enough}: its classifier is trained on frozen features, which take about "
+        f"{duration(features)} to compute.{late}",
     }
     why = (
-        f"{settings.pretrained}: an epoch of {len(train):,} images at {size} pixels takes about {epoch:.0f} seconds "
+        f"{settings.pretrained}: an epoch of {len(train):,} images at {size} pixels takes about {duration(epoch)} "
         f"where everything is trained, and {settings.hours:g} hours {chosen[tune]}"
     )
-    limit = ["--hours", f"{settings.hours:g}"] if tune == "full" else []  # a head is done in seconds
+    limit = ["--hours", f"{settings.hours:g}"] if tune == "full" else []  # on its features, a head is done in seconds
     return why, {"finetune": [*words, "--tune", tune, *limit]}
+
+
+def read_seconds(train: Dataset, processor: BaseImageProcessor) -> float:
+    """Of one image by one process, decoded and resized."""
+    some = train.select(some_rows(train))
+    began = time.perf_counter()
+    list(eval_loader(some, processor, Batches(len(some))))
+    return (time.perf_counter() - began) / len(some)
 
 
 @torch.inference_mode()

@@ -3,9 +3,11 @@
 import contextlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
 from transformers import (
@@ -26,6 +28,7 @@ from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
 from livt_hf.results import Results
 from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
+from livt_hf.training import trial
 
 STAGES = PretrainSettings, FinetuneSettings
 
@@ -99,13 +102,11 @@ def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
 
 
 def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
-    pace = {"forward_seconds": 0.1, "batch_size": 64}
-    assert (
-        budget.tuning_within(3600, num_images=1000, **pace) == "full"
-    )  # ten epochs take 3,000 s, and are 150 updates
-    assert budget.tuning_within(1800, num_images=1000, **pace) == "head"
-    assert budget.tuning_within(1800, num_images=70, **pace) == "head"  # 85 epochs, which are 85 updates
-    assert budget.tuning_within(3600, num_images=70, **pace) == "full"
+    many, few = ({"num_images": count, "per_epoch": 0.3 * count, "batch_size": 64} for count in (1000, 70))
+    assert budget.tuning_within(3600, **many) == "full"  # ten epochs take 3,000 s, and are 150 updates
+    assert budget.tuning_within(1800, **many) == "head"
+    assert budget.tuning_within(1800, **few) == "head"  # 85 epochs, which are 85 updates
+    assert budget.tuning_within(3600, **few) == "full"
 
 
 @pytest.fixture
@@ -160,13 +161,14 @@ def test_train_gives_its_plugin_to_the_evaluation_too(commands, tmp_path):
 def test_a_share_of_the_cores_is_what_the_model_is_chosen_for(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "available_cores", lambda: 8)
     images = load_long_tailed(make_pictures(tmp_path / "pictures"))["train"]
-    assert train.scratch_within(1, images).flops == 4 * train.scratch_within(1, images, threads=2).flops
+    whole, share = (train.scratch_within(1, images, "bal_bce", threads) for threads in (None, 2))
+    assert whole.flops == 4 * share.flops
 
 
 def test_the_size_of_images_is_that_of_most_of_them(tmp_path):
     folder = make_pictures(tmp_path / "pictures")
     Image.new("RGB", (64, 64)).save(folder / "train" / "class0" / "0.png")  # the first of all
-    choice = train.scratch_within(1, load_long_tailed(str(folder))["train"])
+    choice = train.scratch_within(1, load_long_tailed(str(folder))["train"], "bal_bce")
     assert (choice.side, choice.alike) == (8, False)
     assert budget.Scratch(64, 32, 1e15).options(1)["finetune"]["augmentation"] == "pad_crop"
     assert budget.Scratch(64, 32, 1e15, alike=False).options(1)["finetune"]["augmentation"] == "crop"
@@ -176,6 +178,34 @@ def test_images_of_one_class_are_refused_before_anything_is_trained(tmp_path):
     folder = make_pictures(tmp_path / "pictures", train=(20,))
     with pytest.raises(LiVTError, match="all images are of one class, class0; a classifier needs"):
         train.main([str(folder), "--hours", "0.1"])
+
+
+@pytest.mark.parametrize("loss", ["lade", "ib"])
+def test_a_loss_of_hard_labels_is_trained_without_mixing_and_said_to_be(commands, tmp_path, capsys, loss):
+    folder = make_pictures(tmp_path / "pictures")
+    assert budget.Scratch(48, 8, 3600 * budget.CORE_FLOPS).mixes  # otherwise it would
+    with pytest.raises(Interrupted):
+        train.main([str(folder), "--loss", loss, "--output_dir", str(tmp_path / "out")])
+    assert "without mixup, for the loss wants hard labels." in capsys.readouterr().out
+    train.main(["--resume", str(tmp_path / "out")])
+    second = FinetuneSettings.parse(commands[2][1:])
+    assert (second.loss, second.mixup, second.cutmix) == (loss, 0, 0)
+
+
+def test_a_loss_that_does_not_fit_the_labels_is_refused_before_the_first_stage(commands, tmp_path):
+    files = sorted(make_pictures(tmp_path / "pictures").rglob("*.png"))
+    rows = [f"{path},{'a|b' if number % 2 else 'a'}" for number, path in enumerate(files)]
+    (tmp_path / "labels.csv").write_text("\n".join(["path,label", *rows]))
+    words = [str(tmp_path / "labels.csv"), "--label_separator", "|", "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(LiVTError, match="loss 'bal_ce' picks one class per image"):
+        train.main([*words, "--loss", "bal_ce"])
+    assert not commands and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("said", "flip"), [([], False), (["--flip"], True)])
+def test_train_mirrors_letters_only_where_that_is_asked_for(said, flip):
+    settings = TrainSettings.parse(said)
+    assert [cls.parse(settings.words(cls.stage), CONFIGS).flip for cls in STAGES] == [flip, flip]
 
 
 def test_an_update_takes_no_more_images_than_there_are():
@@ -202,17 +232,40 @@ def test_a_training_that_its_first_stage_refuses_leaves_the_folder_free(tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, tmp_path, monkeypatch):
+def test_a_stage_that_the_system_killed_is_said_with_the_way_to_go_on(tmp_path, monkeypatch, capsys):
+    class Killed:
+        def __init__(self, words, env):
+            if begins:
+                Run(tmp_path / "run" / "pretrain").begin(PretrainSettings())
+
+        def wait(self):
+            return -9
+
+    monkeypatch.setattr(train.subprocess, "Popen", Killed)
+    words = [str(make_pictures(tmp_path / "pictures")), "--output_dir", str(tmp_path / "run")]
+    for begins in (False, True):  # what has not begun has no way to go on
+        with pytest.raises(SystemExit, match="137"):
+            train.main(words)
+        out, err = capsys.readouterr()
+        assert "error: a process was ended by SIGKILL, by the system if memory ran out.\n" in err
+        assert (f"livt train --resume {tmp_path / 'run'}" in out) == (tmp_path / "run").exists() == begins
+
+
+def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, tmp_path, monkeypatch, capsys):
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
     ResNetForImageClassification(config).save_pretrained(tmp_path / "resnet")
     eval_processor(16, [0.5] * 3, [0.25] * 3).save_pretrained(tmp_path / "resnet")
     words = [str(make_pictures(tmp_path / "pictures")), "--hours", "1", "--pretrained", str(tmp_path / "resnet")]
-    for seconds in (0.01, 100.0):
-        monkeypatch.setattr(train, "forward_seconds", lambda *_, answer=seconds: answer)
+    for forward, read in ((0.01, 0.01), (4.0, 1.0), (0.01, 100.0)):
+        monkeypatch.setattr(train, "forward_seconds", lambda *_, answer=forward: answer)
+        monkeypatch.setattr(train, "read_seconds", lambda *_, answer=read: answer)
         with contextlib.suppress(Interrupted):
-            train.main(words)
-    full, *_, head = (FinetuneSettings.parse(words[1:]) for words in commands if words[0] == "finetune")
-    assert (full.tune, full.hours, head.tune, head.hours) == ("full", 1.0, "head", None)
+            train.main([*words, "--loss", "ib"])
+    full, *_, head, late = (FinetuneSettings.parse(words[1:], CONFIGS) for words in commands if words[0] == "finetune")
+    assert (full.tune, full.hours, head.tune, head.hours, late.tune) == ("full", 1.0, "head", None, "head")
+    assert (full.loss, full.mixup) == ("ib", 0)  # it wants hard labels, and the config of --tune full mixes
+    first, second, third = [line for line in capsys.readouterr().out.splitlines() if "where everything" in line]
+    assert "longer than asked for" not in first + second and "That is longer than asked for" in third
 
 
 def test_a_stage_within_livt_train_names_no_next_command_of_its_own(monkeypatch):
@@ -244,7 +297,9 @@ def test_compile_is_a_truth_or_auto():
 
 
 def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):
-    options = ["--dataset", make_pictures(tmp_path / "pictures"), *TINY, "--pretrained", "none", "--mixup", 0.5]
+    place = TINY.index("--epochs")
+    tiny = [*TINY[:place], *TINY[place + 2 :]]
+    options = ["--dataset", make_pictures(tmp_path / "pictures"), *tiny, "--pretrained", "none", "--mixup", 0.5]
     options += ["--drop_path", 0.5, "--ema_decay", 0.5]
     short = RecipeRun("finetune", tmp_path / "hours", *options, "--hours", 2 / 3600, "--compile", "auto").finish()
     epochs = short.arguments["epochs"]
@@ -255,6 +310,15 @@ def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):
     words = [*map(str, options), "--hours", str(2 / 3600), "--compile", "auto", "--resume", str(short.folder)]
     settings, _ = parse_training(FinetuneSettings, words[2:])  # the same command goes on with what was chosen
     assert (settings.epochs, settings.compile) == (epochs, False)
+
+
+def test_a_time_too_short_for_one_epoch_is_said_to_be(monkeypatch, capsys):
+    monkeypatch.setattr(trial, "seconds_per_update", lambda *_: 3.0)
+    for seconds, epochs in ((20, 1), (70, 2)):
+        settings, loader = PretrainSettings(hours=seconds / 3600), SimpleNamespace(updates_per_epoch=10)
+        trial.settle(settings, Accelerator(cpu=True), budget.clock(), None, loader, None)
+        assert settings.epochs == epochs
+        assert ("one epoch takes longer than that" in capsys.readouterr().err) == (epochs == 1)
 
 
 def test_resnet32_has_its_464_thousand_weights_and_31_convolutions():

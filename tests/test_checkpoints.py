@@ -48,6 +48,20 @@ def trained(tmp_path) -> Trained:
     return Trained(tmp_path)
 
 
+def test_a_run_that_goes_from_bf16_to_fp16_begins_with_a_fresh_scale_of_its_loss(trained, tmp_path):
+    trained.save(1)
+    other = Trained(tmp_path)
+    other.accelerator.scaler = scaler = torch.amp.GradScaler("cpu")
+    assert load_checkpoint(other.accelerator, other.run) == {"update": 1}
+    assert other.accelerator.scaler is scaler
+    scaler.scale(torch.ones(1))
+    scaler.update(512.0)
+    other.save(2)
+    scaler.update(1.0)
+    load_checkpoint(other.accelerator, other.run)
+    assert scaler.get_scale() == 512  # from now on it is kept
+
+
 def test_a_checkpoint_brings_back_model_optimizer_and_state(trained, tmp_path):
     trained.step()
     trained.save(1, pending=[0.1, 2.5], best_epoch=None)

@@ -10,9 +10,11 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from needs import needs_unix
 from recipe_runs import TINY, make_pictures
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from livt_hf.commands import EXIT_UNFINISHED
 from livt_hf.recipes import cli
+from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 RECIPES = Path(cli.__file__).parent
@@ -112,6 +114,44 @@ def test_one_process_needs_no_launcher(monkeypatch, words, processes):
     assert layout == processes or launch_command_parser().parse_args([*layout, "script.py"]).num_processes == processes
 
 
+@pytest.mark.parametrize(
+    ("devices", "words", "processes"),
+    [(1, [], None), (8, [], 8), (6, [], 4), (6, ["--threads", "2"], 4), (3, ["--batch_size", "7"], None)],
+)
+def test_an_update_is_shared_by_as_many_accelerators_as_divide_it(monkeypatch, capsys, devices, words, processes):
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "nowhere")
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: devices)
+    expected = None if processes is None else ["--num_processes", str(processes)]
+    assert cli.chosen_layout("pretrain", ["--dataset", "glyphs", *words]) == expected
+    assert (f"{processes or 1} of {devices} accelerators are used" in capsys.readouterr().err) == (devices in (3, 6))
+    assert cli.chosen_layout("eval", []) == (None if devices == 1 else [])
+
+
+@pytest.mark.parametrize(("images", "processes"), [((5, 4), 1), ((50, 40), 8)])
+def test_few_images_are_trained_on_by_one_process(monkeypatch, tmp_path, images, processes):
+    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 8)
+    folder = make_pictures(tmp_path / "pictures", train=images, test=2)
+    words = ["--dataset", str(folder), "--pretrained", str(tmp_path / "somewhere"), "--tune", "full"]
+    assert cli.fitting_processes("finetune", words) == processes
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_process_that_the_system_killed_is_one_sentence(monkeypatch, capsys, launched):
+    def killed(_arguments):
+        if launched:
+            raise ChildFailedError("livt", {0: ProcessFailure(0, 1, -9, "no file")})
+        raise subprocess.CalledProcessError(-9, "livt")
+
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    monkeypatch.setattr("accelerate.commands.launch.simple_launcher", None)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", killed)
+    with pytest.raises(SystemExit) as ended:
+        cli.launch([], "pretrain", [])
+    assert ended.value.code == 128 + 9
+    assert capsys.readouterr().err == "error: a process was ended by SIGKILL, by the system if memory ran out.\n"
+
+
 def test_several_processes_that_were_asked_for_are_launched_without_an_accelerator_too(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
@@ -154,7 +194,8 @@ def test_two_processes_that_are_given_a_wrong_checkpoint_say_one_sentence(pictur
 def test_a_stage_launched_by_livt_trains_and_names_the_next_command(pictures, tmp_path):
     answer = livt("pretrain", "--dataset", pictures, *TINY[:-2], "--max_steps", 2, "--output_dir", tmp_path / "run")
     assert answer.returncode == 0, answer.stderr
-    assert (tmp_path / "run" / "results.json").exists()
+    results = Run(tmp_path / "run").results
+    assert (results.updates, results.epochs) == (2, 1)  # of the epochs, the one that was reached
     assert f"livt finetune --pretrained {tmp_path / 'run'}" in answer.stdout
 
 

@@ -51,6 +51,13 @@ def test_each_way_gets_the_same_time_and_both_stages_from_scratch_share_theirs(p
     assert {run.min_images for run in (first, second, *backbones)} == {2}
 
 
+def test_no_way_mixes_images_where_the_loss_wants_hard_labels(place, capsys):
+    compared(place, "--dry_run", "--loss", "lade")
+    printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    seconds = [FinetuneSettings.parse(words[2:], CONFIGS) for words in printed if words[1] == "finetune"]
+    assert len(seconds) == 4 and all(run.mixup == run.cutmix == 0 for run in seconds)
+
+
 def test_a_way_that_cannot_be_gone_is_refused_before_any_other_is(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr(sweep, "start", lambda *_: pytest.fail("was run"))

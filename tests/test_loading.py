@@ -1,4 +1,5 @@
 import io
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from livt_hf.data import (
     eval_loader,
     eval_processor,
     find_broken,
+    loading,
     train_loader,
 )
 from livt_hf.data.decoding import WAY_OUT, BrokenImageError, find_copies, image_digests, without_broken
@@ -113,6 +115,27 @@ def test_small_images_of_one_size_are_decoded_once_and_others_when_needed(small,
     assert isinstance(StoredImages(make(4, sizes=((32, 32), (32, 31)))).images([0, 1]), list)
     expected = torch.from_numpy(np.array(small[3]["image"])).permute(2, 0, 1)
     assert torch.equal(StoredImages(small).images([3])[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_large_images_are_decoded_eight_at_a_time_and_a_batch_is_the_same_as_at_once(photos, kind, monkeypatch):
+    def batch() -> dict:
+        if kind == "evaluation":
+            return next(iter(eval_loader(photos, eval_processor(16, (0.5,) * 3, (0.5,) * 3), Batches(20))))
+        return next(train_loader(photos, FinetuneAugmentation(16), Batches(20)).epoch(0))
+
+    def counted(encoded, index):
+        image = decode(encoded, index)
+        alive.add(image)
+        most.append(len(alive))
+        return image
+
+    decode, alive, most = loading.read_image, weakref.WeakSet(), []
+    monkeypatch.setattr(loading, "read_image", counted)
+    in_parts = batch()
+    assert max(most) == loading.AT_ONCE == 8
+    monkeypatch.setattr(loading, "AT_ONCE", 20)
+    assert same([batch()], [in_parts]) and max(most) == 20
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -17,7 +17,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import REQUIRED, CommandSettings, command_line, make_parser, option, save_settings
 from livt_hf.plugins import find_module, load_plugin
-from livt_hf.recipes.settings import COMMANDS, LookSettings, PublishSettings
+from livt_hf.recipes.settings import COMMANDS, LookSettings, PublishSettings, TrainSettings, as_words
 from livt_hf.records import read_values
 from livt_hf.results import Results
 from livt_hf.runs import (
@@ -95,6 +95,13 @@ def test_settings_saved_and_read_back_are_the_same(tmp_path):
 def test_flag_false_is_false(word, tmp_path):
     assert PretrainSettings.parse(["--flip", word]).flip is False
     assert PretrainSettings.parse(["--config", written(tmp_path / "c.yaml", f"flip: {word}\n")]).flip is False
+
+
+def test_a_value_that_begins_with_a_dash_is_parsed_again():
+    said = {"exclude_labels": "-1,-2", "seed": 3}
+    settings = TrainSettings.parse(["images", *as_words(said)])
+    assert FinetuneSettings.parse(settings.words("finetune")).exclude_labels == said["exclude_labels"]
+    assert as_words({"launch": "--multi_gpu", "seeds": [0, 1]}) == ["--launch=--multi_gpu", "--seeds", "0", "1"]
 
 
 def test_a_flag_without_a_value_is_true():
@@ -229,6 +236,28 @@ def test_a_resumed_run_keeps_the_settings_it_was_started_with(runs, configs):
     run = started("--epochs", "3", "--seed", "8")
     settings, resumed = parse_training(PretrainSettings, ["--resume", str(run.folder)], configs)
     assert (settings.epochs, settings.seed, settings.batch_size, resumed) == (3, 8, 4096, run)
+
+
+def test_hours_choose_the_epochs_and_no_others_can_be_asked_for(runs, tmp_path):
+    complaint = "--hours 2 chooses the epochs; leave --epochs 5 out"
+    with pytest.raises(LiVTError, match=complaint):
+        parse_training(PretrainSettings, ["--hours", "2", "--epochs", "5"])
+    config = ["--config", written(tmp_path / "mine.yaml", "epochs: 5\n")]
+    settings, _ = parse_training(PretrainSettings, [*config, "--hours", "2"])
+    settings.epochs = 37  # that fit
+    run = new_run(settings)
+    run.begin(settings)
+    resume = ["--resume", str(run.folder)]
+    for words in (resume, [*resume, "--epochs", "37"], [*resume, *config]):
+        assert parse_training(PretrainSettings, words)[0].epochs == 37
+    with pytest.raises(LiVTError, match=complaint):
+        parse_training(PretrainSettings, [*resume, "--epochs", "5"])
+
+
+@pytest.mark.parametrize("value", ["-1", "nan"])
+def test_a_time_to_stop_after_is_not_negative(value):
+    with pytest.raises(LiVTError, match="it must be at least 0"):
+        PretrainSettings.parse([f"--max_hours={value}"])
 
 
 def test_the_first_command_with_resume_after_it_goes_on(runs, tmp_path):
@@ -380,8 +409,9 @@ def test_a_pretraining_of_another_size_is_named_where_none_fits(runs):
 def test_a_run_of_the_other_stage_is_not_resumed(runs):
     run = new_run(PretrainSettings())
     run.begin(PretrainSettings())
-    with pytest.raises(LiVTError, match="is a pretrain run; go on with: livt pretrain --resume"):
-        parse_training(FinetuneSettings, ["--resume", str(run.folder)])
+    for words in (["--resume", str(run.folder)], ["--output_dir", str(run.folder), "--resume", "auto"]):
+        with pytest.raises(LiVTError, match="is a pretrain run; go on with: livt pretrain --resume"):
+            parse_training(FinetuneSettings, words)
 
 
 def test_fine_tuning_does_not_start_from_another_tail(runs):

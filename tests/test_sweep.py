@@ -288,6 +288,14 @@ def test_where_pretraining_differs_its_time_is_part_of_the_table(runs, sweep):
     assert "MGP, minutes" not in sweep("losses")
 
 
+def test_the_time_of_pretraining_is_that_of_no_other_start(runs, tmp_path):
+    first = Variant("first", {"loss": "ce"})
+    variants = [first, Variant("second", {"loss": "ce", "sampler": "balanced"}, start=first)]
+    plan = recipe.Plan(recipe.SweepSettings(output_dir=str(tmp_path / "sweep")), variants)
+    recipe.carried_out(plan)
+    assert {label: len(found) for label, found in plan.first_stages().items()} == {"first": 1, "second": 0}
+
+
 def test_some_of_a_sweep_s_variants(runs, sweep, tmp_path):
     printed = sweep("losses", "--only", "bce", "ce")
     assert len(runs.of("finetune")) == 2
@@ -338,6 +346,15 @@ def test_a_failed_run_is_reported_with_its_command_and_log_and_tried_again(runs,
     sweep("losses")
     again = {dict(zip(c, c[1:], strict=False))["--loss"] for c in runs.commands[done:]}
     assert again == {"bce", "bal_bce"}
+
+
+def test_what_was_wrong_with_an_earlier_try_is_not_said_of_this_one(monkeypatch, sweep, tmp_path):
+    log = tmp_path / "sweeps" / "glyphs" / "mgp" / "seed=0.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("error: what was wrong yesterday\n")
+    monkeypatch.setattr(recipe, "start", lambda *_: SimpleNamespace(wait=lambda: 1))
+    with pytest.raises(LiVTError, match="^livt pretrain "):
+        sweep("losses")
 
 
 def test_the_threads_of_a_stage_may_be_chosen(runs, sweep, tmp_path):

@@ -147,6 +147,11 @@ def test_a_command_to_copy_is_quoted_as_the_shell_of_the_system_wants_it(monkeyp
         assert shell_line([word]) != word and shell_words(shell_line([word, "x"])) == [word, "x"]
 
 
+def test_a_quote_that_is_not_closed_is_one_sentence():
+    with pytest.raises(LiVTError, match='"--loss \'ce" cannot be read as options: No closing quotation; close'):
+        shell_words("--loss 'ce")
+
+
 def test_a_folder_of_windows_is_no_hub_id_and_loses_the_separator_that_a_shell_appends(monkeypatch):
     with pytest.raises(LiVTError, match="does not exist: pass an image folder"):
         load_long_tailed("C:\\nowhere")

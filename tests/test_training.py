@@ -1,12 +1,15 @@
 """The loop: rates, averages, what it writes, when it stops."""
 
+import datetime
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate.tracking
 import pytest
@@ -20,7 +23,7 @@ from torch import nn
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results
-from livt_hf.runs import Run, check_resumable
+from livt_hf.runs import Run, check_resumable, read_log
 from livt_hf.settings import PretrainSettings
 from livt_hf.training.checkpoints import CheckpointError, checkpoints
 from livt_hf.training.loop import Loop, make_accelerator, open_run
@@ -392,6 +395,32 @@ def test_a_cpu_never_gets_half_precision_by_itself_nor_fp16_at_all(monkeypatch):
         choose_precision("auto")
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
         choose_precision("fp16")
+
+
+@pytest.mark.parametrize(("major", "precision"), [(7, "fp16"), (8, "bf16")])  # a T4 or V100, and an A100
+def test_a_gpu_that_only_emulates_bf16_gets_fp16(monkeypatch, major, precision):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    supported = lambda including_emulation=True: including_emulation or major >= 8  # noqa: E731
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", supported)
+    assert choose_precision("auto") == precision
+
+
+def test_processes_wait_a_day_for_the_first_one(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("livt_hf.training.loop.Accelerator", lambda **said: made.append(said) or Accelerator(cpu=True))
+    make_accelerator(settings(tmp_path / "run"))
+    assert made[0]["kwargs_handlers"][0].timeout == datetime.timedelta(days=1)
+
+
+def test_the_speed_of_an_update_is_measured_where_the_clock_of_the_run_stands_still(tmp_path, monkeypatch):
+    """On Windows it ticks 64 times a second."""
+    loop = make_loop(settings(tmp_path / "run", log_steps=1, max_steps=2))
+    clocks = SimpleNamespace(monotonic=lambda: 1.0, perf_counter=time.perf_counter)
+    monkeypatch.setattr("livt_hf.training.loop.time", clocks)
+    loop.fit()
+    assert all(line["images_per_second"] > 0 for line in read_log(loop.run.folder / "log.jsonl"))
 
 
 @needs_unix

@@ -25,6 +25,8 @@ from livt_hf.errors import LiVTError
 # A set of small images of one size is decoded once into memory, if it fits in this many bytes.
 IN_MEMORY_BYTES = 2**30
 IN_MEMORY_SIDE = 96
+# Other images are decoded so many at a time: a photograph of twelve megapixels takes 36 MB, and its processor as much.
+AT_ONCE = 8
 
 
 def train_loader(
@@ -136,6 +138,11 @@ class StoredImages:
         encoded = self.rows[list(indices)]["image"]
         return [read_image(image, index) for image, index in zip(encoded, indices, strict=True)]
 
+    def in_parts(self, numbers: list[int]) -> list[list[int]]:
+        """The rows or draws of a batch, in parts whose images may be in memory at once."""
+        size = AT_ONCE if self._cache is None else len(numbers)
+        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
     def labels(self, indices: Sequence[int]) -> torch.Tensor:
         """Class ids (B,) or, for several labels per image, a float multi-hot (B, C)."""
         return torch.from_numpy(self.all_labels.targets(indices, self.num_classes))
@@ -161,12 +168,18 @@ class _AugmentedImages(torch.utils.data.Dataset):
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict | LiVTError:
         """Images by their rows; what is random about them belongs to the draw (see `Sampler.draws`)."""
         epoch, draws = keys[0][0], [draw for _, draw in keys]
-        rows = [draw % len(self.stored) for draw in draws]
         try:
-            images = self.augmentation.batch(self.stored.images(rows), self.seed, epoch, draws)
+            parts = [self._augmented(epoch, part) for part in self.stored.in_parts(draws)]
         except LiVTError as error:
             return error
-        return {"pixel_values": images, "labels": self.stored.labels(rows), "index": torch.tensor(draws)}
+        labels = self.stored.labels(self._rows(draws))
+        return {"pixel_values": torch.cat(parts), "labels": labels, "index": torch.tensor(draws)}
+
+    def _augmented(self, epoch: int, draws: list[int]) -> torch.Tensor:
+        return self.augmentation.batch(self.stored.images(self._rows(draws)), self.seed, epoch, draws)
+
+    def _rows(self, draws: list[int]) -> list[int]:
+        return [draw % len(self.stored) for draw in draws]
 
 
 class _ProcessedImages(torch.utils.data.Dataset):
@@ -175,11 +188,14 @@ class _ProcessedImages(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: list[int]) -> dict | LiVTError:
         try:
-            images = self.stored.images(indices)
+            parts = [self._processed(part) for part in self.stored.in_parts(indices)]
         except LiVTError as error:
             return error
+        labels = {"labels": self.stored.labels(indices)} if self.stored.labelled else {}
+        return {"pixel_values": torch.cat(parts), "index": torch.tensor(indices), **labels}
+
+    def _processed(self, indices: list[int]) -> torch.Tensor:
+        images = self.stored.images(indices)
         if not isinstance(self.processor, TorchvisionBackend):  # the others want arrays with the channels last
             images = [image.permute(1, 2, 0).numpy() for image in images]
-        pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
-        labels = {"labels": self.stored.labels(indices)} if self.stored.labelled else {}
-        return {"pixel_values": pixels, "index": torch.tensor(indices), **labels}
+        return self.processor(images=images, return_tensors="pt")["pixel_values"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from accelerate import Accelerator
+from accelerate.utils.constants import SCALER_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
@@ -117,8 +118,8 @@ def load_checkpoint(accelerator: Accelerator, run: Run) -> dict | None:
         return None
     folder = found[-1]
     state = read_state(folder)
-    sums = state.pop("checksums", {})  # files from before there were any are checked by their size
-    for name, size in state.pop("files").items():
+    files, sums = state.pop("files"), state.pop("checksums", {})  # what is older than checksums has sizes alone
+    for name, size in files.items():
         path = folder / name
         actual = path.stat().st_size if path.exists() else 0
         wrong = f"{actual} bytes instead of {size}" if actual != size else "other bytes than were written"
@@ -127,12 +128,17 @@ def load_checkpoint(accelerator: Accelerator, run: Run) -> dict | None:
                 f"{path} has {wrong}: the checkpoint was damaged after it was written; delete {folder} to go on from "
                 "the one before."
             )
+    scaler = accelerator.scaler
+    if SCALER_NAME not in files:  # written without fp16, on another machine: the scale of the loss begins anew
+        accelerator.scaler = None
     try:
         accelerator.load_state(str(folder))
     except Exception as error:  # what torch's unpickler and safetensors make of damage is no short list
         raise CheckpointError(
             f"could not read {folder}: {in_words(error)}; if it is damaged, delete it to go on from the one before."
         ) from error
+    finally:
+        accelerator.scaler = scaler
     return state
 
 

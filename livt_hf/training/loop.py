@@ -34,8 +34,15 @@ from livt_hf.training.checkpoints import (
     save_checkpoint,
     saving,
 )
-from livt_hf.training.machine import StopOnSignal, check_distribution, check_processes, choose_precision, use_all_cores
-from livt_hf.training.optim import WarmupCosine, layer_decay_groups, muon_groups, scaled_lr
+from livt_hf.training.machine import (
+    PATIENT,
+    StopOnSignal,
+    check_distribution,
+    check_processes,
+    choose_precision,
+    use_all_cores,
+)
+from livt_hf.training.optim import layer_decay_groups, muon_groups, scaled_lr, set_rate, warmup_cosine
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +61,8 @@ def make_accelerator(settings: TrainingSettings) -> Accelerator:
                 f"the tracker {tracker!r} is not installed; install it or leave it out (log.jsonl is always written)."
             )
     precision = choose_precision(settings.mixed_precision)
-    accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_dir=".")
+    chosen = {"mixed_precision": precision, "log_with": trackers or None}
+    accelerator = Accelerator(**chosen, project_dir=".", kwargs_handlers=PATIENT)
     check_distribution(accelerator.distributed_type)
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)
@@ -163,13 +171,7 @@ class Loop:
             model.compile()  # in place: no wrapper, so checkpoints keep their names
         optimizer = make_optimizer(model, settings)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.schedule = WarmupCosine(
-            self.optimizer,
-            peak=scaled_lr(settings.base_lr, settings.batch_size),
-            floor=settings.min_lr,
-            warmup=min(round(settings.warmup_epochs * self.per_epoch), self.total // 2),
-            total=self.total,
-        )
+        self.warmup = min(round(settings.warmup_epochs * self.per_epoch), self.total // 2)
         self.ema = None
         if settings.ema_decay is not None:
             self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay))
@@ -202,7 +204,8 @@ class Loop:
         """Train to the end, or raise `Interrupted` after saving. `after_epoch` may return measurements to log."""
         started = self._saved = time.monotonic()
         seconds_before = self.progress.seconds
-        self._window, self._said = (started, self.progress.update), -math.inf
+        self._begin_window()
+        self._said = -math.inf
         with self._bar() as bar, StopOnSignal(announce=self.accelerator.is_main_process) as stopping:
             for epoch in range(self.progress.update // self.per_epoch, math.ceil(self.total / self.per_epoch)):
                 before_epoch(epoch)
@@ -240,7 +243,10 @@ class Loop:
     def update(self, batches: Iterable[dict], epoch: int) -> None:
         """One update: all micro-batches, each weighted alike, then one optimizer step."""
         accelerator, settings, update = self.accelerator, self.settings, self.progress.update
-        self._lr = self.schedule.set(update)
+        peak = scaled_lr(settings.base_lr, settings.batch_size)
+        # A function of the update alone, so resuming needs no state.
+        self._lr = warmup_cosine(update, self.warmup, self.total, peak, settings.min_lr)
+        set_rate(self.optimizer, self._lr)
         total = 0.0
         for micro in range(settings.accumulation):
             # Drop path draws from the global generator; keyed like this it needs no state to resume.
@@ -297,8 +303,8 @@ class Loop:
         self._check_finite()
         losses, progress, batch = self._settle_losses(), self.progress, self.settings.batch_size
         then, since = self._window
-        speed, last = (progress.update - since) * batch / (time.monotonic() - then), progress.update == self.total
-        self._window = time.monotonic(), progress.update
+        speed, last = (progress.update - since) * batch / (time.perf_counter() - then), progress.update == self.total
+        self._begin_window()
         line = {
             "update": progress.update,
             "epoch": round(progress.update / self.per_epoch, 4),
@@ -317,9 +323,13 @@ class Loop:
         self.accelerator.log({name: line[name] for name in ("loss", "lr", "images_per_second")}, step=progress.update)
         return {"loss": f"{line['loss']:.4f}", "lr": f"{self._lr:.1e}", "images/s": f"{speed:.0f}"}
 
+    def _begin_window(self) -> None:
+        """From here on the speed is measured; the other clock may stand still between two updates, on Windows."""
+        self._window = time.perf_counter(), self.progress.update
+
     def _log_evaluation(self, measured: dict | None, epoch: int) -> None:
         self.model.train()
-        self._window = time.monotonic(), self.progress.update
+        self._begin_window()
         if measured is None:
             return
         if self.accelerator.is_main_process:

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import torch
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 
 from livt_hf.errors import LiVTError
 
@@ -22,6 +23,9 @@ _SPLITTING = {
     DistributedType.DEEPSPEED: "DeepSpeed",
     DistributedType.MEGATRON_LM: "Megatron-LM",
 }
+
+# For Accelerate: the others wait while the first process looks at every image, not torch's 10 or 30 minutes.
+PATIENT = [InitProcessGroupKwargs(timeout=timedelta(days=1))]
 
 
 def available_cores() -> int:
@@ -78,7 +82,8 @@ def choose_precision(asked: str) -> str:
     if asked == "auto":
         if not cuda:
             return "no"
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        # Where it is emulated, as on a T4 or V100, it is slower than float32.
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if cpu and asked == "fp16":
         raise LiVTError("mixed_precision fp16 needs a GPU; use no.")
     if cpu and asked == "bf16" and not cpu_computes_bf16():

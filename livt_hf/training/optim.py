@@ -62,16 +62,7 @@ def warmup_cosine(step: float, warmup: float, total: float, peak: float, floor: 
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-class WarmupCosine:
-    """Sets an optimizer's rates for a given update: a function of the update alone, so resuming needs no state."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, peak: float, floor: float, warmup: int, total: int):
-        self.optimizer = optimizer
-        self.peak, self.floor, self.warmup, self.total = peak, floor, warmup, total
-
-    def set(self, step: int) -> float:
-        """Apply the rate of update `step` to every group, each times its `lr_scale`; returns the unscaled rate."""
-        lr = warmup_cosine(step, self.warmup, self.total, self.peak, self.floor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-        return lr
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """In every group, times its `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -48,7 +48,8 @@ def settle(
         said = f"epochs that fit into {max(0, left) / 60:.1f} minutes, at {per_epoch:.1f} seconds each"
         if last:
             said += f" and {per_last:.1f} with all patches (the last {last})"
-        accelerator.print(f"{said}: {settings.epochs}", file=sys.stderr)
+        late = "; one epoch takes longer than that" if left < (per_last if last else per_epoch) else ""
+        accelerator.print(f"{said}: {settings.epochs}{late}", file=sys.stderr)
     if settings.compile == "auto":
         seconds, device = settings.epochs * per_epoch, accelerator.device.type
         settings.compile = budget.compiling_pays(seconds, device) and can_compile(device)
