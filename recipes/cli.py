@@ -20,7 +20,7 @@ from livt_hf.recipes.settings import COMMANDS, CONFIGS
 
 LAUNCHED = ("pretrain", "finetune", "eval")
 MOST_PROCESSES = 8
-FEW_FILES = 64
+FEW_IMAGES = 64
 # --multi_gpu is Accelerate's word for several processes, on CPUs too; without it, it would start one of them.
 ON_CPUS = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
@@ -180,7 +180,7 @@ def fitting_processes(command: str, argv: Sequence[str], devices: int | None = N
         settings, _ = parse_training(FinetuneSettings, argv, CONFIGS, lent_by_pretraining)
     if command == "finetune" and LOSSES[settings.loss].batch_statistic:
         return 1  # the statistic of a batch is not that of its parts
-    if has_few_files(Path(settings.dataset)):
+    if has_few_images(Path(settings.dataset)):
         return 1  # an update may take fewer images than the config says
     share = settings.batch_size // settings.accumulation
     pairs = 2 if command == "finetune" and (settings.mixup or settings.cutmix) else 1  # mixup pairs images
@@ -189,8 +189,13 @@ def fitting_processes(command: str, argv: Sequence[str], devices: int | None = N
     return next((number for number in range(most, 1, -1) if share % (number * pairs) == 0), 1)
 
 
-def has_few_files(folder: Path) -> bool:
-    return folder.is_dir() and len(list(itertools.islice(folder.rglob("*"), FEW_FILES))) < FEW_FILES
+def has_few_images(folder: Path) -> bool:
+    """Whether a folder of image files has next to none; one of shards has no image file at all."""
+    from livt_hf.data.decoding import image_suffixes
+
+    suffixes = image_suffixes()
+    images = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    return folder.is_dir() and 0 < len(list(itertools.islice(images, FEW_IMAGES))) < FEW_IMAGES
 
 
 def command() -> None:

@@ -136,6 +136,13 @@ def test_few_images_are_trained_on_by_one_process(monkeypatch, tmp_path, images,
     assert cli.fitting_processes("finetune", words) == processes
 
 
+def test_a_folder_of_shards_is_not_taken_for_few_images(tmp_path):
+    (tmp_path / "train-0.parquet").touch()
+    assert not cli.has_few_images(tmp_path)
+    (tmp_path / "one.JPG").touch()
+    assert cli.has_few_images(tmp_path)
+
+
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_process_that_the_system_killed_is_one_sentence(monkeypatch, capsys, launched):
     def killed(_arguments):
