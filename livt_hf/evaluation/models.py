@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -13,6 +13,8 @@ from transformers import (
 )
 
 from livt_hf.data import class_counts, load_long_tailed
+from livt_hf.data.digests import digest_of
+from livt_hf.data.division import is_carved
 from livt_hf.data.labels import class_feature, first_names
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
@@ -195,3 +197,21 @@ def lent_by_run(asked: dict) -> dict:
     if "plugin" not in asked:
         lent["plugin"] = lent_plugin(run.folder)
     return lent
+
+
+def check_unchanged(settings, data: DatasetDict) -> None:
+    """Refuse a split that was set aside anew from the images of a run, where these have changed since its training.
+
+    `settings` name the model and the split. Which images are set aside depends on all of them.
+    """
+    run = Run(Path(settings.model))
+    if not is_carved(data, settings.split) or not run.finished:
+        return
+    asked, before = set(DataSettings.names()) - set(DataSettings.names("free")), run.results.trained_on
+    lent = all(run.arguments.get(name) == getattr(settings, name) for name in asked)
+    if lent and before is not None and digest_of(data["train"]) != before:
+        raise LiVTError(
+            f"{settings.dataset} has changed since {settings.model} was trained on it, so training images may be in "
+            f"its {settings.split} split: put its images back as they were, measure on others with --dataset OTHER "
+            "--split all, or train again."
+        )
