@@ -20,11 +20,11 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.conversion import to_beit
-from livt_hf.data import Batches, eval_loader, eval_processor, load_data, load_long_tailed
+from livt_hf.data import Batches, eval_loader, eval_processor, load_data, load_long_tailed, load_to_measure
 from livt_hf.data.digests import digest_of
 from livt_hf.demo.mistakes import read_predictions
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import check_unchanged, lent_by_run
+from livt_hf.evaluation.models import check_set_aside, lent_by_run
 from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.long_tail.priors import read_prior
@@ -239,7 +239,7 @@ def test_images_set_aside_anew_from_a_folder_that_has_changed_are_not_measured_o
 
     def check(*options: str) -> None:
         asked = EvalSettings.parse([str(run), *options], inherit=lent_by_run)
-        check_unchanged(asked, load_data(asked))
+        check_set_aside(asked, load_data(asked))
 
     check()
     shutil.copy(pictures / "class0/0.png", own / "class0/new.png")
@@ -249,6 +249,14 @@ def test_images_set_aside_anew_from_a_folder_that_has_changed_are_not_measured_o
     check("--dataset", str(pictures))
     Run(run).write_results(replace(results, trained_on=None))  # of a run from before, nothing is known
     check()
+
+
+def test_a_dataset_of_test_images_alone_is_not_measured_on_a_part_of_it(workplace, tmp_path):
+    shutil.copytree(workplace.pictures / "test", tmp_path / "own/test")
+    asked = EvalSettings(model=str(tmp_path), dataset=str(tmp_path / "own"))
+    with pytest.raises(LiVTError, match="own has no other split than test, .*: pass --split all to measure on all"):
+        check_set_aside(asked, load_data(asked))
+    check_set_aside(replace(asked, split="all"), load_to_measure(asked, "all"))
 
 
 def run_with_plugin(folder: Path, plugin) -> dict:

@@ -16,6 +16,7 @@ from livt_hf.data import class_counts, load_long_tailed
 from livt_hf.data.digests import digest_of
 from livt_hf.data.division import is_carved
 from livt_hf.data.labels import class_feature, first_names
+from livt_hf.data.split_names import SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
 from livt_hf.long_tail.head import LongTailHead
@@ -199,17 +200,23 @@ def lent_by_run(asked: dict) -> dict:
     return lent
 
 
-def check_unchanged(settings, data: DatasetDict) -> None:
-    """Refuse a split that was set aside anew from the images of a run, where these have changed since its training.
+def check_set_aside(settings, data: DatasetDict) -> None:
+    """Refuse a split that was set aside from images that should not be divided, or no longer in the same way.
 
     `settings` name the model and the split. Which images are set aside depends on all of them.
     """
-    run = Run(Path(settings.model))
-    if not is_carved(data, settings.split) or not run.finished:
+    if not is_carved(data, settings.split):
         return
-    asked, before = set(DataSettings.names()) - set(DataSettings.names("free")), run.results.trained_on
-    lent = all(run.arguments.get(name) == getattr(settings, name) for name in asked)
-    if lent and before is not None and digest_of(data["train"]) != before:
+    run, stored = Run(Path(settings.model)), SPLIT_OF_WORD.get(str(data["train"].split))
+    asked = set(DataSettings.names()) - set(DataSettings.names("free"))
+    lent = run.finished and all(run.arguments.get(name) == getattr(settings, name) for name in asked)
+    if not lent and stored in ("validation", "test"):
+        raise LiVTError(
+            f"{settings.dataset} has no other split than {stored}, of which a part would be set aside as in training: "
+            "pass --split all to measure on all its images."
+        )
+    before = run.results.trained_on if lent else None
+    if before is not None and digest_of(data["train"]) != before:
         raise LiVTError(
             f"{settings.dataset} has changed since {settings.model} was trained on it, so training images may be in "
             f"its {settings.split} split: put its images back as they were, measure on others with --dataset OTHER "
