@@ -140,7 +140,9 @@ def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, A
 
 def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[str]:
     """The words, with `--flag` as `--flag=true` where what follows is not its value but stands for itself."""
-    values, alone, said = {}, {}, []
+    values: dict[str, str] = {}
+    alone: dict[str, str] = {}
+    said = []
     for declared in dataclasses.fields(cls):
         facts, word = declared.metadata, f"--{declared.name}"
         if "pattern" in facts or _is_flag(cls, declared):

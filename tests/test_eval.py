@@ -249,6 +249,9 @@ def test_images_set_aside_anew_from_a_folder_that_has_changed_are_not_measured_o
     check("--dataset", str(pictures))
     Run(run).write_results(replace(results, trained_on=None))  # of a run from before, nothing is known
     check()
+    Run(run).write_results(replace(results, trained_on=None, num_train_images=40))  # or the number of its images
+    with pytest.raises(LiVTError, match="own has changed since"):
+        check()
 
 
 def test_a_dataset_of_test_images_alone_is_not_measured_on_a_part_of_it(workplace, tmp_path):

@@ -209,12 +209,12 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
     for split, own in cells.items():
         _refuse_missing(own.is_null().to_numpy(), split)
     flat = {split: flat_lists(own) if holds_lists(own) else (own, None) for split, own in cells.items()}
-    own = {split: class_label(dataset.features[column]) for split, dataset in splits.items()}
-    classes, kinds = own["train"], [values.type for values, _ in flat.values()]
-    texts = [split for split, kind in zip(flat, kinds, strict=True) if pa.types.is_string(kind)]
-    if texts and (named := [split for split in splits if own[split] is not None]):
+    named = {split: class_label(dataset.features[column]) for split, dataset in splits.items()}
+    classes, kinds = named["train"], [values.type for values, _ in flat.values()]
+    texts = [split for split, (values, _) in flat.items() if values.type in (pa.string(), pa.large_string())]
+    if texts and (numbers := [split for split in splits if named[split] is not None]):
         raise LiVTError(
-            f'column "{column}" holds text in the split "{texts[0]}" and numbers of classes in "{named[0]}": write it '
+            f'column "{column}" holds text in the split "{texts[0]}" and numbers of classes in "{numbers[0]}": write it '
             "alike in both."
         )
     if classes is None and not all(map(pa.types.is_integer, kinds)):
@@ -222,7 +222,7 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
     labels = {split: Labels.of_ids(*parts) for split, parts in flat.items()}
     if classes is not None:
         for split in splits:
-            labels[split] = _by_name(labels[split], own[split], classes.names, split)
+            labels[split] = _by_name(labels[split], named[split], classes.names, split)
         return labels, classes.names
     largest = max(int(own.values.max(initial=-1)) for own in labels.values())
     if largest >= MOST_CLASSES:

@@ -25,6 +25,7 @@ from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.pretrained import listed, read_config, reading_checkpoint, without_load_report
 from livt_hf.records import in_words
+from livt_hf.results import Results
 from livt_hf.runs import Run, lent_plugin, newest_finished, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings
 
@@ -215,10 +216,16 @@ def check_set_aside(settings, data: DatasetDict) -> None:
             f"{settings.dataset} has no other split than {stored}, of which a part would be set aside as in training: "
             "pass --split all to measure on all its images."
         )
-    before = run.results.trained_on if lent else None
-    if before is not None and digest_of(data["train"]) != before:
+    if lent and _has_changed(run.results, data["train"]):
         raise LiVTError(
             f"{settings.dataset} has changed since {settings.model} was trained on it, so training images may be in "
             f"its {settings.split} split: put its images back as they were, measure on others with --dataset OTHER "
             "--split all, or train again."
         )
+
+
+def _has_changed(results: Results, train: Dataset) -> bool:
+    """Whether a run was trained on other images. One from before there were digests tells their number alone."""
+    if results.trained_on is None:
+        return results.num_train_images not in (None, len(train))
+    return results.trained_on != digest_of(train)
