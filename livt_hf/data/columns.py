@@ -214,8 +214,8 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
     texts = [split for split, (values, _) in flat.items() if values.type in (pa.string(), pa.large_string())]
     if texts and (numbers := [split for split in splits if named[split] is not None]):
         raise LiVTError(
-            f'column "{column}" holds text in the split "{texts[0]}" and numbers of classes in "{numbers[0]}": write it '
-            "alike in both."
+            f'column "{column}" holds text in the split "{texts[0]}" and numbers of classes in "{numbers[0]}": write '
+            "it alike in both."
         )
     if classes is None and not all(map(pa.types.is_integer, kinds)):
         return _encoded_texts(flat, column)
