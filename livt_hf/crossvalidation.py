@@ -164,6 +164,7 @@ def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: D
         folds=summary["folds"],
         split=summary["split"],
         num_images=len(tested),
+        trained_on=None,  # by all folds together on all images
         num_train_images=round(statistics.mean(fold.num_train_images for fold in folds)),
         class_counts=counts_summary(counts),
         updates=sum(fold.updates for fold in folds),

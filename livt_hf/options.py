@@ -11,6 +11,7 @@ import functools
 import itertools
 import operator
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -41,7 +42,8 @@ def option(default: Any, help: str, **facts) -> Any:
     images are trained on. `place`: it may name a place on this machine. `free`: it may change when a run is resumed,
     because it touches neither the data nor the mathematics. `before`: its value in runs from before there was such an
     option, where that is not its default. `trained`: it names a trained model. `alone`: its value when it is named
-    without one. `positional`: its value stands without `--name`; it may then be `REQUIRED`.
+    without one. `pattern`: what the value of such an option looks like; another word after it stands for itself.
+    `positional`: its value stands without `--name`; it may then be `REQUIRED`.
     """
     return field(default=default, metadata={"help": help} | facts)
 
@@ -58,9 +60,8 @@ class CommandSettings:
 
     def __post_init__(self):
         for declared in dataclasses.fields(self):
-            value = getattr(self, declared.name)
-            if declared.metadata.get("place") and isinstance(value, str):  # a shell expands ~, a YAML file does not
-                setattr(self, declared.name, os.path.expanduser(value))
+            if declared.metadata.get("place"):
+                setattr(self, declared.name, _expanded(getattr(self, declared.name)))
             self._check(declared)
 
     def _check(self, declared: dataclasses.Field) -> None:
@@ -95,7 +96,8 @@ class CommandSettings:
         """What the command line asks for and, below it, the file it names as `--config`."""
         asked = command_line(cls, sys.argv[1:] if argv is None else argv)
         if "config" in asked:
-            asked = read_settings(cls, Path(asked["config"])) | asked
+            asked = read_settings(cls, Path(asked["config"]).expanduser()) | asked
+        asked |= {name: _expanded(asked[name]) for name in cls.names("place") if name in asked}
         load_plugin(asked.get("plugin"))
         return asked | {name: _trained(asked[name]) for name in cls.names("trained") if name in asked}
 
@@ -138,9 +140,18 @@ def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, A
 
 def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[str]:
     """The words, with `--flag` as `--flag=true` where what follows is not its value but stands for itself."""
-    values = {f"--{f.name}": {*_TRUTHS, *_choices(cls, f)} for f in dataclasses.fields(cls) if _is_flag(cls, f)}
-    pairs = itertools.zip_longest(argv, argv[1:], fillvalue="")
-    return [f"{word}=true" if word in values and after.lower() not in values[word] else word for word, after in pairs]
+    values: dict[str, str] = {}
+    alone: dict[str, str] = {}
+    said = []
+    for declared in dataclasses.fields(cls):
+        facts, word = declared.metadata, f"--{declared.name}"
+        if "pattern" in facts or _is_flag(cls, declared):
+            values[word] = facts.get("pattern", "|".join((*_TRUTHS, *_choices(cls, declared))))
+            alone[word] = facts.get("alone", "true")
+    for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        by_itself = word in values and not re.fullmatch(values[word], after, re.IGNORECASE)
+        said.append(f"{word}={alone[word]}" if by_itself else word)
+    return said
 
 
 def _is_flag(cls: type[CommandSettings], declared: dataclasses.Field) -> bool:
@@ -259,6 +270,13 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
             wanted = "a whole number" if kind is int else "a number"
             raise LiVTError(f"{name} is {text!r}; it must be {wanted}.") from error
     return text
+
+
+def _expanded(place: Any) -> Any:
+    """A place with the home folder for ~, which a shell expands at the beginning of a word only."""
+    if isinstance(place, list):
+        return [_expanded(one) for one in place]
+    return os.path.expanduser(place) if isinstance(place, str) else place
 
 
 def _trained(place: Any) -> Any:

@@ -253,6 +253,15 @@ def check_same_settings(run: Run, settings: TrainingSettings) -> None:
         )
 
 
+def check_same_images(run: Run, before: str | None, now: str | None) -> None:
+    """Refuse to go on with a run on other training images than before, by their digests; None is not known."""
+    if before is not None and before != now:
+        raise LiVTError(
+            f"{run.folder} was trained on other images than its dataset now gives it: put them back as they were, or "
+            "start a new run with another --output_dir."
+        )
+
+
 def keep_settled(settings: TrainingSettings, run: Run) -> None:
     """Take over what a run that goes on has settled."""
     for name in _settled(settings):

@@ -371,6 +371,7 @@ class EvalSettings(DataSettings):
         "measure on long tails cut out of a balanced split too: 50 is forward (as in training), =-50 backward, "
         "=50,10,-10 several; alone: 50 to 2 in both directions",
         alone="50,25,10,5,2,-2,-5,-10,-25,-50",
+        pattern=r"[-+.,\s\d]+",
     )
     many_above: int = option(100, "classes with more training images are many-shot", at_least=0)
     few_below: int = option(20, "classes with fewer training images are few-shot", at_least=0)

@@ -98,6 +98,7 @@ def common_results(settings: TrainingSettings, loop: Loop, model: PreTrainedMode
         "parameters": sum(p.numel() for p in model.parameters()),
         "epochs": settings.epochs,
         "updates": loop.progress.update,
+        "trained_on": loop.progress.trained_on,
         "weights": "model" if settings.ema_decay is None else "ema",
         "seed": settings.seed,
         "seconds": loop.progress.seconds,

@@ -22,6 +22,7 @@ from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.models import (
     check_classes_match,
     check_posterior,
+    check_set_aside,
     is_multi_label,
     lent_by_run,
     load_classifier,
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_not_trained_on(settings)
     data = load_to_measure(settings, settings.split)
     check_split(settings, list(data))
+    check_set_aside(settings, data)
     check_classes_match(model, data[settings.split])
 
     batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
@@ -108,6 +110,7 @@ def measured_again(
     own = EvalSettings.merged(asked, inherited=lent_by_run(asked))
     try:
         data = load_data(own)
+        check_set_aside(own, data)
     except LiVTError as error:
         print(f"It is not measured again, and its results keep only what calibration does not change: {error}")
         decided = ("macro_precision", "macro_recall", "macro_f1") if is_multi_label(model) else ()

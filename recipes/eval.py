@@ -37,6 +37,7 @@ from livt_hf.evaluation.models import (
     balanced_by_counts,
     check_classes_match,
     check_posterior,
+    check_set_aside,
     class_names,
     is_multi_label,
     is_pretraining,
@@ -94,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with accelerator.main_process_first():
         data = load_to_measure(settings, settings.split)
     check_data(model, data, settings)
+    check_set_aside(settings, data)
 
     def loader(split: str) -> DataLoader:
         batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)

@@ -35,6 +35,7 @@ from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_s
 from livt_hf.data import Batches, class_counts, load_data
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import copies_in_words
+from livt_hf.data.digests import digest_of
 from livt_hf.data.sources import load_images
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.estimation import calibrate
@@ -51,7 +52,7 @@ from livt_hf.finetuning import (
 from livt_hf.reports import markdown_table
 from livt_hf.reports.evaluation import fold_rows
 from livt_hf.results import Results, duration
-from livt_hf.runs import Run, find_pretraining, keep_settled, parse_training
+from livt_hf.runs import Run, check_same_images, find_pretraining, keep_settled, parse_training
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import cut_epochs
 from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
@@ -116,7 +117,7 @@ def finetune(
     prepared = budget.clock()
     run = opened(course)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, course.module, course.loader, course.loss_of)
-    loop.resume()
+    loop.resume(digest_of(data["train"]))
     fit(loop, course, data)
     if "validation" in data and loop.final_model.head.no_posterior is None:
         calibrate(loop.final_model, course.batches_of("validation"), accelerator)
@@ -184,7 +185,8 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         say_what_was_seen(settings)
     folds = [fold_settings(settings, number) for number in range(1, settings.folds + 1)]
     for number, fold in enumerate(folds, 1):
-        if run is not None and run.fold(number).finished:
+        if run is not None and (done := run.fold(number)).finished:
+            check_same_images(done, done.results.trained_on, digest_of(images.divided(fold)["train"]))
             continue
         accelerator = make_accelerator(settings)  # a new one: it keeps the models that it has seen
         if settings.max_hours is not None:

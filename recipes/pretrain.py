@@ -25,6 +25,7 @@ from livt_hf.data import (
     normalization,
     train_loader,
 )
+from livt_hf.data.digests import digest_of
 from livt_hf.data.labels import number_of_classes
 from livt_hf.errors import Interrupted
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settle(settings, accelerator, began, model, loader, loss_of)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, model, loader, loss_of)
-    loop.resume()
+    loop.resume(digest_of(data["train"]))
     try:
         loop.fit()
     except Interrupted:

@@ -57,7 +57,7 @@ class CalibrateSettings(DataSettings):
     stage: ClassVar[str] = "calibrate"
 
     model: str = option(
-        REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True, trained=True
+        REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True, place=True, trained=True
     )
     dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
     split: str = option("validation", "labelled images that the model was not trained on; all: of another dataset")

@@ -20,6 +20,7 @@ from livt_hf.recipes.paper.cards import converted_card, converted_names
 from livt_hf.results import UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import common_results, is_local
+from livt_hf.training.checkpoints import Progress
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 METRICS = {"accuracy": 0.421, "top5": 0.7, "many": 0.612, "medium": 0.408, "few": None, "mean_class_accuracy": 0.42}
@@ -290,7 +291,7 @@ def test_the_paper_is_not_quoted_beside_another_experiment(results, arguments):
     [({}, 100), ({"imbalance_factor": 10}, 10), ({"rule": "balanced"}, None), ({"dataset": "data/birds"}, None)],
 )
 def test_a_run_records_the_imbalance_of_its_benchmark_where_none_was_asked_for(options, factor):
-    loop = SimpleNamespace(progress=SimpleNamespace(update=1, seconds=1.0))
+    loop = SimpleNamespace(progress=Progress(update=1, seconds=1.0))
     model = SimpleNamespace(config=SimpleNamespace(model_type="livit"), parameters=list)
     settings = FinetuneSettings(**{"dataset": "cifar100-lt"} | options)
     assert common_results(settings, loop, model)["imbalance_factor"] == factor

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +21,11 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.conversion import to_beit
-from livt_hf.data import Batches, eval_loader, eval_processor, load_long_tailed
+from livt_hf.data import Batches, eval_loader, eval_processor, load_data, load_long_tailed, load_to_measure
+from livt_hf.data.digests import digest_of
 from livt_hf.demo.mistakes import read_predictions
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import balanced_by_counts, check_classes_match, lent_by_run
+from livt_hf.evaluation.models import balanced_by_counts, check_classes_match, check_set_aside, lent_by_run
 from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.long_tail.priors import read_prior
@@ -225,6 +227,40 @@ def test_what_a_config_file_says_of_an_evaluation_counts_as_said(workplace, tmp_
     assert (settings.dataset, settings.split_seed) == (str(workplace.pictures), 3)
     with pytest.raises(LiVTError, match="no finished fine-tuning under"):
         EvalSettings.parse(["--model", "auto"], inherit=lent_by_run)
+
+
+def test_images_set_aside_anew_from_a_folder_that_has_changed_are_not_measured_on(workplace, tmp_path):
+    pictures, own, run = workplace.pictures / "train", tmp_path / "own", tmp_path / "run"
+    shutil.copytree(pictures, own)
+    settings = FinetuneSettings(dataset=str(own), model_size="micro", validation_fraction=0.2)
+    results = Results(stage="finetune", dataset=str(own), trained_on=digest_of(load_data(settings)["train"]))
+    run.mkdir()
+    save_settings(settings, run / "arguments.yaml")
+    Run(run).write_results(results)
+
+    def check(*options: str) -> None:
+        asked = EvalSettings.parse([str(run), *options], inherit=lent_by_run)
+        check_set_aside(asked, load_data(asked))
+
+    check()
+    shutil.copy(pictures / "class0/0.png", own / "class0/new.png")
+    for split in ("test", "validation"):
+        with pytest.raises(LiVTError, match=f"own has changed since .*run was trained .* its {split} split: put"):
+            check("--split", split)
+    check("--dataset", str(pictures))
+    Run(run).write_results(replace(results, trained_on=None))  # of a run from before, nothing is known
+    check()
+    Run(run).write_results(replace(results, trained_on=None, num_train_images=40))  # or the number of its images
+    with pytest.raises(LiVTError, match="own has changed since"):
+        check()
+
+
+def test_a_dataset_of_test_images_alone_is_not_measured_on_a_part_of_it(workplace, tmp_path):
+    shutil.copytree(workplace.pictures / "test", tmp_path / "own/test")
+    asked = EvalSettings(model=str(tmp_path), dataset=str(tmp_path / "own"))
+    with pytest.raises(LiVTError, match="own has no other split than test, .*: pass --split all to measure on all"):
+        check_set_aside(asked, load_data(asked))
+    check_set_aside(replace(asked, split="all"), load_to_measure(asked, "all"))
 
 
 def run_with_plugin(folder: Path, plugin) -> dict:

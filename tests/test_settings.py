@@ -17,7 +17,15 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import REQUIRED, CommandSettings, command_line, make_parser, option, save_settings
 from livt_hf.plugins import find_module, load_plugin
-from livt_hf.recipes.settings import COMMANDS, LookSettings, PublishSettings, TrainSettings, as_words
+from livt_hf.recipes.settings import (
+    COMMANDS,
+    CalibrateSettings,
+    DemoSettings,
+    LookSettings,
+    PublishSettings,
+    TrainSettings,
+    as_words,
+)
 from livt_hf.records import read_values
 from livt_hf.results import Results
 from livt_hf.runs import (
@@ -580,3 +588,30 @@ def test_the_folder_of_a_whole_training_is_resumed_by_livt_train(tmp_path):
     (tmp_path / PLAN).write_text("{}")
     with pytest.raises(LiVTError, match=f"livt train --resume {tmp_path}$"):
         resumed("--resume", str(tmp_path))
+
+
+def test_the_home_folder_is_known_before_a_run_lends_its_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "whole/finetune").mkdir(parents=True)
+    (tmp_path / "whole/finetune/config.json").touch()
+    last = str(tmp_path / "whole/finetune")
+    (tmp_path / "own.yaml").write_text("model: ~/whole\n")
+    assert EvalSettings.asked(["--config=~/own.yaml"])["model"] == last
+    assert CalibrateSettings.asked(["~/whole"])["model"] == last
+    assert DemoSettings.asked(["~/whole", "~/whole"])["models"] == [last, last]
+    assert EvalSettings(compare=["~/a", "b"]).compare == [str(tmp_path / "a"), "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "imbalance"),
+    [
+        (["--test_imbalance", "runs/1"], "50,25,10,5,2,-2,-5,-10,-25,-50"),
+        (["runs/1", "--test_imbalance"], "50,25,10,5,2,-2,-5,-10,-25,-50"),
+        (["--test_imbalance", "50,10", "runs/1"], "50,10"),
+        (["runs/1", "--test_imbalance=-50"], "-50"),
+    ],
+)
+def test_a_word_that_cannot_be_an_option_s_value_stands_for_itself(words, imbalance):
+    asked = EvalSettings.asked(words)
+    assert (asked["model"], asked["test_imbalance"]) == ("runs/1", imbalance)

@@ -4,13 +4,14 @@ import io
 import json
 import lzma
 import os
+import unicodedata
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, LargeList, List, Value
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import HTTPError
 from needs import needs_linux
@@ -26,9 +27,11 @@ from livt_hf.data import (
     register_dataset,
 )
 from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.columns import MERGED
 from livt_hf.data.division import carved_test, is_carved
 from livt_hf.data.lists import read_list
 from livt_hf.data.sources import Images
+from livt_hf.data.splits import stratified_split
 from livt_hf.errors import LiVTError, means_a_place
 from livt_hf.recipes.settings import PublishDataSettings
 from livt_hf.settings import DataSettings
@@ -698,7 +701,7 @@ def test_several_labels_per_image_are_kept_as_lists(tmp_path, kind):
     data = load_long_tailed(parquet_of(tmp_path, rows(lists), {"image": Image(), "label": List(kind)}))
     assert data["train"].features["label"] == List(ClassLabel(names=names))
     counts = sum(class_counts(part) for part in data.values())
-    assert counts.tolist() == [8, 8, 8] and len(data["train"]) == 16
+    assert counts.tolist() == [8, 8, 8] and len(data["train"]) == 15
     with pytest.raises(ValueError, match="one label per image"):
         load_long_tailed(str(tmp_path / "own.parquet"), imbalance_factor=10)
 
@@ -901,3 +904,118 @@ def test_the_folder_of_a_model_is_no_dataset(tmp_path, file):
     (tmp_path / "run" / file).write_text("{}")
     with pytest.raises(LiVTError, match="run is the folder of a model or a run; name the folder of its images"):
         load_long_tailed(str(tmp_path / "run"))
+
+
+# Splits that differ
+
+
+def write_split(file: Path, labels: list | None, kind=None, **others: list) -> None:
+    """A parquet file of as many images; `others` are columns of text."""
+    columns, kinds = ({}, {}) if labels is None else ({"label": labels}, {"label": kind})
+    columns["image"] = [{"bytes": png(i), "path": None} for i in range(len(labels or "ab"))]
+    features = Features(image=Image(), **kinds, **dict.fromkeys(others, Value("string")))
+    Dataset.from_dict(columns | others, features=features).to_parquet(file)
+
+
+AB = ClassLabel(names=["a", "b"])
+
+
+@pytest.mark.parametrize("on_broken", ["error", "skip"])
+def test_a_split_without_the_label_column_is_left_out(tmp_path, caplog, on_broken):
+    write_split(tmp_path / "train.parquet", [0, 1] * 5, AB)
+    write_split(tmp_path / "test.parquet", None)
+    data = load_long_tailed(tmp_path, on_broken=on_broken)
+    assert is_carved(data, "test") and len(data["train"]) == 8
+    assert caplog.text.count('the split "test" has no labels and is left out') == 1
+
+
+def test_a_column_that_only_the_training_split_has_is_refused_by_name(tmp_path):
+    write_split(tmp_path / "train.parquet", [0, 1] * 5, AB, patient=list("abcdefghij"))
+    write_split(tmp_path / "test.parquet", [0, 1], AB)
+    assert len(load_long_tailed(tmp_path)["test"]) == 2
+    with pytest.raises(LiVTError, match='the split "test" has no column "patient", which the training split has: add'):
+        load_long_tailed(tmp_path, group_column="patient")
+
+
+@pytest.mark.parametrize("text", ["train", "test"])
+def test_class_numbers_in_one_split_and_text_in_another_are_refused(tmp_path, text):
+    for split in ("train", "test"):
+        labels, kind = (["a", "b"] * 5, Value("string")) if split == text else ([0, 1] * 5, AB)
+        write_split(tmp_path / f"{split}.parquet", labels, kind)
+    with pytest.raises(LiVTError, match=f'"label" holds text in the split "{text}" and numbers of classes in'):
+        load_long_tailed(tmp_path)
+
+
+def test_large_lists_of_labels_keep_their_class_names_and_a_wrong_label_is_named_by_its_row(tmp_path):
+    write_split(tmp_path / "train.parquet", [[0, 1], [1]] * 5, LargeList(AB))
+    assert load_long_tailed(tmp_path)["train"].features["label"] == List(AB)
+    write_split(tmp_path / "train.parquet", [[0, 1], [0, 1], [1], [-1, 0, -1]], List(Value("int64")))
+    with pytest.raises(LiVTError, match="row 3 has label -1, but there are 2 classes .*: drop the 1 rows"):
+        load_long_tailed(tmp_path)
+
+
+def test_what_would_be_ignored_is_refused(tmp_path):
+    write_images(tmp_path, {"a": 6, "b": 6, MERGED: 6, "d": 2})
+    with pytest.raises(LiVTError, match="merge needs to know which classes are rare: pass --min_images"):
+        load_long_tailed(tmp_path, rare_classes="merge")
+    with pytest.raises(LiVTError, match='a class is called "rare classes" like the one that --rare_classes merge'):
+        load_long_tailed(tmp_path, rare_classes="merge", min_images=3)
+    with pytest.raises(LiVTError, match="imbalance_factor is 3, but the rule balanced"):
+        load_long_tailed(tmp_path, rule="balanced", imbalance_factor=3)
+
+
+def test_a_label_is_excluded_however_its_letters_are_written(tmp_path):
+    write_images(tmp_path, {unicodedata.normalize("NFD", "café"): 6, "tea": 6})
+    for form in ("NFC", "NFD"):
+        excluded = unicodedata.normalize(form, "café")
+        assert load_long_tailed(tmp_path, exclude_labels=excluded)["train"].features["label"].names == ["tea"]
+
+
+def test_an_image_of_two_lists_is_refused_and_a_repeated_line_left_out(tmp_path, caplog):
+    write_images(tmp_path, {"a": 6, "b": 6})
+    lines = [f"{name}/{i:03d}.png {label}\n" for label, name in enumerate("ab") for i in range(6)]
+    (tmp_path / "train.txt").write_text("".join([*lines, "b//005.png 1\n"]))
+    assert load_long_tailed(tmp_path / "train.txt", test_fraction=None)["train"].num_rows == 12
+    assert "left out 1 lines that name an image once more, such as" in caplog.text
+    (tmp_path / "val.txt").write_text(lines[0])
+    with pytest.raises(LiVTError, match='000.png is named twice, with the split "train" and with "validation": keep'):
+        load_long_tailed(tmp_path)
+    (tmp_path / "train.txt").write_text("".join(lines))
+    (tmp_path / "val.txt").write_text("a/000.png 1\n")
+    with pytest.raises(LiVTError, match='000.png is named twice, with the label "a" and with "b"'):
+        load_long_tailed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [dict(seed=1), dict(group_column="label"), dict(drop_empty=True), dict(test_fraction=0.5), dict(cap=True)],
+)
+def test_a_stream_refuses_what_it_would_ignore(tmp_path, option):
+    write_parquet(tmp_path / "train.parquet", [0, 1], ["a", "b"])
+    assert list(load_long_tailed(tmp_path, streaming=True, split_column="none", on_broken="skip")) == ["train"]
+    with pytest.raises(LiVTError, match="is .*, but no images can be chosen of a stream: load it without streaming"):
+        load_long_tailed(tmp_path, streaming=True, **option)
+
+
+def test_a_stream_with_a_column_of_splits_is_refused_unless_it_is_to_be_unused(tmp_path):
+    write_split(tmp_path / "data.parquet", [0, 1], AB, split=["train", "test"])
+    with pytest.raises(LiVTError, match='a stream is not divided by its column "split": load it without'):
+        load_long_tailed(tmp_path, streaming=True)
+    assert len(list(load_long_tailed(tmp_path, streaming=True, split_column="none")["train"])) == 2
+
+
+def test_of_several_labels_the_rarest_one_of_each_image_is_divided_in_proportion():
+    labels = [[0], [0, 1]] * 20 + [[0, 2]] * 10 + [[]] * 10
+    train = Dataset.from_dict({"label": labels}, features=Features(label=List(ClassLabel(num_classes=3))))
+    for seed in range(5):
+        parts = carved_test({"train": train}, DataSettings(split_seed=seed))
+        assert class_counts(parts["test"]).tolist() == [10, 4, 2] and len(parts["test"]) == 12
+
+
+def test_one_label_an_image_is_divided_class_by_class():
+    labels = np.random.RandomState(0).choice(4, size=200, p=[0.6, 0.3, 0.09, 0.01])
+    train = Dataset.from_dict({"label": labels.tolist()}, features=Features(label=ClassLabel(num_classes=4)))
+    for seed in range(3):
+        parts = carved_test({"train": train.add_column("row", list(range(200)))}, DataSettings(split_seed=seed))
+        expected = stratified_split(labels, 0.2, seed)
+        assert [parts[split]["row"][:] for split in ("train", "test")] == [rows.tolist() for rows in expected]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, Image, Value
 
+from livt_hf.data.digests import digest_of
 from livt_hf.data.division import carved_test
 from livt_hf.data.splits import (
     exponential_counts,
@@ -178,3 +179,20 @@ def test_every_class_keeps_one_of_its_two_groups_in_training(labels, groups):
             parts = carved_test({"train": train}, settings)
             assert set(parts["train"]["label"]) == {0, 1, 2, 3} and len(parts["test"])
             assert not set(parts["train"]["group"]) & set(parts["test"]["group"])
+
+
+def test_images_are_known_again_by_their_labels_and_file_names_or_lengths_wherever_they_lie():
+    def digest(paths, labels, images=(b"1", b"22", b"333"), rows=(0, 1, 2)):
+        stored = [{"bytes": image, "path": path} for image, path in zip(images, paths, strict=True)]
+        features = Features(image=Image(), label=ClassLabel(num_classes=2))
+        return digest_of(Dataset.from_dict({"image": stored, "label": labels}, features=features).select(rows))
+
+    named = digest(["a/1.png", "a/2.png", None], [0, 1, 1])
+    assert named == digest(["b/c/1.png", "b\\2.png", None], [0, 1, 1], images=(None, b"", b"444"))
+    others = [
+        digest(["a/1.png", "a/3.png", None], [0, 1, 1]),
+        digest(["a/1.png", "a/2.png", None], [0, 0, 1]),
+        digest(["a/1.png", "a/2.png", None], [0, 1, 1], images=(b"1", b"22", b"4444")),
+        digest(["a/1.png", "a/2.png", None], [0, 1, 1], rows=(1, 0, 2)),
+    ]
+    assert len({named, *others}) == 5

@@ -2,6 +2,7 @@
 
 import json
 import os
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -438,3 +439,37 @@ def test_a_class_of_broken_images_only_can_be_dropped(tmp_path, ten):
         load_long_tailed(file, on_broken="skip")
     data = load_long_tailed(file, on_broken="skip", drop_empty=True, group_column="site")
     assert names_of(data) == ["a", "b"] and is_carved(data, "test") and "group" in data["test"].features
+
+
+def test_an_image_that_is_in_two_splits_or_groups_is_refused_however_its_path_is_written(tmp_path, ten):
+    def load(column: str, values: list[str], **options):
+        columns = {"image": [*ten, "img//./9"], "label": ["a", "b"] * 5 + ["b"], column: values}
+        return load_long_tailed(write_table(tmp_path / "own.csv", columns), **options)
+
+    with pytest.raises(LiVTError, match='9.png is named twice, with the split "train" and with "test": keep one row'):
+        load("split", ["train"] * 10 + ["test"])
+    with pytest.raises(LiVTError, match='9.png is named twice, with the group "9" and with "10": keep one row'):
+        load("patient", [*map(str, range(11))], group_column="patient")
+    data = load("patient", [*map(str, range(10)), "9"], group_column="patient")
+    assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
+
+
+def test_a_file_is_found_however_its_letters_are_written(tmp_path):
+    forms = [("NFC", "NFD"), ("NFD", "NFC")] * 3
+    written, named = (
+        [unicodedata.normalize(pair[place], f"é{i}.png") for i, pair in enumerate(forms)] for place in (0, 1)
+    )
+    write_images(tmp_path, written)
+    file = write_table(tmp_path / "own.csv", {"image": named, "label": ["a", "b"] * 3})
+    data = load_long_tailed(file, test_fraction=None)
+    assert paths_of(data["train"]) == written
+
+
+def test_rare_classes_are_counted_over_all_images_that_folds_divide(tmp_path):
+    labels, splits = ["a"] * 8 + ["b"] * 8, ["train"] * 9 + ["val"] * 7
+    names = [f"{i}.png" for i in range(16)]
+    write_images(tmp_path, names)
+    file = write_table(tmp_path / "own.csv", {"image": names, "label": labels, "split": splits})
+    with pytest.raises(LiVTError, match='the split "validation" has no image'):
+        load_long_tailed(file, min_images=5)
+    assert names_of(load_long_tailed(file, min_images=5, fold="1/4")) == ["a", "b"]

@@ -88,6 +88,16 @@ def resumed(arguments: PretrainSettings, loss_of=squared_error, **options) -> Lo
     return loop
 
 
+def test_a_run_does_not_go_on_with_other_images_than_it_began_with(tmp_path):
+    loop = make_loop(settings(tmp_path / "run", save_steps=1, max_steps=1))
+    loop.resume("these")
+    loop.fit()
+    with pytest.raises(LiVTError, match="run was trained on other images than its dataset now gives it: put them"):
+        loop.resume("others")
+    loop.resume("these")
+    assert loop.progress.update == 1
+
+
 def log_of(loop: Loop) -> list[dict]:
     return [json.loads(line) for line in (loop.run.folder / "log.jsonl").read_text().splitlines()]
 

@@ -27,9 +27,9 @@ from livt_hf.data.labels import (
     holds_lists,
     image_paths,
     of_rows,
+    plain_name,
     rows_of,
 )
-from livt_hf.data.splits import label_counts
 from livt_hf.errors import LiVTError
 from livt_hf.settings import DataSettings
 
@@ -40,6 +40,7 @@ IMAGE_NAMES += ("image_path", "image_id")
 LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis", "cls")
 ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 MOST_CLASSES = 1_000_000  # larger numbers are ids of something else
+LEFT_OUT = 'the split "%s" has no labels and is left out'
 MERGED = "rare classes"  # the class that --rare_classes merge makes
 LeftOut = dict[str, Counter]  # why images are left out -> which ones (their files or classes) and how many
 
@@ -47,49 +48,64 @@ LeftOut = dict[str, Counter]  # why images are left out -> which ones (their fil
 def standard_columns(splits: dict[str, Dataset], settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
     """The splits with the columns `image`, `label` and perhaps `group` alone, and one list of class names.
 
-    Image bytes are not copied. A split without labels (all -1, as the Hub publishes hidden test sets) is left out.
-    Where another split names its classes in another order, its labels follow their names. Images of classes that the
-    settings take away are counted in `left_out`.
+    Image bytes are not copied. A split without labels (no such column, or all -1, as the Hub publishes hidden test
+    sets) is left out. Where another split names its classes in another order, its labels follow their names. Images of
+    classes that the settings take away are counted in `left_out`.
     """
-    features = splits["train"].features
-    image_column, label_column = _find_columns(features, settings)
-    if label_column is None:
-        raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
+    splits, image_column, label_column = _labelled(splits, settings)
     labels, names = _encoded_labels(splits, label_column)
     _refuse_flags(labels["train"], names)
-    new_id, new_names, why = _chosen_classes(labels["train"].counts(len(names)), names, settings)
+    for split in [split for split, own in labels.items() if own.hidden and split != "train"]:
+        logger.warning(LEFT_OUT, split)
+        del splits[split], labels[split]
+    counts = {split: own.counts(len(names)) for split, own in labels.items()}  # raises where a label has no name
+    pooled = counts["train"] if settings.fold is None else counts["train"] + counts.get("validation", 0)
+    new_id, new_names, why = _chosen_classes(pooled, names, settings)
     result = {}
     for split, dataset in splits.items():
-        if labels[split].hidden:
-            logger.warning('the split "%s" has no labels and is left out', split)
-            continue
-        label_counts(labels[split].values, len(names))  # raises where a label has no name
-        own = class_label(dataset.features[label_column])
-        labelled = own is not None and own.names == names == new_names
-        chosen = _images(dataset, {image_column: "image"} | ({label_column: "label"} if labelled else {}))
+        chosen = _images(dataset, image_column)
         relabelled, kept = labels[split].relabelled(new_id)
-        beside, features = {}, Features()
-        if "label" not in chosen.features:
-            beside["label"], features["label"] = relabelled.to_arrow(), relabelled.feature(new_names)
+        beside, features = {"label": relabelled.to_arrow()}, Features(label=relabelled.feature(new_names))
         if settings.group_column is not None:
             beside["group"], features["group"] = _groups(dataset, settings.group_column, chosen), Value("string")
-        chosen = _with_columns(chosen, beside, features) if beside else chosen
+        chosen = _with_columns(chosen, beside, features)
         if not kept.all():
             _count_left_out(labels[split].take(np.flatnonzero(~kept)), names, why, left_out)
             chosen = chosen.select(np.flatnonzero(kept))
-        result[split] = chosen.select_columns(["image", "label", *(["group"] if settings.group_column else [])])
+        result[split] = chosen
     return result
 
 
 def sound_images(splits: dict[str, Dataset], settings: DataSettings) -> dict[str, Dataset]:
     """The splits without the images that cannot be read, of which a warning tells."""
-    column, _ = _find_columns(splits["train"].features, settings)
-    return {split: part.select(sound_rows(_images(part, {column: "image"}))) for split, part in splits.items()}
+    splits, column, _ = _labelled(splits, settings)
+    return {split: part.select(sound_rows(_images(part, column))) for split, part in splits.items()}
 
 
-def _images(dataset: Dataset, columns: dict[str, str]) -> Dataset:
-    """Some columns under new names, of which `image` holds images."""
-    images = dataset.select_columns(list(columns)).rename_columns(columns)
+def _labelled(splits: dict[str, Dataset], settings: DataSettings) -> tuple[dict[str, Dataset], str, str]:
+    """The splits that have labels, and the columns of images and labels, which all have as the training split does."""
+    features = splits["train"].features
+    image, label = _find_columns(features, settings)
+    if label is None:
+        raise LiVTError(f"found no label column among {_described(features)}: name it with --label_column.")
+    result = {}
+    for split, dataset in splits.items():
+        if label not in dataset.column_names:
+            logger.warning(LEFT_OUT, split)
+            continue
+        for column in (image, settings.group_column):
+            if column not in (None, *dataset.column_names):
+                raise LiVTError(
+                    f'the split "{split}" has no column "{column}", which the training split has: add it, or remove '
+                    "the split."
+                )
+        result[split] = dataset
+    return result, image, label
+
+
+def _images(dataset: Dataset, column: str) -> Dataset:
+    """The images alone."""
+    images = dataset.select_columns(column).rename_columns({column: "image"})
     if images.features["image"] == Value("large_binary"):  # of which older datasets make no image
         images = images.cast_column("image", Value("binary"))
     return images if images.features["image"] == Image() else images.cast_column("image", Image())
@@ -159,13 +175,16 @@ def say_left_out(left_out: LeftOut) -> None:
 
 def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings) -> tuple[np.ndarray, list, dict]:
     """The new id of each class (-1 is none), the names of the new classes, and why a class is not among them."""
-    whole = settings.exclude_labels or ""  # a name may itself have a comma: "tench, Tinca tinca"
-    asked = [whole] if whole and whole in names else [label.strip() for label in whole.split(",") if label.strip()]
-    if absent := [label for label in asked if label not in names]:
+    plain, whole = [*map(plain_name, names)], plain_name(settings.exclude_labels or "")
+    # A name may itself have a comma: "tench, Tinca tinca".
+    asked = [whole] if whole and whole in plain else [label.strip() for label in whole.split(",") if label.strip()]
+    if absent := [label for label in asked if label not in plain]:
         logger.warning("there is no label %s to exclude", " or ".join(map(repr, absent)))
-    why = {c: "the label is excluded" for c, name in enumerate(names) if name in asked}
+    why = {c: "the label is excluded" for c, name in enumerate(plain) if name in asked}
     rare = [c for c in np.flatnonzero(counts < (settings.min_images or 0)).tolist() if c not in why]
     merged = dict.fromkeys(rare if settings.rare_classes == "merge" else [])
+    if settings.rare_classes == "merge" and settings.min_images is None:
+        raise LiVTError("--rare_classes merge needs to know which classes are rare: pass --min_images, such as 5.")
     if merged:
         few = f"{len(merged)} classes with fewer than {settings.min_images} training images"
         logger.warning('made one class, "%s", of %s: %s', MERGED, few, first_names([names[c] for c in merged]))
@@ -177,6 +196,8 @@ def _chosen_classes(counts: np.ndarray, names: list[str], settings: DataSettings
             logger.warning("left out classes without a training image: %s", first_names([names[c] for c in empty]))
         why |= dict.fromkeys(empty, "the class has no training image")
     kept = [c for c in range(len(names)) if c not in why and c not in merged]
+    if merged and MERGED in [names[c] for c in kept]:
+        raise LiVTError(f'a class is called "{MERGED}" like the one that --rare_classes merge makes: rename it.')
     new_id = np.full(len(names), -1)
     new_id[kept], new_id[list(merged)] = np.arange(len(kept)), len(kept)
     return new_id, [names[c] for c in kept] + [MERGED] * bool(merged), why
@@ -188,14 +209,20 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
     for split, own in cells.items():
         _refuse_missing(own.is_null().to_numpy(), split)
     flat = {split: flat_lists(own) if holds_lists(own) else (own, None) for split, own in cells.items()}
-    classes = class_label(splits["train"].features[column])
-    kinds = [values.type for values, _ in flat.values()]
+    named = {split: class_label(dataset.features[column]) for split, dataset in splits.items()}
+    classes, kinds = named["train"], [values.type for values, _ in flat.values()]
+    texts = [split for split, (values, _) in flat.items() if values.type in (pa.string(), pa.large_string())]
+    if texts and (numbers := [split for split in splits if named[split] is not None]):
+        raise LiVTError(
+            f'column "{column}" holds text in the split "{texts[0]}" and numbers of classes in "{numbers[0]}": write '
+            "it alike in both."
+        )
     if classes is None and not all(map(pa.types.is_integer, kinds)):
         return _encoded_texts(flat, column)
     labels = {split: Labels.of_ids(*parts) for split, parts in flat.items()}
     if classes is not None:
-        for split, dataset in splits.items():
-            labels[split] = _by_name(labels[split], class_label(dataset.features[column]), classes.names, split)
+        for split in splits:
+            labels[split] = _by_name(labels[split], named[split], classes.names, split)
         return labels, classes.names
     largest = max(int(own.values.max(initial=-1)) for own in labels.values())
     if largest >= MOST_CLASSES:
@@ -248,7 +275,7 @@ def _by_name(labels: Labels, own: ClassLabel | None, names: list[str], split: st
         return labels
     id_of = {name: i for i, name in enumerate(names)}
     new_id = np.array([id_of.get(name, -1) for name in own.names])
-    counts = label_counts(labels.values, len(own.names))  # raises where a label has no name
+    counts = labels.counts(len(own.names))  # raises where a label has no name
     strangers = [own.names[i] for i in np.flatnonzero((counts > 0) & (new_id < 0))]
     if strangers:
         raise LiVTError(

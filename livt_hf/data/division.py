@@ -90,14 +90,12 @@ def _divided(train: Dataset, split: str, fraction: float, settings: DataSettings
     if not 0 < fraction < 1:
         raise LiVTError(f"{split}_fraction is {fraction}, but it must lie between 0 and 1, such as 0.2.")
     labels, seed, number = labels_of(train), settings.split_seed, number_of_classes(train)
+    strata, groups = labels.rarest(number), np.arange(len(train))
     if settings.group_column is not None:
         groups = group_codes(train)
-        _, aside = grouped_split(labels.rarest(number), groups, fraction, seed)
-    elif is_multi_label(train):
-        groups = np.arange(len(train))
-        aside = np.random.RandomState(seed).permutation(len(train))[: int(len(train) * fraction)]
+        _, aside = grouped_split(strata, groups, fraction, seed)
     else:
-        return stratified_split(labels.values, fraction, seed)
+        _, aside = stratified_split(strata, fraction, seed)
     fold = np.full(len(train), -1)
     fold[aside] = 0
     keep_trained(fold, labels, groups, number)

@@ -117,7 +117,9 @@ def _by_class(tree: Tree, images: list[str], splits: dict[str, str], depth: int,
     named = [parts[level] for parts in parted if len(parts) > level and (not splits or parts[depth] in splits)]
     names = sorted(set(map(plain_name, named)))
     id_of = {name: number for number, name in enumerate(names)}
-    found: dict[str, tuple[list, list]] = {split: ([], []) for split in splits.values() or ["train"]}
+    around = images[0].split("/")[:depth][-1:]  # of no splits: a lone folder around the classes may be called test
+    alone = next(iter(named_folders(around).values()), "train")
+    found: dict[str, tuple[list, list]] = {split: ([], []) for split in splits.values() or [alone]}
     outside = []
     for image in images:
         parts = image.split("/", level + 1)
@@ -129,7 +131,7 @@ def _by_class(tree: Tree, images: list[str], splits: dict[str, str], depth: int,
                 f"{os.path.join(tree.root, *parts[: depth + 1])} names no split, but {next(iter(splits))} does: call "
                 "it train, val or test, or move it."
             )
-        paths, labels = found[splits[parts[depth]] if splits else "train"]
+        paths, labels = found[splits[parts[depth]] if splits else alone]
         paths.append(os.path.join(tree.root, image))
         labels.append(id_of[plain_name(parts[level])])
     if outside:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, IterableDataset, List
+from datasets import ClassLabel, Dataset, IterableDataset, LargeList, List
 
 from livt_hf.data.splits import label_counts
 from livt_hf.errors import LiVTError
@@ -91,7 +91,7 @@ class Labels:
 
     def counts(self, num_classes: int) -> np.ndarray:
         """Images per class (int64). An image with several labels counts once for each of them."""
-        counts = label_counts(self.values, num_classes)
+        counts = label_counts(self.values, num_classes, self.images)
         if self.offsets is not None:  # two boxes of a car are one image with a car
             pairs = np.unique(self.images * num_classes + self.values)
             counts = np.bincount(pairs % num_classes, minlength=num_classes)
@@ -181,5 +181,5 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def class_label(feature) -> ClassLabel | None:
-    element = feature.feature if isinstance(feature, List) else feature
+    element = feature.feature if isinstance(feature, List | LargeList) else feature
     return element if isinstance(element, ClassLabel) else None

@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from livt_hf.data.columns import MOST_CLASSES
 from livt_hf.data.labels import Labels
-from livt_hf.data.paths import dataset_of_paths, locate
+from livt_hf.data.paths import dataset_of_paths, locate, repeated
 from livt_hf.data.split_names import SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 
@@ -94,21 +94,32 @@ def class_names(lists: Mapping[str, ImageList]) -> list[str]:
 
 def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing: bool = False) -> dict[str, Dataset]:
     """Datasets of image paths below `root`. A missing file is an error, or left out with `skip_missing`."""
-    names = class_names(lists)
-    result = {}
+    names, files, labels, splits = class_names(lists), [], [], []
     for split, images in lists.items():
-        files = locate(images.paths, root)
-        missing = [path for path, file in zip(images.paths, files, strict=True) if file is None]
+        found = locate(images.paths, root)
+        missing = [path for path, file in zip(images.paths, found, strict=True) if file is None]
         if missing and not skip_missing:
             raise LiVTError(
-                f"{len(missing)} of the {len(files)} files of {images.file} are not below {root}, the first is "
+                f"{len(missing)} of the {len(found)} files of {images.file} are not below {root}, the first is "
                 f"{missing[0]}: pass the right folder with --source, or leave them out with --on_broken skip."
             )
-        if len(missing) == len(files):
-            raise LiVTError(f"none of the {len(files)} files of {images.file} is below {root}: pass it with --source.")
+        if len(missing) == len(found):
+            raise LiVTError(f"none of the {len(found)} files of {images.file} is below {root}: pass it with --source.")
         if missing:
             logger.warning("left out %d missing files of %s, such as %s", len(missing), images.file, missing[0])
-        kept = np.flatnonzero([file is not None for file in files])
-        paths = pa.array([file for file in files if file is not None], type=pa.string())
-        result[split] = dataset_of_paths(paths, Labels(images.labels[kept]), names, split)
-    return result
+        kept = np.not_equal(np.array(found, dtype=object), None)
+        files.append(np.array(found, dtype=object)[kept])
+        labels.append(images.labels[kept])
+        splits += [split] * len(files[-1])
+    return _datasets(np.concatenate(files), np.concatenate(labels), np.array(splits), names)
+
+
+def _datasets(files: np.ndarray, labels: np.ndarray, splits: np.ndarray, names: list[str]) -> dict[str, Dataset]:
+    twice = repeated(files, Labels(labels), names, {"split": splits})
+    if twice.any():
+        logger.warning("left out %d lines that name an image once more, such as %s", twice.sum(), files[twice][0])
+    own = {split: ~twice & (splits == split) for split in dict.fromkeys(splits.tolist())}
+    return {
+        split: dataset_of_paths(pa.array(files[rows], pa.string()), Labels(labels[rows]), names, split)
+        for split, rows in own.items()
+    }

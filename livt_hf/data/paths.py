@@ -1,16 +1,18 @@
 """Images that stay in their files: paths below a folder, and the dataset of them."""
 
 import os
+import posixpath
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetInfo, Features, Image, NamedSplit, Value
 
 from livt_hf.data.decoding import image_suffixes
-from livt_hf.data.labels import Labels
+from livt_hf.data.labels import Labels, plain_name
 from livt_hf.errors import LiVTError
 
 
@@ -28,15 +30,18 @@ def relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
 
 
 def locate(paths: Iterable[str], root: Path) -> list[str | None]:
-    """The file behind each path below `root`, also where the table leaves out its suffix; None where there is none.
+    """The file behind each path below `root`; None where there is none.
 
-    Each folder is read once, instead of asking for each file.
+    Its name may lack the suffix, or have its letters in another form. Each folder is read once, instead of asking for
+    each file.
     """
     root = Path(os.path.abspath(root))
     suffixes, prefix, found = image_suffixes(), f"{root}/", []
     listed: dict[str, set[str]] = {}
-    stems: dict[str, dict[str, list[str]]] = {}  # by folder: the images of each name without its suffix
+    stems: dict[str, dict[str, list[str]]] = {}  # by folder: the images of each name, with and without its suffix
     for path in paths:
+        if "//" in path or "./" in path:  # one file has one path
+            path = posixpath.normpath(path)
         folder, slash, name = path.rpartition("/")
         if folder not in listed:
             place = root / folder
@@ -47,13 +52,44 @@ def locate(paths: Iterable[str], root: Path) -> list[str | None]:
                 for file in sorted(listed[folder]):
                     stem, suffix = os.path.splitext(file)
                     if suffix.lower() in suffixes:
-                        stems[folder].setdefault(stem, []).append(file)
-            meant = stems[folder].get(name, [])
+                        for known in (stem, file):
+                            stems[folder].setdefault(plain_name(known), []).append(file)
+            meant = stems[folder].get(plain_name(name), [])
             if len(meant) > 1:
                 raise LiVTError(f"{path} may be {' or '.join(meant)} in {root / folder}: write its suffix.")
             name = meant[0] if meant else None
         found.append(None if name is None else f"{prefix}{folder}{slash}{name}")
     return found
+
+
+def repeated(files: np.ndarray, labels: Labels, names: list[str], beside: dict[str, np.ndarray]) -> np.ndarray:
+    """Which of the files are named earlier with the same labels; other ones are refused, and so is what else differs.
+
+    `beside` says the split or the group of each file.
+    """
+    codes = pa.array(files, pa.string()).dictionary_encode().indices.to_numpy()
+    first = np.unique(codes, return_index=True)[1]
+    twice = np.ones(len(files), dtype=bool)
+    twice[first] = False
+    both = first[codes[twice]], np.flatnonzero(twice)
+    two = [labels.take(rows) for rows in both]
+    differ = np.setxor1d(*(part.images * len(names) + part.values for part in two))  # images and their labels
+    if len(differ):
+        which = differ[:1] // len(names)
+        a, b = (", ".join(names[label] for label in np.unique(part.take(which).values)) for part in two)
+        raise LiVTError(
+            f'{files[twice][which[0]]} is named twice, with the label "{a}" and with "{b}": keep one row per '
+            "image; several labels go into one cell, with --label_separator."
+        )
+    for what, values in beside.items():
+        differ = np.flatnonzero(values[both[0]] != values[both[1]])
+        if len(differ):
+            a, b = (values[rows[differ[0]]] for rows in both)
+            raise LiVTError(
+                f'{files[twice][differ[0]]} is named twice, with the {what} "{a}" and with "{b}": keep one row per '
+                "image."
+            )
+    return twice
 
 
 def dataset_of_paths(

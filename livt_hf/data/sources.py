@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
 
 from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC, Benchmark
-from livt_hf.data.columns import LeftOut, say_left_out, sound_images, standard_columns, standard_stream
+from livt_hf.data.columns import (
+    LeftOut,
+    say_left_out,
+    sound_images,
+    standard_columns,
+    standard_stream,
+    telling_name,
+)
 from livt_hf.data.decoding import without_broken
 from livt_hf.data.division import (
     carved,
@@ -23,13 +30,16 @@ from livt_hf.data.division import (
 )
 from livt_hf.data.folds import test_folds
 from livt_hf.data.opening import open_splits
-from livt_hf.data.split_names import SPLITS, named_splits, refuse_empty_splits, split_by_column
+from livt_hf.data.split_names import SPLIT_NAMES, SPLITS, named_splits, refuse_empty_splits, split_by_column
 from livt_hf.data.tables import is_table, open_table
 from livt_hf.errors import LiVTError
 from livt_hf.options import nearest
 from livt_hf.settings import DataSettings
 
 logger = logging.getLogger(__name__)
+
+# The options that a stream heeds.
+OF_STREAMS = ("dataset", "source", "lists", "image_column", "label_column", "on_broken", "num_workers", "plugin")
 
 
 def load_long_tailed(
@@ -133,7 +143,7 @@ def _chosen_images(settings: DataSettings, streaming: bool) -> dict:
     if settings.on_broken == "skip" and not late:
         splits = sound_images(splits, settings)
     refuse_empty_splits(splits)
-    splits = _reported_as_test(standard_columns(splits, settings, left_out), benchmark)
+    splits = standard_columns(_reported_as_test(splits, benchmark), settings, left_out)
     say_left_out(left_out)
     refuse_empty_splits(splits)
     if settings.fold is not None:
@@ -161,7 +171,9 @@ def _opened(
     if settings.label_separator is not None:
         raise LiVTError(f"label_separator is for tables of paths and labels, not for {settings.dataset}: drop it.")
     splits = open_splits(settings, benchmark, streaming)
-    if not streaming:
+    if streaming:
+        _refuse_split_column(splits, settings)
+    else:
         splits = named_splits(split_by_column(splits, settings.split_column), settings.dataset)
     if settings.label_column is None and benchmark.label_column in (splits["train"].column_names or []):
         settings = dataclasses.replace(settings, label_column=benchmark.label_column)
@@ -170,12 +182,20 @@ def _opened(
 
 def _refuse_choice(settings: DataSettings) -> None:
     """Of a stream, which is read as it comes, no images can be chosen."""
-    for name in ("rule", "fold", "exclude_labels", "min_images", "split_column", "label_separator"):
-        value = getattr(settings, name)
-        if value not in (None, "none"):
+    for name, value in settings.said_of_data().items():
+        if name not in OF_STREAMS and (name, value) != ("split_column", "none"):
             raise LiVTError(
                 f"{name} is {value!r}, but no images can be chosen of a stream: load it without streaming."
             )
+
+
+def _refuse_split_column(streams: dict[str, IterableDataset], settings: DataSettings) -> None:
+    column = telling_name(streams["train"].column_names or (), SPLIT_NAMES)
+    if column is not None and len(streams) == 1 and settings.split_column != "none":
+        raise LiVTError(
+            f'a stream is not divided by its column "{column}": load it without streaming, or pass --split_column '
+            "none to train on all of it."
+        )
 
 
 def with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
@@ -183,6 +203,11 @@ def with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
     rule = benchmark.rule if settings.rule is None else settings.rule
     if rule is None and (settings.imbalance_factor is not None or settings.images_per_class is not None):
         rule = "exponential"
+    if rule == "balanced" and settings.imbalance_factor not in (None, 1):
+        raise LiVTError(
+            f"imbalance_factor is {settings.imbalance_factor:g}, but the rule balanced keeps as many images of each "
+            "class: leave one of them out."
+        )
     numbers = {
         name: getattr(settings if getattr(settings, name) is not None else benchmark, name)
         for name in ("imbalance_factor", "images_per_class")

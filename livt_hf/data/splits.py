@@ -131,17 +131,17 @@ def long_tail_indices(labels: np.ndarray, counts: Sequence[int], seed: int = 0, 
     return np.concatenate(picks)
 
 
-def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Images per class; a label outside 0 .. num_classes - 1 is an error that names its row."""
+def label_counts(labels: np.ndarray, num_classes: int, rows: np.ndarray | None = None) -> np.ndarray:
+    """Labels per class; one outside 0 .. num_classes - 1 is an error that names its row, by `rows` where given."""
     labels = np.asarray(labels)
     outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(outside):
-        row = outside[0]
+        first, those = outside[0], outside if rows is None else np.unique(rows[outside])
         if (labels == -1).all():
             raise LiVTError("all labels are -1, which is how hidden ones are published: take images with labels.")
         raise LiVTError(
-            f"row {row} has label {labels[row]}, but there are {num_classes} classes (0 to {num_classes - 1}): "
-            f"drop the {len(outside)} rows with such labels or name more classes."
+            f"row {those[0]} has label {labels[first]}, but there are {num_classes} classes (0 to {num_classes - 1}): "
+            f"drop the {len(those)} rows with such labels or name more classes."
         )
     return np.bincount(labels, minlength=num_classes)
 

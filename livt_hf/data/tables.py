@@ -26,7 +26,7 @@ from livt_hf.data.columns import (
     telling_name,
 )
 from livt_hf.data.labels import Labels, first_names, flat_lists, holds_lists, offsets_of
-from livt_hf.data.paths import dataset_of_paths, locate, relative_paths
+from livt_hf.data.paths import dataset_of_paths, locate, relative_paths, repeated
 from livt_hf.data.split_names import SPLIT_NAMES, read_splits
 from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.records import in_words
@@ -86,12 +86,14 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
             "folder with --source."
         )
     rows, files = leave_out(missing, "the file is missing"), files[~missing]
-    repeated = _repeated(files, labels.take(rows), names)
-    rows, files = leave_out(repeated, "the image is named twice with the same label"), files[~repeated]
     groups = None if columns.group is None else as_text(table[columns.group], columns.group)
     splits = np.full(len(rows), "train")  # where no column says it
     if columns.split is not None:
         splits = read_splits(table[columns.split].take(rows), columns.split)
+    beside = {"split": splits} | ({} if groups is None else {"group": groups.take(rows).to_numpy(False)})
+    twice = repeated(files, labels.take(rows), names, beside)
+    rows = leave_out(twice, "the image is named twice with the same label")
+    files, splits = files[~twice], splits[~twice]
     result = {}
     for split in np.unique(splits).tolist():
         own = splits == split
@@ -233,21 +235,3 @@ def _labels_of_flags(table: pa.Table, columns: list[str]) -> tuple[Labels, list[
     lengths = np.bincount(images, minlength=len(table))
     offsets = None if (lengths == 1).all() else offsets_of(lengths)
     return Labels(labels, offsets), columns, np.zeros(len(table), dtype=bool)
-
-
-def _repeated(files: np.ndarray, labels: Labels, names: list[str]) -> np.ndarray:
-    """Which of the files are named earlier with the same labels; other labels are refused."""
-    codes = pa.array(files, pa.string()).dictionary_encode().indices.to_numpy()
-    first = np.unique(codes, return_index=True)[1]
-    repeated = np.ones(len(files), dtype=bool)
-    repeated[first] = False
-    two = [labels.take(rows) for rows in (first[codes[repeated]], np.flatnonzero(repeated))]
-    differ = np.setxor1d(*(part.images * len(names) + part.values for part in two))  # images and their labels
-    if len(differ):
-        which = differ[:1] // len(names)
-        a, b = (", ".join(names[label] for label in np.unique(part.take(which).values)) for part in two)
-        raise LiVTError(
-            f'{files[repeated][which[0]]} is named twice, with the label "{a}" and with "{b}": keep one row per '
-            "image; several labels go into one cell, with --label_separator."
-        )
-    return repeated

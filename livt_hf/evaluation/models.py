@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -13,6 +13,8 @@ from transformers import (
 )
 
 from livt_hf.data import class_counts, load_long_tailed
+from livt_hf.data.digests import digest_of
+from livt_hf.data.division import is_carved
 from livt_hf.data.labels import class_feature, first_names
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
@@ -24,6 +26,7 @@ from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.pretrained import listed, read_config, reading_checkpoint, without_load_report
 from livt_hf.records import in_words
+from livt_hf.results import Results
 from livt_hf.runs import Run, lent_data, lent_plugin, newest_finished, place_of, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings
 
@@ -231,3 +234,33 @@ def lent_by_run(asked: dict) -> dict:
     if "plugin" not in asked:
         lent["plugin"] = lent_plugin(run.folder)
     return lent
+
+
+def check_set_aside(settings, data: DatasetDict) -> None:
+    """Refuse a split that was set aside from images that should not be divided, or no longer in the same way.
+
+    `settings` name the model and the split. Which images are set aside depends on all of them.
+    """
+    if not is_carved(data, settings.split):
+        return
+    run, stored = Run(Path(settings.model)), SPLIT_OF_WORD.get(str(data["train"].split))
+    asked = set(DataSettings.names()) - set(DataSettings.names("free"))
+    lent = run.finished and all(run.arguments.get(name) == getattr(settings, name) for name in asked)
+    if not lent and stored in ("validation", "test"):
+        raise LiVTError(
+            f"{settings.dataset} has no other split than {stored}, of which a part would be set aside as in training: "
+            "pass --split all to measure on all its images."
+        )
+    if lent and _has_changed(run.results, data["train"]):
+        raise LiVTError(
+            f"{settings.dataset} has changed since {settings.model} was trained on it, so training images may be in "
+            f"its {settings.split} split: put its images back as they were, measure on others with --dataset OTHER "
+            "--split all, or train again."
+        )
+
+
+def _has_changed(results: Results, train: Dataset) -> bool:
+    """Whether a run was trained on other images. One from before there were digests tells their number alone."""
+    if results.trained_on is None:
+        return results.num_train_images not in (None, len(train))
+    return results.trained_on != digest_of(train)

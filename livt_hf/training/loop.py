@@ -23,7 +23,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.randomness import keyed_seed
 from livt_hf.results import Results, duration
-from livt_hf.runs import Run, new_run
+from livt_hf.runs import Run, check_same_images, new_run
 from livt_hf.settings import TrainingSettings
 from livt_hf.training.checkpoints import (
     Progress,
@@ -187,10 +187,12 @@ class Loop:
         """What is measured and published: the moving average where there is one."""
         return self.bare_model if self.ema is None else self.ema.module
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one."""
+    def resume(self, trained_on: str | None = None) -> None:
+        """Continue from the newest checkpoint, if there is one. `trained_on` is the digest of the training images."""
         state = load_checkpoint(self.accelerator, self.run)
         self.progress = Progress(**(state or {}))
+        check_same_images(self.run, self.progress.trained_on, trained_on)
+        self.progress.trained_on = trained_on
         if self.accelerator.is_main_process:
             self.run.rewind_log(self.progress.update)
             if state is not None:
