@@ -206,7 +206,7 @@ def with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:
     if rule == "balanced" and settings.imbalance_factor not in (None, 1):
         raise LiVTError(
             f"imbalance_factor is {settings.imbalance_factor:g}, but the rule balanced keeps as many images of each "
-            "class: leave one of them out."
+            "class: pass --imbalance_factor 1, or another rule."
         )
     numbers = {
         name: getattr(settings if getattr(settings, name) is not None else benchmark, name)
