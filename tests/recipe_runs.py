@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from livt_hf.commands import run_command
+from livt_hf import commands
 from livt_hf.runs import Run
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -59,13 +59,14 @@ def _recipe(name: str, argv: list[str], output: str, environment: dict, sabotage
     os.environ.update(environment)
     datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
     torch.set_num_threads(1)  # as under `accelerate launch`
+    commands.SECONDS_FOR_THE_FIRST = 1  # there is no launcher that would end the others
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     if sabotage is not None:
         sabotage(*arguments)
     recipe = importlib.import_module(f"livt_hf.recipes.{name}")
-    run_command(lambda: recipe.main(argv))
+    commands.run_command(lambda: recipe.main(argv))
 
 
 class RecipeRun:

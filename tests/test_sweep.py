@@ -261,7 +261,7 @@ def test_variants_share_one_pretraining_a_seed_and_end_in_a_table(runs, sweep, t
     assert written["rows"][3]["accuracy"] == pytest.approx(65)
     assert written["budget"].startswith("micro, 1,234 training images; MGP 5 epochs (1 minutes per run); BFT 7 epo")
     assert written["budget"].endswith("seeds 0, 1")
-    assert written["command"] == "livt sweep losses --seeds 0 1 --pretrain '--epochs 5' --finetune '--epochs 7'"
+    assert written["command"] == "livt sweep losses --seeds 0 1 '--pretrain=--epochs 5' '--finetune=--epochs 7'"
     assert "| bal_bce | 65.0 ± 7.1 |" in printed and "| bal_bce | 65.0 ± 7.1 |" in (report / "table.md").read_text()
     assert (report / "plot.png").stat().st_size > 1000
 
