@@ -24,12 +24,13 @@ SIGNALLED = 128
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 NOT_ALLOWED = {errno.EACCES, errno.EPERM}
 NO_PLACE = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-# These tell of every timm model that its image processor has one implementation and is saved in config.json, and of
-# every small dataset that one process uploads it, about which nobody needs to do anything.
+# These tell of every timm model that its image processor has one implementation and is saved in config.json, of every
+# small dataset that one process uploads it, and of a font which weights it has: nobody needs to do a thing about it.
 MEANINGLESS = (
     "transformers.models.auto.image_processing_auto",
     "transformers.models.timm_wrapper.image_processing_timm_wrapper",
     "datasets.arrow_dataset",
+    "matplotlib.font_manager",
 )
 # These print their own messages; passed on to the handler of the command, each would be printed twice.
 SPEAK_FOR_THEMSELVES = ("datasets", "huggingface_hub")

@@ -13,6 +13,7 @@ from PIL import Image
 
 from livt_hf import reports
 from livt_hf.metrics import LongTailMetrics, confusions
+from livt_hf.reports import style
 from livt_hf.reports.page import plain_markdown
 from livt_hf.runs import read_log
 
@@ -65,6 +66,17 @@ def test_drawing_leaves_matplotlibs_settings_and_pyplots_figures_alone(tmp_path)
     reports.bias_by_gamma(tmp_path / "gamma.png")
     assert dict(matplotlib.rcParams) == before
     assert Gcf.get_all_fig_managers() == []  # pyplot's list of figures
+
+
+def test_letters_that_the_usual_font_lacks_are_looked_for_in_others_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(style, "EAST_ASIAN", ("STIXGeneral", "Nowhere Sans"))  # the first comes with matplotlib
+    style.font_families.cache_clear()
+    figure = style.new_figure(2, 2)
+    plain, other = (figure.text(0.1, 0.1, name) for name in ("oak", "猫"))
+    with pytest.warns(UserWarning, match="missing from font"):
+        style.save(figure, tmp_path / "names.png")
+    assert plain.get_fontfamily() == ["sans-serif"] and other.get_fontfamily() == ["sans-serif", "STIXGeneral"]
+    style.font_families.cache_clear()
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 40, 8142])

@@ -4,12 +4,15 @@ Figures are made directly (`matplotlib.figure.Figure`), never through pyplot: no
 no global list of figures grows, and pictures can be drawn from any thread.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import get_font_names
+from matplotlib.text import Text
 
 # Okabe and Ito's eight colours.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -17,6 +20,9 @@ YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 DPI = 120
 NAMED = 40  # up to so many classes have room for a bar and a name each
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+# What Linux, macOS and Windows have for letters of East Asia, which matplotlib's own font lacks.
+EAST_ASIAN = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Zen Hei", "PingFang SC")
+EAST_ASIAN += ("Hiragino Sans", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic")
 
 # Colour is never the only sign: each group has a marker of its own too.
 GROUP_COLOURS = {"accuracy": BLACK, "many": BLUE, "medium": GREEN, "few": VERMILLION}
@@ -33,8 +39,18 @@ def save(figure: Figure, path: str | Path) -> Path:
     """Write the figure in the format of the path's suffix and return the path; the folder is made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for text in figure.findobj(Text):
+        if not text.get_text().isascii():
+            text.set_fontfamily(font_families())
     figure.savefig(path, dpi=DPI)
     return path
+
+
+@functools.cache
+def font_families() -> list[str]:
+    """The usual font, and after it those of this machine that have more letters."""
+    known = set(get_font_names())
+    return ["sans-serif", *(name for name in EAST_ASIAN if name in known)]
 
 
 def plain(ax: Axes, xlabel: str = "", ylabel: str = "", title: str | None = None) -> Axes:
