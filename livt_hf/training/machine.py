@@ -82,7 +82,7 @@ def choose_precision(asked: str) -> str:
     if asked == "auto":
         if not cuda:
             return "no"
-        # Where it is emulated, as on a T4 or V100, it is slower than float32.
+        # Not where it is emulated, as on a T4 or V100.
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if cpu and asked == "fp16":
         raise LiVTError("mixed_precision fp16 needs a GPU; use no.")
