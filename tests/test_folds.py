@@ -14,7 +14,7 @@ from test_tuning import resnet
 
 from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.data import class_counts, eval_processor, load_long_tailed
-from livt_hf.data.folds import test_folds as folds_of_images
+from livt_hf.data.division import test_folds as folds_of_images
 from livt_hf.data.labels import labels_of
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.models import load_classifier

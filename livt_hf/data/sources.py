@@ -25,10 +25,10 @@ from livt_hf.data.division import (
     held_out,
     pooled,
     refuse_empty_classes,
+    test_folds,
     thinned,
     warn_of_shared_groups,
 )
-from livt_hf.data.folds import test_folds
 from livt_hf.data.opening import open_splits
 from livt_hf.data.split_names import SPLIT_NAMES, SPLITS, named_splits, refuse_empty_splits, split_by_column
 from livt_hf.data.tables import is_table, open_table

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ def named_splits(splits: Mapping, where: str) -> dict:
     return {split: splits[called[split][0]] for split in SPLITS if split in called}
 
 
-def refuse_empty_splits(splits: dict[str, Dataset]) -> None:
+def refuse_empty_splits(splits: Mapping[str, Sized]) -> None:
     for split, dataset in splits.items():
         if not len(dataset):
             raise LiVTError(

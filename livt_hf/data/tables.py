@@ -25,8 +25,8 @@ from livt_hf.data.columns import (
     class_ids,
     telling_name,
 )
-from livt_hf.data.labels import Labels, first_names, flat_lists, holds_lists, offsets_of
-from livt_hf.data.paths import dataset_of_paths, locate, relative_paths, repeated
+from livt_hf.data.labels import Labels, first_names, flat_lists, offsets_of
+from livt_hf.data.paths import datasets_of_paths, locate, relative_paths, repeated
 from livt_hf.data.split_names import SPLIT_NAMES, read_splits
 from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.records import in_words
@@ -93,14 +93,8 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
     beside = {"split": splits} | ({} if groups is None else {"group": groups.take(rows).to_numpy(False)})
     twice = repeated(files, labels.take(rows), names, beside)
     rows = leave_out(twice, "the image is named twice with the same label")
-    files, splits = files[~twice], splits[~twice]
-    result = {}
-    for split in np.unique(splits).tolist():
-        own = splits == split
-        group = None if groups is None else groups.take(rows[own])
-        images = pa.array(files[own], type=pa.string())
-        result[split] = dataset_of_paths(images, labels.take(rows[own]), names, split, group)
-    return result
+    groups = None if groups is None else groups.take(rows)
+    return datasets_of_paths(files[~twice], labels.take(rows), names, splits[~twice], groups)
 
 
 def _image_folder(file: Path, settings: DataSettings) -> Path:
@@ -207,21 +201,17 @@ def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> 
     """The labels, the names of the classes, and which rows have an empty cell for a label."""
     if len(columns) > 1:
         return _labels_of_flags(table, columns)
-    column, offsets = table[columns[0]], None
-    if holds_lists(column):
-        empty, (values, offsets) = column.is_null(), flat_lists(column)
-        texts = as_text(values, columns[0])
-    else:
-        texts = as_text(column, columns[0])
-        empty = texts.is_null()
-        if separator is not None:
-            if not separator:
-                raise LiVTError('label_separator is "": pass what stands between labels, such as "|".')
-            values, offsets = flat_lists(pc.split_pattern(texts, separator))
-            texts = as_text(pa.chunked_array([values]), columns[0])
+    if separator == "":
+        raise LiVTError('label_separator is "": pass what stands between labels, such as "|".')
+    column = table[columns[0]]
+    values, offsets = flat_lists(column)
+    texts = as_text(values, columns[0])
+    empty = (texts if offsets is None else column).is_null().to_numpy(False)
+    if separator is not None and offsets is None:
+        values, offsets = flat_lists(pc.split_pattern(texts, separator))
+        texts = as_text(pa.chunked_array([values]), columns[0])
     ids, names = class_ids(texts)
     labels = Labels.of_ids(ids, offsets)
-    empty = empty.to_numpy(False)
     return labels, names, empty if separator is None else empty | (np.diff(labels.offsets) == 0)
 
 
