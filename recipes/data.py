@@ -11,9 +11,8 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from livt_hf.commands import run_command
-from livt_hf.data.decoding import copies_in_words, find_broken, listed
+from livt_hf.data.decoding import copies_in_words, find_broken, listed, some_images
 from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
-from livt_hf.data.loading import StoredImages
 from livt_hf.data.sources import load_data
 from livt_hf.errors import LiVTError
 from livt_hf.metrics import group_sizes
@@ -94,8 +93,7 @@ def draw(train: Dataset, folder: Path, seed: int = 0) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     counts, names = class_counts(train), class_feature(train).names
     rows, captions = sample(train, counts, names, seed)
-    stored = StoredImages(train.select(rows))
-    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in stored.images(range(len(rows)))]
+    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in some_images(train, rows)]
     return [
         class_distribution(counts, folder / "classes.png", names, biases=not is_multi_label(train)),
         contact_sheet(images, captions, folder / "samples.png", columns=SAMPLE_COLUMNS),

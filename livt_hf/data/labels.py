@@ -13,7 +13,7 @@ from datasets import ClassLabel, Dataset, IterableDataset, LargeList, List
 from livt_hf.data.splits import label_counts
 from livt_hf.errors import LiVTError
 
-NAMED = 10  # classes that a warning names
+NAMED = 10  # classes or images that a warning names
 
 
 @dataclass(frozen=True)
