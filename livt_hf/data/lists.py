@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from livt_hf.data.columns import MOST_CLASSES
 from livt_hf.data.labels import Labels
-from livt_hf.data.paths import datasets_of_paths, locate, repeated
+from livt_hf.data.paths import LEADS_OUT, datasets_of_paths, locate, repeated
 from livt_hf.data.split_names import SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 
@@ -64,7 +64,7 @@ def read_list(path: Path) -> ImageList:
             raise LiVTError(
                 f"{path}, line {number}: {line[:200]!r} is not `path label` with a label 0, 1, 2 and so on."
             )
-        if name[0] in "/\\" or ".." in name and ".." in re.split(r"[/\\]", name) or ":" in name[:2]:
+        if re.search(LEADS_OUT, name.replace("\\", "/")):
             raise LiVTError(f"{path}, line {number}: {name!r} leads out of the image folder; paths must stay inside.")
         paths.append(name)
         labels.append(label)

@@ -16,12 +16,14 @@ from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.labels import Labels, plain_name
 from livt_hf.errors import LiVTError
 
+LEADS_OUT = r"^(/|[A-Za-z]:)|(^|/)\.\.(/|$)"  # of a path with slashes
+
 
 def relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
     """Paths below the root, with slashes; one that leads out of it is refused."""
     paths = pc.replace_substring(paths, "\\", "/")
     paths = pc.replace_substring_regex(paths, f"^({re.escape(root.as_posix().rstrip('/'))}/|(\\./)+)", "")
-    outside = pc.match_substring_regex(paths, r"^(/|[A-Za-z]:)|(^|/)\.\.(/|$)").fill_null(False)
+    outside = pc.match_substring_regex(paths, LEADS_OUT).fill_null(False)
     if pc.any(outside).as_py():
         first = paths.filter(outside)[0]
         raise LiVTError(
