@@ -516,14 +516,15 @@ def test_a_rule_that_asks_too_much_names_the_largest_images_per_class_that_works
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.xz"])
 def test_an_image_list_is_read_plain_or_compressed(tmp_path, suffix):
-    write_images(tmp_path / "pictures", {"red fox": 5, "wolf": 5})
-    text = "".join(f"{name}/{i:03d}.png {c}\n" for c, name in enumerate(["red fox", "wolf"]) for i in range(5))
+    names = ["red fox", "Mo\u0308we"]  # as macOS writes it
+    write_images(tmp_path / "pictures", dict.fromkeys(names, 5))
+    text = "".join(f"{name}/{i:03d}.png {c}\n" for c, name in enumerate(names) for i in range(5))
     opener = {".txt": open, ".txt.gz": gzip.open, ".txt.xz": lzma.open}[suffix]
-    with opener(tmp_path / f"mine{suffix}", "wt") as file:
+    with opener(tmp_path / f"mine{suffix}", "wt", encoding="utf-8") as file:
         file.write(text)
     data = load_long_tailed(str(tmp_path / f"mine{suffix}"), source=tmp_path / "pictures")
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
-    assert data["train"].features["label"].names == ["red fox", "wolf"]
+    assert data["train"].features["label"].names == ["red fox", "M\u00f6we"]
 
 
 @pytest.mark.parametrize(

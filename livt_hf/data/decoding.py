@@ -281,17 +281,16 @@ def stored_paths(dataset: Dataset) -> list[str]:
 
 def _stored_sizes(dataset: Dataset) -> list[int | None]:
     """Bytes of each image, 0 where there are none; None where asking would mean to fetch it."""
-    return [_file_size(path) if size is None else size for path, size in _places_and_sizes(dataset)]
+    sizes = []
+    for path, size in _places_and_sizes(dataset):
+        if size is None and not (path and "://" in path):
+            size = os.path.getsize(path) if path and os.path.isfile(path) else 0
+        sizes.append(size)
+    return sizes
 
 
 def _places_and_sizes(dataset: Dataset) -> Iterator[tuple[str | None, int | None]]:
     return zip(image_paths(dataset).to_pylist(), embedded_sizes(dataset).to_pylist(), strict=True)
-
-
-def _file_size(path: str | None) -> int | None:
-    if path is not None and "://" in path:
-        return None
-    return os.path.getsize(path) if path is not None and os.path.isfile(path) else 0
 
 
 def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:

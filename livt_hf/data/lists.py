@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset
 
 from livt_hf.data.columns import MOST_CLASSES
-from livt_hf.data.labels import Labels
+from livt_hf.data.labels import Labels, plain_name
 from livt_hf.data.paths import LEADS_OUT, datasets_of_paths, locate, repeated
 from livt_hf.data.split_names import SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
@@ -80,7 +80,7 @@ def class_names(lists: Mapping[str, ImageList]) -> list[str]:
     train = lists["train"]
     folders = {label: set() for label in range(num_classes)}
     for path, label in zip(train.paths, train.labels.tolist(), strict=True):
-        folders[label].add(path.rpartition("/")[0])
+        folders[label].add(plain_name(path.rpartition("/")[0]))
     if any(len(options) != 1 for options in folders.values()):
         return numbers
     parts = [options.pop().split("/") for options in folders.values()]
