@@ -172,6 +172,13 @@ def test_imagenet_lt_without_its_list_says_where_to_find_it(imagenet):
         load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
 
 
+def test_imagenet_lt_of_a_copy_without_the_validation_images_names_what_is_missing(imagenet):
+    for split in ("validation", "test"):
+        (imagenet / f"hub/data/{split}-0.parquet").unlink()
+    with pytest.raises(LiVTError, match="2 of 2 images of .*test.txt are not in .*: is it all of ILSVRC 2012"):
+        load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
+
+
 def test_imagenet_reports_on_the_published_validation_set(imagenet):
     full = load_long_tailed("imagenet-1k", source=imagenet / "hub")
     assert {split: len(part) for split, part in full.items()} == {"train": 6, "test": 2}
