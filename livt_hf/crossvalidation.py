@@ -71,7 +71,10 @@ def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerat
 
     Groups of classes are those of the mean number of training images.
     """
-    answers = pa.concat_tables(_answers_of(run, number) for number in range(1, len(parts) + 1))
+    tables = [_answers_of(run, number) for number in range(1, len(parts) + 1)]
+    # A fold that could spare no image to calibrate has its rules in another order, and perhaps fewer of them.
+    shared = [name for name in tables[0].column_names if all(name in table.column_names for table in tables)]
+    answers = pa.concat_tables(table.select(shared) for table in tables)
     if accelerator.is_main_process:
         pq.write_table(answers, run.folder / ANSWERS)
     tested = concatenate_datasets([part["test"] for part in parts])

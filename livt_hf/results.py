@@ -59,7 +59,7 @@ class Results:
     test_carved: bool = False
     validation_carved: bool = False
     num_images: int | None = None
-    trained_on: str | None = None  # see data/digests.py; None in files from before there was one, and of a stream
+    trained_on: str | None = None  # `data.labels.digest_of`; None in files from before there was one, and of a stream
     # The training.
     pretrained: str | None = None
     epoch: float | None = None

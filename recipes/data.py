@@ -11,9 +11,8 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from livt_hf.commands import run_command
-from livt_hf.data.decoding import copies_in_words, find_broken, listed
+from livt_hf.data.decoding import copies_in_words, find_broken, listed, some_images
 from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
-from livt_hf.data.loading import StoredImages
 from livt_hf.data.sources import load_data
 from livt_hf.errors import LiVTError
 from livt_hf.metrics import group_sizes
@@ -64,29 +63,22 @@ def main(argv: list[str] | None = None) -> None:
 
 def table(data: DatasetDict) -> str:
     """What users ask of a long-tailed dataset, one column per split."""
-    lines = [["", *data]]
-    counts = {split: class_counts(part) for split, part in data.items()}
+    counts = [class_counts(part) for part in data.values()]
     facts = {
-        "images": lambda split: len(data[split]),
-        "classes": lambda split: len(counts[split]),
-        "images of the largest class": lambda split: counts[split].max(),
-        "images of the smallest class": lambda split: counts[split].min(),
-        "largest / smallest": lambda split: (
-            f"{counts[split].max() / counts[split].min():.4g}" if counts[split].min() else "-"
-        ),
+        "": list(data),
+        "images": [len(part) for part in data.values()],
+        "classes": [len(own) for own in counts],
+        "images of the largest class": [own.max() for own in counts],
+        "images of the smallest class": [own.min() for own in counts],
+        "largest / smallest": [f"{own.max() / own.min():.4g}" if own.min() else "-" for own in counts],
     }
     if "group" in data["train"].features:
-        facts["groups"] = lambda split: len(set(labels_of(data[split], "group").values))
-    lines += [[name, *(str(fact(split)) for split in data)] for name, fact in facts.items()]
-    groups = group_sizes(counts["train"])
-    lines.append([f"{'/'.join(groups)}-shot classes", "/".join(map(str, groups.values())), *[""] * (len(data) - 1)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for line in lines
-    )
+        facts["groups"] = [len(set(labels_of(part, "group").values)) for part in data.values()]
+    groups = group_sizes(class_counts(data["train"]))
+    facts[f"{'/'.join(groups)}-shot classes"] = ["/".join(map(str, groups.values()))]
+    width, names = max(len(str(value)) for values in facts.values() for value in values), max(map(len, facts))
+    lines = [f"{name:{names}}" + "".join(f"  {value!s:>{width}}" for value in facts[name]) for name in facts]
+    return "\n".join(lines)
 
 
 def draw(train: Dataset, folder: Path, seed: int = 0) -> list[Path]:
@@ -94,8 +86,7 @@ def draw(train: Dataset, folder: Path, seed: int = 0) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     counts, names = class_counts(train), class_feature(train).names
     rows, captions = sample(train, counts, names, seed)
-    stored = StoredImages(train.select(rows))
-    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in stored.images(range(len(rows)))]
+    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in some_images(train, rows)]
     return [
         class_distribution(counts, folder / "classes.png", names, biases=not is_multi_label(train)),
         contact_sheet(images, captions, folder / "samples.png", columns=SAMPLE_COLUMNS),

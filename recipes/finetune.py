@@ -35,7 +35,7 @@ from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_s
 from livt_hf.data import Batches, class_counts, load_data
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import copies_in_words
-from livt_hf.data.digests import digest_of
+from livt_hf.data.labels import digest_of
 from livt_hf.data.sources import load_images
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.estimation import calibrate

@@ -25,8 +25,7 @@ from livt_hf.data import (
     normalization,
     train_loader,
 )
-from livt_hf.data.digests import digest_of
-from livt_hf.data.labels import number_of_classes
+from livt_hf.data.labels import digest_of, number_of_classes
 from livt_hf.errors import Interrupted
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.pretraining import held_out_images, mask_noise, reconstruction_loss, reconstruction_rows, update_advice

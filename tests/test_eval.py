@@ -22,7 +22,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.conversion import to_beit
 from livt_hf.data import Batches, eval_loader, eval_processor, load_data, load_long_tailed, load_to_measure
-from livt_hf.data.digests import digest_of
+from livt_hf.data.labels import digest_of
 from livt_hf.demo.mistakes import read_predictions
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import balanced_by_counts, check_classes_match, check_set_aside, lent_by_run

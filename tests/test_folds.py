@@ -14,7 +14,7 @@ from test_tuning import resnet
 
 from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.data import class_counts, eval_processor, load_long_tailed
-from livt_hf.data.folds import test_folds as folds_of_images
+from livt_hf.data.division import test_folds as folds_of_images
 from livt_hf.data.labels import labels_of
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.evaluation.models import load_classifier
@@ -188,6 +188,23 @@ def test_pooled_numbers_are_those_of_the_pooled_scores(labels, backbone, tmp_pat
         expected = long_tail_metrics(scores, ids, [9] * 4, confidence="given")
         for name in ("accuracy", "mean_class_accuracy", "macro_f1", "ece"):
             assert measured[name] == pytest.approx(expected[name], abs=1e-6), (rule, name)
+
+
+def test_folds_of_which_only_one_can_hold_out_images_to_calibrate_are_measured_together(
+    labels, backbone, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("livt_hf.data.division.ENOUGH_TO_HOLD_OUT", 10)
+    sites = {0: "abcde", 1: "ab"}  # of two sites to train on, one alone has class 1, so that none can be spared
+    rows = [
+        f"train/class{label}/{i}.png,class{label},{own[i % len(own)]}\n"
+        for label, own in sites.items()
+        for i in range(10)
+    ]
+    table = labels.with_name("sites.csv")
+    table.write_text("file,label,site\n" + "".join(rows))
+    run = cross_validated(table, backbone, tmp_path / "run", "--group_column", "site", "--batch_size", "4")
+    assert len({run.fold(number).results.headline for number in (1, 2)}) == 2
+    assert run.results.num_images == 20 and None not in (run.results.metrics, run.results.posterior)
 
 
 def test_a_fold_is_a_run_that_can_be_evaluated_on_its_own_test_images(run, tmp_path):

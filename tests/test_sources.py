@@ -172,6 +172,13 @@ def test_imagenet_lt_without_its_list_says_where_to_find_it(imagenet):
         load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
 
 
+def test_imagenet_lt_of_a_copy_without_the_validation_images_names_what_is_missing(imagenet):
+    for split in ("validation", "test"):
+        (imagenet / f"hub/data/{split}-0.parquet").unlink()
+    with pytest.raises(LiVTError, match="2 of 2 images of .*test.txt are not in .*: is it all of ILSVRC 2012"):
+        load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
+
+
 def test_imagenet_reports_on_the_published_validation_set(imagenet):
     full = load_long_tailed("imagenet-1k", source=imagenet / "hub")
     assert {split: len(part) for split, part in full.items()} == {"train": 6, "test": 2}
@@ -516,14 +523,15 @@ def test_a_rule_that_asks_too_much_names_the_largest_images_per_class_that_works
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.xz"])
 def test_an_image_list_is_read_plain_or_compressed(tmp_path, suffix):
-    write_images(tmp_path / "pictures", {"red fox": 5, "wolf": 5})
-    text = "".join(f"{name}/{i:03d}.png {c}\n" for c, name in enumerate(["red fox", "wolf"]) for i in range(5))
+    names = ["red fox", "Mo\u0308we"]  # as macOS writes it
+    write_images(tmp_path / "pictures", dict.fromkeys(names, 5))
+    text = "".join(f"{name}/{i:03d}.png {c}\n" for c, name in enumerate(names) for i in range(5))
     opener = {".txt": open, ".txt.gz": gzip.open, ".txt.xz": lzma.open}[suffix]
-    with opener(tmp_path / f"mine{suffix}", "wt") as file:
+    with opener(tmp_path / f"mine{suffix}", "wt", encoding="utf-8") as file:
         file.write(text)
     data = load_long_tailed(str(tmp_path / f"mine{suffix}"), source=tmp_path / "pictures")
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
-    assert data["train"].features["label"].names == ["red fox", "wolf"]
+    assert data["train"].features["label"].names == ["red fox", "M\u00f6we"]
 
 
 @pytest.mark.parametrize(

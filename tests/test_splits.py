@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
-from livt_hf.data.digests import digest_of
 from livt_hf.data.division import carved_test
+from livt_hf.data.labels import digest_of
 from livt_hf.data.splits import (
     exponential_counts,
     grouped_split,

@@ -63,7 +63,7 @@ class Batches:
 
 
 class Loader(DataLoader):
-    """What a dataset refuses comes out of its worker as a value and is raised here, as the sentence that it is.
+    """What a dataset of batches refuses comes out of its worker as a value and is raised here, as its sentence.
 
     Where an image is broken, all that are so of the stored `images` are named.
     """
@@ -71,7 +71,8 @@ class Loader(DataLoader):
     def __init__(self, dataset: torch.utils.data.Dataset, images: Dataset | None = None, **options):
         self.images = images
         # The loader draws a seed for its workers: not from the global generator.
-        super().__init__(dataset, generator=torch.Generator(), worker_init_fn=outlive_signals, **options)
+        options |= {"generator": torch.Generator(), "worker_init_fn": outlive_signals, "collate_fn": _as_is}
+        super().__init__(dataset, **options)
 
     def __iter__(self) -> Iterator[dict]:
         return self._checked(super().__iter__())
@@ -83,3 +84,8 @@ class Loader(DataLoader):
                     refuse_broken(self.images)
                 raise batch
             yield batch
+
+
+def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
+    """A dataset of batches needs no collating."""
+    return batch

@@ -24,7 +24,6 @@ from livt_hf.data.labels import (
     class_label,
     first_names,
     flat_lists,
-    holds_lists,
     image_paths,
     of_rows,
     plain_name,
@@ -208,7 +207,7 @@ def _encoded_labels(splits: dict[str, Dataset], column: str) -> tuple[dict[str, 
     cells = {split: of_rows(dataset, dataset.data.column(column)) for split, dataset in splits.items()}
     for split, own in cells.items():
         _refuse_missing(own.is_null().to_numpy(), split)
-    flat = {split: flat_lists(own) if holds_lists(own) else (own, None) for split, own in cells.items()}
+    flat = {split: flat_lists(own) for split, own in cells.items()}
     named = {split: class_label(dataset.features[column]) for split, dataset in splits.items()}
     classes, kinds = named["train"], [values.type for values, _ in flat.values()]
     texts = [split for split, (values, _) in flat.items() if values.type in (pa.string(), pa.large_string())]

@@ -19,14 +19,13 @@ from typing import BinaryIO, TypeVar
 
 import fsspec
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from datasets import Image as ImageColumn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm.auto import tqdm
 
-from livt_hf.data.labels import image_paths, of_rows
+from livt_hf.data.labels import NAMED, embedded_sizes, image_paths
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,6 @@ SKIP = "or leave such images out with --on_broken skip (in Python on_broken='ski
 WAY_OUT = f". Repair or remove it, {SKIP}"
 # Others say transparency, a palette or how to turn the image, or make libpng complain on the terminal.
 _PLAIN_CHUNKS = {b"IHDR", b"sRGB", b"gAMA", b"pHYs", b"IDAT", b"IEND"}
-NAMED = 10  # broken images that a warning names
 
 
 class BrokenImageError(LiVTError):
@@ -278,25 +276,21 @@ def copies_in_words(splits: Mapping[str, Dataset]) -> str | None:
 
 def stored_paths(dataset: Dataset) -> list[str]:
     """The files of images that are stored as such on this machine."""
-    stored = zip(image_paths(dataset).to_pylist(), _embedded_sizes(dataset), strict=True)
-    return [path for path, size in stored if size is None and path and "://" not in path]
+    return [path for path, size in _places_and_sizes(dataset) if size is None and path and "://" not in path]
 
 
 def _stored_sizes(dataset: Dataset) -> list[int | None]:
     """Bytes of each image, 0 where there are none; None where asking would mean to fetch it."""
-    stored = zip(image_paths(dataset).to_pylist(), _embedded_sizes(dataset), strict=True)
-    return [_file_size(path) if size is None else size for path, size in stored]
+    sizes = []
+    for path, size in _places_and_sizes(dataset):
+        if size is None and not (path and "://" in path):
+            size = os.path.getsize(path) if path and os.path.isfile(path) else 0
+        sizes.append(size)
+    return sizes
 
 
-def _embedded_sizes(dataset: Dataset) -> list[int | None]:
-    """Bytes of the images that the dataset holds itself, which are not read for it."""
-    return of_rows(dataset, pc.binary_length(pc.struct_field(dataset.data.column("image"), "bytes"))).to_pylist()
-
-
-def _file_size(path: str | None) -> int | None:
-    if path is not None and "://" in path:
-        return None
-    return os.path.getsize(path) if path is not None and os.path.isfile(path) else 0
+def _places_and_sizes(dataset: Dataset) -> Iterator[tuple[str | None, int | None]]:
+    return zip(image_paths(dataset).to_pylist(), embedded_sizes(dataset).to_pylist(), strict=True)
 
 
 def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from datasets import Dataset
 
 from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.labels import Labels, plain_name
-from livt_hf.data.paths import dataset_of_paths
-from livt_hf.data.split_names import SPLIT_OF_WORD, named_folders
+from livt_hf.data.paths import datasets_of_paths
+from livt_hf.data.split_names import SPLIT_OF_WORD, named_folders, refuse_empty_splits
 from livt_hf.errors import LiVTError
 from livt_hf.system import is_of_runs
 
@@ -119,8 +118,7 @@ def _by_class(tree: Tree, images: list[str], splits: dict[str, str], depth: int,
     id_of = {name: number for number, name in enumerate(names)}
     around = images[0].split("/")[:depth][-1:]  # of no splits: a lone folder around the classes may be called test
     alone = next(iter(named_folders(around).values()), "train")
-    found: dict[str, tuple[list, list]] = {split: ([], []) for split in splits.values() or [alone]}
-    outside = []
+    paths, labels, split_of, outside = [], [], [], []
     for image in images:
         parts = image.split("/", level + 1)
         if len(parts) < level + 2:
@@ -131,15 +129,14 @@ def _by_class(tree: Tree, images: list[str], splits: dict[str, str], depth: int,
                 f"{os.path.join(tree.root, *parts[: depth + 1])} names no split, but {next(iter(splits))} does: call "
                 "it train, val or test, or move it."
             )
-        paths, labels = found[splits[parts[depth]] if splits else alone]
         paths.append(os.path.join(tree.root, image))
         labels.append(id_of[plain_name(parts[level])])
+        split_of.append(splits.get(parts[depth], alone))
     if outside:
         logger.warning("left out %d images that lie in no class folder, such as %s", len(outside), outside[0])
-    return {
-        split: dataset_of_paths(pa.array(paths, pa.string()), Labels(np.array(labels, dtype=np.int64)), names, split)
-        for split, (paths, labels) in found.items()
-    }
+    found = datasets_of_paths(paths, Labels(np.array(labels, dtype=np.int64)), names, np.array(split_of))
+    refuse_empty_splits(dict.fromkeys(splits.values() or [alone], ()) | found)
+    return found
 
 
 def _check_entries(tree: Tree) -> None:

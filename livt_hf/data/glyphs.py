@@ -8,7 +8,6 @@ are used, so the images are the same on every machine with the same Pillow.
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -98,22 +97,21 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
 
     y, x = np.mgrid[:SIZE, :SIZE].astype(np.float32) - (SIZE - 1) / 2  # (SIZE, SIZE), the centre of the image is 0
     font = (next(draws) * len(FONTS)).astype(np.int64)
-    pose = _Pose(
+    glyph = _place(
+        masks[labels * len(FONTS) + font], (x, y),
         half_angle_tangent=uniform(-0.09, 0.09),  # 10 degrees to both sides
         size=uniform(22, 27), stretch=uniform(0.9, 1.15), shear=uniform(-0.1, 0.1),
         left=uniform(-1.5, 1.5), top=uniform(-1.5, 1.5),
     )  # fmt: skip
-    glyph = _place(masks, labels * len(FONTS) + font, pose, x, y)
     # Another glyph, pushed to the border so that the one that counts is the central one.
     horizontal = next(draws)[:, None, None] < 0.5
     sign = np.where(next(draws) < 0.5, -1, 1).astype(np.float32)[:, None, None]
     along, across = uniform(-12, 12), sign * uniform(20, 26)
     other = (next(draws) * len(masks)).astype(np.int64)
-    pose = _Pose(
-        half_angle_tangent=uniform(-0.13, 0.13), size=uniform(19, 27), stretch=1.0, shear=0.0,
+    neighbour = _place(
+        masks[other], (x, y), half_angle_tangent=uniform(-0.13, 0.13), size=uniform(19, 27),
         left=np.where(horizontal, across, along), top=np.where(horizontal, along, across),
     )  # fmt: skip
-    neighbour = _place(masks, other, pose, x, y)
 
     background, foreground = _colours(colour(), colour(), uniform(0.45, 0.6))
     shade = ((uniform(-1, 1) * x + uniform(-1, 1) * y) / SIZE * uniform(0, 0.1))[:, None]
@@ -128,33 +126,21 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
     return np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
-class _Pose(NamedTuple):
-    """How glyphs are turned, scaled, stretched, sheared and shifted: numbers, or arrays (B, 1, 1)."""
-
-    half_angle_tangent: np.ndarray
-    size: np.ndarray
-    stretch: np.ndarray | float
-    shear: np.ndarray | float
-    left: np.ndarray
-    top: np.ndarray
-
-
-def _place(masks: np.ndarray, which: np.ndarray, pose: _Pose, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Sample masks bilinearly under poses: (B, SIZE, SIZE)."""
-    tangent = pose.half_angle_tangent
-    square = tangent * tangent  # rational rotation: sine and cosine differ between machines
-    cosine, sine = (1 - square) / (1 + square), 2 * tangent / (1 + square)
-    step = GLYPH / pose.size  # mask pixels per image pixel
-    x, y = x - pose.left, y - pose.top
-    u, v = (cosine * x + sine * y) * step * pose.stretch, (cosine * y - sine * x) * step
-    u = np.clip(u + pose.shear * v + (CANVAS - 1) / 2, 0, CANVAS - 1.001)
+def _place(masks, at, half_angle_tangent, size, left, top, stretch=1.0, shear=0.0) -> np.ndarray:
+    """Masks (B, CANVAS, CANVAS), turned, scaled, stretched, sheared and shifted, at points (x, y): (B, SIZE, SIZE)."""
+    square = half_angle_tangent * half_angle_tangent  # rational rotation: sine and cosine differ between machines
+    cosine, sine = (1 - square) / (1 + square), 2 * half_angle_tangent / (1 + square)
+    step = GLYPH / size  # mask pixels per image pixel
+    x, y = at[0] - left, at[1] - top
+    u, v = (cosine * x + sine * y) * step * stretch, (cosine * y - sine * x) * step
+    u = np.clip(u + shear * v + (CANVAS - 1) / 2, 0, CANVAS - 1.001)
     v = np.clip(v + (CANVAS - 1) / 2, 0, CANVAS - 1.001)
     column, row = u.astype(np.int32), v.astype(np.int32)
     u, v = u - column, v - row
-    flat = masks.reshape(-1)
-    at = (which * (CANVAS * CANVAS)).astype(np.int32)[:, None, None] + row * CANVAS + column
-    upper = flat[at] * (1 - u) + flat[at + 1] * u
-    lower = flat[at + CANVAS] * (1 - u) + flat[at + CANVAS + 1] * u
+    flat, first = masks.reshape(-1), np.arange(len(masks), dtype=np.int32)[:, None, None] * CANVAS**2
+    upper_left = first + row * CANVAS + column
+    upper = flat[upper_left] * (1 - u) + flat[upper_left + 1] * u
+    lower = flat[upper_left + CANVAS] * (1 - u) + flat[upper_left + CANVAS + 1] * u
     return upper * (1 - v) + lower * v
 
 

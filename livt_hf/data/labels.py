@@ -1,5 +1,6 @@
-"""Labels as arrays, and how a dataset is asked for them. Linear in the rows, never one by one."""
+"""Labels as arrays, and how a dataset is asked for them. Linear in the rows, never one by one; no image is read."""
 
+import hashlib
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from datasets import ClassLabel, Dataset, IterableDataset, LargeList, List
 from livt_hf.data.splits import label_counts
 from livt_hf.errors import LiVTError
 
-NAMED = 10  # classes that a warning names
+NAMED = 10  # classes or images that a warning names
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,14 @@ def plain_name(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def holds_lists(column: pa.ChunkedArray) -> bool:
+def flat_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa.Array, np.ndarray | None]:
+    """All values of a column of lists, and the offsets of the lists; one that is null counts as empty.
+
+    Of a column without lists, the column itself and None.
+    """
     kinds = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
-    return any(is_kind(column.type) for is_kind in kinds)
-
-
-def flat_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa.Array, np.ndarray]:
-    """All values of a column of lists, and the offsets of the lists; one that is null counts as empty."""
+    if not any(is_kind(column.type) for is_kind in kinds):
+        return column, None
     lengths = pc.list_value_length(column).fill_null(0)
     return pc.list_flatten(column), offsets_of(lengths.to_numpy(zero_copy_only=False))
 
@@ -142,8 +144,7 @@ def labels_of(dataset: Dataset, column: str = "label") -> Labels:
     """
     if isinstance(dataset, IterableDataset):
         raise LiVTError("a stream cannot be counted without reading it all: pass class_counts.")
-    values, rows = dataset.data.column(column), rows_of(dataset)
-    values, offsets = flat_lists(values) if holds_lists(values) else (values, None)
+    (values, offsets), rows = flat_lists(dataset.data.column(column)), rows_of(dataset)
     labels = Labels(values.to_numpy(), offsets)
     return labels if rows is None else labels.take(rows)
 
@@ -156,6 +157,28 @@ def group_codes(dataset: Dataset) -> np.ndarray:
 def image_paths(dataset: Dataset) -> pa.ChunkedArray:
     """The files of all images; null for those that came without a name."""
     return of_rows(dataset, pc.struct_field(dataset.data.column("image"), "path"))
+
+
+def embedded_sizes(dataset: Dataset) -> pa.ChunkedArray:
+    """Bytes of the images that the dataset holds itself; null for those that stay in their files."""
+    return of_rows(dataset, pc.binary_length(pc.struct_field(dataset.data.column("image"), "bytes")))
+
+
+def digest_of(dataset: Dataset | IterableDataset) -> str | None:
+    """By what a run remembers the images that it was trained on: no name can be read from it.
+
+    A digest of the labels and file names of all images, in their order, and of the length of those without a name.
+    Folders do not count, for data may move. A stream is not read for it and has none.
+    """
+    if isinstance(dataset, IterableDataset):
+        return None
+    labels = labels_of(dataset)
+    names = pc.replace_substring_regex(image_paths(dataset), r"^.*[/\\]", "")
+    texts = pc.coalesce(names, embedded_sizes(dataset).cast(pa.string()), "")
+    digest = hashlib.sha256("\0".join(texts.to_pylist()).encode())
+    for numbers in (labels.values, [] if labels.offsets is None else labels.offsets):
+        digest.update(np.asarray(numbers, dtype="<i8").tobytes())
+    return digest.hexdigest()
 
 
 def of_rows(dataset: Dataset, column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from datasets import Dataset
 
 from livt_hf.data.columns import MOST_CLASSES
-from livt_hf.data.labels import Labels
-from livt_hf.data.paths import dataset_of_paths, locate, repeated
+from livt_hf.data.labels import Labels, plain_name
+from livt_hf.data.paths import LEADS_OUT, datasets_of_paths, locate, repeated
 from livt_hf.data.split_names import SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 
@@ -65,7 +64,7 @@ def read_list(path: Path) -> ImageList:
             raise LiVTError(
                 f"{path}, line {number}: {line[:200]!r} is not `path label` with a label 0, 1, 2 and so on."
             )
-        if name[0] in "/\\" or ".." in name and ".." in re.split(r"[/\\]", name) or ":" in name[:2]:
+        if re.search(LEADS_OUT, name.replace("\\", "/")):
             raise LiVTError(f"{path}, line {number}: {name!r} leads out of the image folder; paths must stay inside.")
         paths.append(name)
         labels.append(label)
@@ -81,7 +80,7 @@ def class_names(lists: Mapping[str, ImageList]) -> list[str]:
     train = lists["train"]
     folders = {label: set() for label in range(num_classes)}
     for path, label in zip(train.paths, train.labels.tolist(), strict=True):
-        folders[label].add(path.rpartition("/")[0])
+        folders[label].add(plain_name(path.rpartition("/")[0]))
     if any(len(options) != 1 for options in folders.values()):
         return numbers
     parts = [options.pop().split("/") for options in folders.values()]
@@ -107,19 +106,12 @@ def datasets_from_lists(lists: Mapping[str, ImageList], root: Path, skip_missing
             raise LiVTError(f"none of the {len(found)} files of {images.file} is below {root}: pass it with --source.")
         if missing:
             logger.warning("left out %d missing files of %s, such as %s", len(missing), images.file, missing[0])
-        kept = np.not_equal(np.array(found, dtype=object), None)
-        files.append(np.array(found, dtype=object)[kept])
-        labels.append(images.labels[kept])
-        splits += [split] * len(files[-1])
-    return _datasets(np.concatenate(files), np.concatenate(labels), np.array(splits), names)
-
-
-def _datasets(files: np.ndarray, labels: np.ndarray, splits: np.ndarray, names: list[str]) -> dict[str, Dataset]:
+        kept = [row for row, file in enumerate(found) if file is not None]
+        files += [found[row] for row in kept]
+        labels += images.labels[kept].tolist()
+        splits += [split] * len(kept)
+    files, labels, splits = np.array(files, dtype=object), np.array(labels), np.array(splits)
     twice = repeated(files, Labels(labels), names, {"split": splits})
     if twice.any():
         logger.warning("left out %d lines that name an image once more, such as %s", twice.sum(), files[twice][0])
-    own = {split: ~twice & (splits == split) for split in dict.fromkeys(splits.tolist())}
-    return {
-        split: dataset_of_paths(pa.array(files[rows], pa.string()), Labels(labels[rows]), names, split)
-        for split, rows in own.items()
-    }
+    return datasets_of_paths(files[~twice], Labels(labels[~twice]), names, splits[~twice])

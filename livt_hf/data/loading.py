@@ -6,7 +6,8 @@ middle of an epoch without reading what it skips.
 Data that fits neither on disk nor in memory comes as a stream: see `livt_hf.data.streaming`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from livt_hf.data.batches import Batches, Loader
 from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image, refuse_broken, stored_images
 from livt_hf.data.labels import Labels, labels_of, number_of_classes
 from livt_hf.data.streaming import StreamLoader
-from livt_hf.data.transforms import Augmentation
+from livt_hf.data.transforms import Augmentation, Images
 from livt_hf.errors import LiVTError
 
 # A set of small images of one size is decoded once into memory, if it fits in this many bytes.
@@ -50,10 +51,9 @@ class TrainLoader:
     def __init__(self, dataset: Dataset, augmentation: Augmentation, batches: Batches):
         self.num_images = len(dataset)
         self.updates_per_epoch = batches.updates(self.num_images)
-        stored = StoredImages(dataset)
-        self._sampler = UpdateSampler(stored.all_labels, batches)
-        images = _AugmentedImages(stored, augmentation, batches.seed)
-        self._loader = _stored_loader(images, batches.num_workers, batch_sampler=self._sampler)
+        images = _PreparedImages(dataset, augmentation, batches.seed)
+        self._sampler = UpdateSampler(images.stored.all_labels, batches)
+        self._loader = images.loader(self._sampler, batches.num_workers)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
         """The micro-batches of this process, `accumulation` per update, from `start_update` on."""
@@ -91,25 +91,15 @@ def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batche
 
     Processes get contiguous parts that differ by at most one image, so they may have different numbers of batches.
     """
-    images = _ProcessedImages(StoredImages(dataset), processor)
-    return _stored_loader(images, batches.num_workers, batch_sampler=batches.in_order(len(dataset)))
+    return augmented_in_order(dataset, _Processing(processor), batches, epoch=0)
 
 
-def augmented_in_order(dataset: Dataset, augmentation: Augmentation, batches: Batches, epoch: int) -> DataLoader:
+def augmented_in_order(
+    dataset: Dataset, augmentation: "Augmentation | _Processing", batches: Batches, epoch: int
+) -> DataLoader:
     """The uint8 images of `train_loader` as an epoch sees them, but in order, each image once over all processes."""
-    rows = [[(epoch, index) for index in part] for part in batches.in_order(len(dataset))]
-    images = _AugmentedImages(StoredImages(dataset), augmentation, batches.seed)
-    return _stored_loader(images, batches.num_workers, batch_sampler=rows)
-
-
-def _stored_loader(dataset: "_AugmentedImages | _ProcessedImages", num_workers: int, **options) -> Loader:
-    options |= {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-    return Loader(dataset, dataset.stored.rows, collate_fn=_as_is, **options)
-
-
-def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
-    """The datasets already give batches."""
-    return batch
+    keys = [[(epoch, index) for index in part] for part in batches.in_order(len(dataset))]
+    return _PreparedImages(dataset, augmentation, batches.seed).loader(keys, batches.num_workers)
 
 
 class StoredImages:
@@ -161,41 +151,40 @@ class StoredImages:
         return cache
 
 
-class _AugmentedImages(torch.utils.data.Dataset):
-    def __init__(self, stored: StoredImages, augmentation: Augmentation, seed: int):
-        self.stored, self.augmentation, self.seed = stored, augmentation, seed
+class _PreparedImages(torch.utils.data.Dataset):
+    """Images as they are augmented, or as the processor of a model makes them, by (epoch, draw) pairs."""
+
+    def __init__(self, dataset: Dataset, augmentation: "Augmentation | _Processing", seed: int):
+        self.stored, self.augmentation, self.seed = StoredImages(dataset), augmentation, seed
+
+    def loader(self, keys: Iterable[list[tuple[int, int]]], num_workers: int) -> Loader:
+        options = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+        return Loader(self, self.stored.rows, batch_sampler=keys, **options)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict | LiVTError:
         """Images by their rows; what is random about them belongs to the draw (see `Sampler.draws`)."""
         epoch, draws = keys[0][0], [draw for _, draw in keys]
         try:
-            parts = [self._augmented(epoch, part) for part in self.stored.in_parts(draws)]
+            pixels = torch.cat([self._pixels(epoch, part) for part in self.stored.in_parts(draws)])
         except LiVTError as error:
             return error
-        labels = self.stored.labels(self._rows(draws))
-        return {"pixel_values": torch.cat(parts), "labels": labels, "index": torch.tensor(draws)}
+        labels = {"labels": self.stored.labels(self._rows(draws))} if self.stored.labelled else {}
+        return {"pixel_values": pixels, "index": torch.tensor(draws), **labels}
 
-    def _augmented(self, epoch: int, draws: list[int]) -> torch.Tensor:
+    def _pixels(self, epoch: int, draws: list[int]) -> torch.Tensor:
         return self.augmentation.batch(self.stored.images(self._rows(draws)), self.seed, epoch, draws)
 
     def _rows(self, draws: list[int]) -> list[int]:
         return [draw % len(self.stored) for draw in draws]
 
 
-class _ProcessedImages(torch.utils.data.Dataset):
-    def __init__(self, stored: StoredImages, processor: BaseImageProcessor):
-        self.stored, self.processor = stored, processor
+@dataclass(frozen=True)
+class _Processing:
+    """The image processor of a model in the place of an augmentation: nothing about it is random."""
 
-    def __getitems__(self, indices: list[int]) -> dict | LiVTError:
-        try:
-            parts = [self._processed(part) for part in self.stored.in_parts(indices)]
-        except LiVTError as error:
-            return error
-        labels = {"labels": self.stored.labels(indices)} if self.stored.labelled else {}
-        return {"pixel_values": torch.cat(parts), "index": torch.tensor(indices), **labels}
+    processor: BaseImageProcessor
 
-    def _processed(self, indices: list[int]) -> torch.Tensor:
-        images = self.stored.images(indices)
+    def batch(self, images: Images, *_) -> torch.Tensor:
         if not isinstance(self.processor, TorchvisionBackend):  # the others want arrays with the channels last
             images = [image.permute(1, 2, 0).numpy() for image in images]
         return self.processor(images=images, return_tensors="pt")["pixel_values"]

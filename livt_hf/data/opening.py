@@ -85,14 +85,16 @@ def _picked(images: dict[str, Dataset], lists: dict[str, ImageList]) -> dict[str
     """Pick the images of lists from the Hub's ImageNet by file name: `n01440764_10026_n01440764.JPEG` there."""
     picked = {}
     for split, wanted in lists.items():
-        published = images["train" if wanted.paths[0].startswith("train") else "validation"]
+        published = images["train"]
+        if not wanted.paths[0].startswith("train"):
+            published = images.get("validation", published)
         stored = _stems(image_paths(published)).combine_chunks()
         rows = pc.index_in(_stems(pa.array(wanted.paths)), value_set=stored)
         if rows.null_count:
             first = wanted.paths[int(np.argmax(rows.is_null()))]
             raise LiVTError(
                 f"{rows.null_count} of {len(rows)} images of {wanted.file} are not in the dataset, the first is "
-                f"{first}: is it ILSVRC 2012?"
+                f"{first}: is it all of ILSVRC 2012?"
             )
         part = published.select(rows.to_numpy())
         labels = labels_of(part).values

@@ -1,9 +1,10 @@
 """Images that stay in their files: paths below a folder, and the dataset of them."""
 
+import functools
 import os
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,14 @@ from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.labels import Labels, plain_name
 from livt_hf.errors import LiVTError
 
+LEADS_OUT = r"^(/|[A-Za-z]:)|(^|/)\.\.(/|$)"  # of a path with slashes
+
 
 def relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
     """Paths below the root, with slashes; one that leads out of it is refused."""
     paths = pc.replace_substring(paths, "\\", "/")
     paths = pc.replace_substring_regex(paths, f"^({re.escape(root.as_posix().rstrip('/'))}/|(\\./)+)", "")
-    outside = pc.match_substring_regex(paths, r"^(/|[A-Za-z]:)|(^|/)\.\.(/|$)").fill_null(False)
+    outside = pc.match_substring_regex(paths, LEADS_OUT).fill_null(False)
     if pc.any(outside).as_py():
         first = paths.filter(outside)[0]
         raise LiVTError(
@@ -32,34 +35,42 @@ def relative_paths(paths: pa.StringArray, root: Path) -> pa.StringArray:
 def locate(paths: Iterable[str], root: Path) -> list[str | None]:
     """The file behind each path below `root`; None where there is none.
 
-    Its name may lack the suffix, or have its letters in another form. Each folder is read once, instead of asking for
-    each file.
+    Its name may lack the suffix, and have its letters in another form, as may those of its folders. Each folder is
+    read once, instead of asking for each file.
     """
-    root = Path(os.path.abspath(root))
-    suffixes, prefix, found = image_suffixes(), f"{root}/", []
-    listed: dict[str, set[str]] = {}
-    stems: dict[str, dict[str, list[str]]] = {}  # by folder: the images of each name, with and without its suffix
-    for path in paths:
-        if "//" in path or "./" in path:  # one file has one path
-            path = posixpath.normpath(path)
-        folder, slash, name = path.rpartition("/")
-        if folder not in listed:
-            place = root / folder
-            listed[folder] = set(os.listdir(place)) if place.is_dir() else set()
-        if name not in listed[folder]:
-            if folder not in stems:
-                stems[folder] = {}
-                for file in sorted(listed[folder]):
-                    stem, suffix = os.path.splitext(file)
-                    if suffix.lower() in suffixes:
-                        for known in (stem, file):
-                            stems[folder].setdefault(plain_name(known), []).append(file)
-            meant = stems[folder].get(plain_name(name), [])
-            if len(meant) > 1:
-                raise LiVTError(f"{path} may be {' or '.join(meant)} in {root / folder}: write its suffix.")
-            name = meant[0] if meant else None
-        found.append(None if name is None else f"{prefix}{folder}{slash}{name}")
-    return found
+    suffixes = image_suffixes()
+
+    @functools.cache
+    def place_of(folder: str) -> str | None:
+        place = find(folder) if folder else os.path.abspath(root)
+        return place if place and os.path.isdir(place) else None
+
+    @functools.cache
+    def names_in(place: str) -> set[str]:
+        return set(os.listdir(place))
+
+    @functools.cache
+    def known_in(place: str) -> dict[str, list[str]]:
+        """What a folder holds by name, with and without the suffix of an image."""
+        known: dict[str, list[str]] = {}
+        for name in sorted(names_in(place)):
+            stem, suffix = os.path.splitext(name)
+            for written in (stem, name) if suffix.lower() in suffixes else (name,):
+                known.setdefault(plain_name(written), []).append(name)
+        return known
+
+    def find(path: str) -> str | None:
+        folder, _, name = path.rpartition("/")
+        place = place_of(folder)
+        if place is None or name in names_in(place):
+            return place and f"{place}/{name}"
+        meant = known_in(place).get(plain_name(name), [])
+        if len(meant) > 1:
+            raise LiVTError(f"{path} may be {' or '.join(meant)} in {place}: write its suffix.")
+        return f"{place}/{meant[0]}" if meant else None
+
+    # One file has one path.
+    return [find(posixpath.normpath(path) if "//" in path or "./" in path else path) for path in paths]
 
 
 def repeated(files: np.ndarray, labels: Labels, names: list[str], beside: dict[str, np.ndarray]) -> np.ndarray:
@@ -92,14 +103,18 @@ def repeated(files: np.ndarray, labels: Labels, names: list[str], beside: dict[s
     return twice
 
 
-def dataset_of_paths(
-    paths: pa.Array, labels: Labels, names: list[str], split: str, groups: pa.Array | None = None
-) -> Dataset:
-    """A dataset of images that stay in their files."""
+def datasets_of_paths(
+    paths: Sequence[str], labels: Labels, names: list[str], split_of: np.ndarray, groups: pa.Array | None = None
+) -> dict[str, Dataset]:
+    """Datasets of images that stay in their files, by the split of each image."""
+    paths = pa.array(paths, pa.string())
     storage = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], names=["bytes", "path"])
     columns = {"image": storage, "label": labels.to_arrow()}
     features = Features(image=Image(), label=labels.feature(names))
     if groups is not None:
         columns["group"], features["group"] = groups, Value("string")
     table = pa.table(columns).cast(features.arrow_schema)
-    return Dataset(table, info=DatasetInfo(features=features), split=NamedSplit(split))
+    return {
+        split: Dataset(table.filter(split_of == split), info=DatasetInfo(features=features), split=NamedSplit(split))
+        for split in np.unique(split_of).tolist()
+    }

@@ -7,17 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
+from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets
 
 from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC, Benchmark
-from livt_hf.data.columns import (
-    LeftOut,
-    say_left_out,
-    sound_images,
-    standard_columns,
-    standard_stream,
-    telling_name,
-)
+from livt_hf.data.columns import LeftOut, say_left_out, sound_images, standard_columns, standard_stream
 from livt_hf.data.decoding import without_broken
 from livt_hf.data.division import (
     carved,
@@ -25,12 +18,12 @@ from livt_hf.data.division import (
     held_out,
     pooled,
     refuse_empty_classes,
+    test_folds,
     thinned,
     warn_of_shared_groups,
 )
-from livt_hf.data.folds import test_folds
 from livt_hf.data.opening import open_splits
-from livt_hf.data.split_names import SPLIT_NAMES, SPLITS, named_splits, refuse_empty_splits, split_by_column
+from livt_hf.data.split_names import SPLITS, named_splits, refuse_empty_splits, split_by_column
 from livt_hf.data.tables import is_table, open_table
 from livt_hf.errors import LiVTError
 from livt_hf.options import nearest
@@ -137,13 +130,13 @@ def _chosen_images(settings: DataSettings, streaming: bool) -> dict:
         splits = {split: standard_stream(dataset, settings) for split, dataset in splits.items()}
         if len(splits) == 1:
             logger.warning("a stream without a test split is trained on as a whole: keep images to test on elsewhere")
-        return _reported_as_test(splits, benchmark)
+        return splits
     is_thinned = settings.rule is not None and not benchmark.own_tail
     late = is_thinned and settings.dataset in PUBLIC  # few of whose images are kept: only they are read
     if settings.on_broken == "skip" and not late:
         splits = sound_images(splits, settings)
     refuse_empty_splits(splits)
-    splits = standard_columns(_reported_as_test(splits, benchmark), settings, left_out)
+    splits = standard_columns(splits, settings, left_out)
     say_left_out(left_out)
     refuse_empty_splits(splits)
     if settings.fold is not None:
@@ -170,11 +163,8 @@ def _opened(
         return splits, dataclasses.replace(settings, image_column="image", label_column="label", group_column=group)
     if settings.label_separator is not None:
         raise LiVTError(f"label_separator is for tables of paths and labels, not for {settings.dataset}: drop it.")
-    splits = open_splits(settings, benchmark, streaming)
-    if streaming:
-        _refuse_split_column(splits, settings)
-    else:
-        splits = named_splits(split_by_column(splits, settings.split_column), settings.dataset)
+    splits = split_by_column(open_splits(settings, benchmark, streaming), settings.split_column)
+    splits = _reported_as_test(named_splits(splits, settings.dataset), benchmark)
     if settings.label_column is None and benchmark.label_column in (splits["train"].column_names or []):
         settings = dataclasses.replace(settings, label_column=benchmark.label_column)
     return splits, settings
@@ -187,15 +177,6 @@ def _refuse_choice(settings: DataSettings) -> None:
             raise LiVTError(
                 f"{name} is {value!r}, but no images can be chosen of a stream: load it without streaming."
             )
-
-
-def _refuse_split_column(streams: dict[str, IterableDataset], settings: DataSettings) -> None:
-    column = telling_name(streams["train"].column_names or (), SPLIT_NAMES)
-    if column is not None and len(streams) == 1 and settings.split_column != "none":
-        raise LiVTError(
-            f'a stream is not divided by its column "{column}": load it without streaming, or pass --split_column '
-            "none to train on all of it."
-        )
 
 
 def with_defaults(settings: DataSettings, benchmark: Benchmark) -> DataSettings:

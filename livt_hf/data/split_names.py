@@ -2,12 +2,12 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset
+from datasets import IterableDataset
 from datasets.data_files import SPLIT_KEYWORDS
 
 from livt_hf.data.columns import as_text, telling_name
@@ -42,7 +42,7 @@ def named_splits(splits: Mapping, where: str) -> dict:
     return {split: splits[called[split][0]] for split in SPLITS if split in called}
 
 
-def refuse_empty_splits(splits: dict[str, Dataset]) -> None:
+def refuse_empty_splits(splits: Mapping[str, Sized]) -> None:
     for split, dataset in splits.items():
         if not len(dataset):
             raise LiVTError(
@@ -88,10 +88,10 @@ def named_folders(folders: list[str]) -> dict[str, str]:
     return pairs[0] if pairs else {}
 
 
-def split_by_column(splits: dict[str, Dataset], asked: str | None) -> dict[str, Dataset]:
+def split_by_column(splits: dict, asked: str | None) -> dict:
     """Images that are stored in one piece, divided by a column that says train, val or test, where there is one."""
     train = splits["train"]
-    column = telling_name(train.column_names, SPLIT_NAMES) if asked is None else asked
+    column = telling_name(train.column_names or (), SPLIT_NAMES) if asked is None else asked
     if asked not in (None, "none"):
         if asked not in train.column_names:
             raise LiVTError(f'there is no split_column "{asked}"; the columns are {", ".join(train.column_names)}.')
@@ -99,6 +99,11 @@ def split_by_column(splits: dict[str, Dataset], asked: str | None) -> dict[str, 
             raise LiVTError(f"the images are stored as {', '.join(splits)}: leave --split_column {asked} out.")
     if column in (None, "none") or len(splits) > 1:
         return splits
+    if isinstance(train, IterableDataset):
+        raise LiVTError(
+            f'a stream is not divided by its column "{column}": load it without streaming, or pass --split_column '
+            "none to train on all of it."
+        )
     words = read_splits(of_rows(train, train.data.column(column)), column)
     return {split: train.select(np.flatnonzero(words == split)) for split in np.unique(words).tolist()}
 

@@ -3,6 +3,7 @@
 Numpy only (groups need scikit-learn), and no Python loop over rows.
 """
 
+import bisect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -84,15 +85,9 @@ def largest_fitting(rule: Callable[[int], np.ndarray], available: np.ndarray, sm
 
     `rule` gives counts from the largest class to the smallest, none of which falls when its argument grows.
     """
-    by_size = np.sort(available)[::-1]
-    best = 0
-    while smallest <= largest:
-        middle = (smallest + largest) // 2
-        if (rule(middle) <= by_size).all():
-            best, smallest = middle, middle + 1
-        else:
-            largest = middle - 1
-    return best
+    by_size, counts = np.sort(available)[::-1], range(smallest, largest + 1)
+    fitting = bisect.bisect_left(counts, True, key=lambda count: bool((rule(count) > by_size).any()))
+    return counts[fitting - 1] if fitting else 0
 
 
 def _check_rule(num_classes: int, max_count: int, imbalance_factor: float) -> None:

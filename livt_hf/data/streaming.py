@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 BLOCK = 1000  # consecutive images of a stream that are shuffled; a worker keeps up to two blocks, encoded
 
 
-class StreamLoader:
+class StreamLoader(torch.utils.data.IterableDataset):
     """The interface of `TrainLoader` over an `IterableDataset`, without labels.
 
     The shards of an epoch, in the order that is drawn for it, are one long row of images. Each process takes a part of
@@ -45,18 +45,64 @@ class StreamLoader:
                 f"the stream has {len(lengths)} shards for {batches.world_size} processes: write it in at least "
                 f"{batches.world_size} files."
             )
-        self._accumulation = batches.accumulation
+        self._row = _ShardRow(dataset, lengths, batches.seed)
+        self._augmentation, self._batches, self._on_broken = augmentation, batches, on_broken
+        self._total = self.updates_per_epoch * batches.accumulation  # micro-batches of a process
         # More workers than shards would read the same ones.
         self._num_workers = min(batches.num_workers, len(lengths) // batches.world_size)
-        row = _ShardRow(dataset, lengths, batches.seed)
-        total = self.updates_per_epoch * batches.accumulation
-        self._batches = _StreamedBatches(row, augmentation, batches, total, max(1, self._num_workers), on_broken)
+        self._lanes = max(1, self._num_workers)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
         """The micro-batches of this process, `accumulation` per update, from `start_update` on."""
-        self._batches.epoch, self._batches.start = epoch, start_update * self._accumulation
+        self._epoch, self._start = epoch, start_update * self._batches.accumulation
         # A new loader for each epoch: workers that persist would keep the number of the first.
-        return iter(Loader(self._batches, batch_size=None, num_workers=self._num_workers))
+        return iter(Loader(self, batch_size=None, num_workers=self._num_workers))
+
+    def __iter__(self) -> Iterator[dict | LiVTError]:
+        """The micro-batches of one worker: number b of a process is the next of lane b modulo the lanes."""
+        worker = get_worker_info()
+        # A loader asks its workers in turn, so this is the first batch that is asked of this one.
+        first = self._start + (0 if worker is None else worker.id)
+        images = self._images(first % self._lanes, first // self._lanes * self._batches.micro_size)
+        try:
+            for _ in range(first, self._total, self._lanes):
+                indices, pixels = zip(*itertools.islice(images, self._batches.micro_size), strict=True)
+                pixels = self._augmentation.batch(pixels, self._batches.seed, self._epoch, indices)
+                yield {"pixel_values": pixels, "index": torch.tensor(indices)}
+        except LiVTError as error:
+            yield error
+
+    def _images(self, lane: int, done: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decoded images of a lane after the first `done`; consecutive blocks are shuffled, each by its own key."""
+        numbers = [len(range(number, self._total, self._lanes)) for number in range(self._lanes)]  # of each lane
+        begin = (self._batches.rank * self._total + sum(numbers[:lane])) * self._batches.micro_size
+        end = begin + numbers[lane] * self._batches.micro_size
+        place = begin + done // BLOCK * BLOCK
+        skipped = done % BLOCK
+        rows = self._row.images(self._epoch, place, end)
+        block = list(itertools.islice(rows, BLOCK))
+        while block:
+            seed = keyed_seed(purpose_seed(self._batches.seed, "blocks"), self._epoch, place)
+            order = np.random.RandomState(seed).permutation(len(block))
+            coming = []
+            for number in range(skipped, len(block)):
+                coming += itertools.islice(rows, 1)  # one by one, so that no batch waits for a whole block
+                yield self._readable(block[i] for i in itertools.chain(order[number:], order[:number]))
+            coming += itertools.islice(rows, BLOCK - len(coming))
+            block, place, skipped = coming, place + BLOCK, 0
+
+    def _readable(self, rows: Iterable[tuple[int, dict]]) -> tuple[int, torch.Tensor]:
+        """The first of the rows; where that is broken and may be left out, the next that is not stands in for it."""
+        for number, (index, encoded) in enumerate(rows):
+            try:
+                return index, read_image(encoded, index)
+            except BrokenImageError as error:
+                if self._on_broken == "error":
+                    raise
+                if number == 0:
+                    logger.warning("left out: %s", error.finding)
+                last = error
+        raise last
 
 
 class _ShardRow:
@@ -92,59 +138,3 @@ class _ShardRow:
             f"shard {shard} of the stream holds {place} images, but {self.lengths[shard]} were counted: leave the "
             "files as they are while a run reads them."
         )
-
-
-class _StreamedBatches(torch.utils.data.IterableDataset):
-    """The micro-batches of a process, `total` per epoch: number b is the next of lane b modulo `lanes`."""
-
-    def __init__(
-        self, row: _ShardRow, augmentation: Augmentation, batches: Batches, total: int, lanes: int, on_broken: str
-    ):
-        self.row, self.augmentation, self.batches, self.on_broken = row, augmentation, batches, on_broken
-        self.total, self.lanes = total, lanes
-        self.epoch = self.start = 0
-
-    def __iter__(self) -> Iterator[dict | LiVTError]:
-        worker = get_worker_info()
-        # A loader asks its workers in turn, so this is the first batch that is asked of this one.
-        first = self.start + (0 if worker is None else worker.id)
-        images = self._images(first % self.lanes, first // self.lanes * self.batches.micro_size)
-        try:
-            for _ in range(first, self.total, self.lanes):
-                indices, pixels = zip(*itertools.islice(images, self.batches.micro_size), strict=True)
-                pixels = self.augmentation.batch(pixels, self.batches.seed, self.epoch, indices)
-                yield {"pixel_values": pixels, "index": torch.tensor(indices)}
-        except LiVTError as error:
-            yield error
-
-    def _images(self, lane: int, done: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Decoded images of a lane after the first `done`; consecutive blocks are shuffled, each by its own key."""
-        batches = [len(range(number, self.total, self.lanes)) for number in range(self.lanes)]  # of each lane
-        begin = (self.batches.rank * self.total + sum(batches[:lane])) * self.batches.micro_size
-        end = begin + batches[lane] * self.batches.micro_size
-        place = begin + done // BLOCK * BLOCK
-        skipped = done % BLOCK
-        rows = self.row.images(self.epoch, place, end)
-        block = list(itertools.islice(rows, BLOCK))
-        while block:
-            seed = keyed_seed(purpose_seed(self.batches.seed, "blocks"), self.epoch, place)
-            order = np.random.RandomState(seed).permutation(len(block))
-            coming = []
-            for number in range(skipped, len(block)):
-                coming += itertools.islice(rows, 1)  # one by one, so that no batch waits for a whole block
-                yield self._readable(block[i] for i in itertools.chain(order[number:], order[:number]))
-            coming += itertools.islice(rows, BLOCK - len(coming))
-            block, place, skipped = coming, place + BLOCK, 0
-
-    def _readable(self, rows: Iterable[tuple[int, dict]]) -> tuple[int, torch.Tensor]:
-        """The first of the rows; where that is broken and may be left out, the next that is not stands in for it."""
-        for number, (index, encoded) in enumerate(rows):
-            try:
-                return index, read_image(encoded, index)
-            except BrokenImageError as error:
-                if self.on_broken == "error":
-                    raise
-                if number == 0:
-                    logger.warning("left out: %s", error.finding)
-                last = error
-        raise last

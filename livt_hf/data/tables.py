@@ -5,7 +5,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +24,8 @@ from livt_hf.data.columns import (
     class_ids,
     telling_name,
 )
-from livt_hf.data.labels import Labels, first_names, flat_lists, holds_lists, offsets_of
-from livt_hf.data.paths import dataset_of_paths, locate, relative_paths, repeated
+from livt_hf.data.labels import Labels, first_names, flat_lists, offsets_of
+from livt_hf.data.paths import datasets_of_paths, locate, relative_paths, repeated
 from livt_hf.data.split_names import SPLIT_NAMES, read_splits
 from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.records import in_words
@@ -59,10 +58,10 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[str, Dataset]:
     """The images that a table names, by split. Rows without a label or an image are counted in `left_out`."""
     table = _read_table(file)
-    columns = _find_columns(table, settings)
-    labels, names, unlabelled = _read_labels(table, columns.labels, settings.label_separator)
+    image_column, label_columns, split_column = _find_columns(table, settings)
+    labels, names, unlabelled = _read_labels(table, label_columns, settings.label_separator)
     root = _image_folder(file, settings)
-    paths = relative_paths(as_text(table[columns.image], columns.image), root)
+    paths = relative_paths(as_text(table[image_column], image_column), root)
     rows = np.arange(len(table))
 
     def leave_out(absent: np.ndarray, why: str) -> np.ndarray:
@@ -75,8 +74,8 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
     rows = leave_out(paths.is_null().to_numpy(False)[rows], "the path is empty")
     if not len(rows):
         raise LiVTError(
-            f'no row of {file} has both an image in the column "{columns.image}" and a label in '
-            f'"{first_names(columns.labels)}": name others with --image_column and --label_column.'
+            f'no row of {file} has both an image in the column "{image_column}" and a label in '
+            f'"{first_names(label_columns)}": name others with --image_column and --label_column.'
         )
     files = np.array(locate(paths.take(rows).to_pylist(), root), dtype=object)
     missing = np.equal(files, None)
@@ -86,21 +85,16 @@ def open_table(file: Path, settings: DataSettings, left_out: LeftOut) -> dict[st
             "folder with --source."
         )
     rows, files = leave_out(missing, "the file is missing"), files[~missing]
-    groups = None if columns.group is None else as_text(table[columns.group], columns.group)
-    splits = np.full(len(rows), "train")  # where no column says it
-    if columns.split is not None:
-        splits = read_splits(table[columns.split].take(rows), columns.split)
-    beside = {"split": splits} | ({} if groups is None else {"group": groups.take(rows).to_numpy(False)})
+    splits, groups = np.full(len(rows), "train"), None  # where no column says them
+    if split_column is not None:
+        splits = read_splits(table[split_column].take(rows), split_column)
+    if settings.group_column is not None:
+        groups = as_text(table[settings.group_column].take(rows), settings.group_column)
+    beside = {"split": splits} | ({} if groups is None else {"group": groups.to_numpy(False)})
     twice = repeated(files, labels.take(rows), names, beside)
     rows = leave_out(twice, "the image is named twice with the same label")
-    files, splits = files[~twice], splits[~twice]
-    result = {}
-    for split in np.unique(splits).tolist():
-        own = splits == split
-        group = None if groups is None else groups.take(rows[own])
-        images = pa.array(files[own], type=pa.string())
-        result[split] = dataset_of_paths(images, labels.take(rows[own]), names, split, group)
-    return result
+    groups = None if groups is None else groups.filter(~twice)
+    return datasets_of_paths(files[~twice], labels.take(rows), names, splits[~twice], groups)
 
 
 def _image_folder(file: Path, settings: DataSettings) -> Path:
@@ -157,16 +151,11 @@ def _read_csv(file: Path) -> pa.Table:
     return pyarrow.csv.read_csv(file, parse_options=parsing, convert_options=texts)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    image: str
-    labels: list[str]  # one, or a column of 0 and 1 for each class
-    split: str | None
-    group: str | None
+def _find_columns(table: pa.Table, settings: DataSettings) -> tuple[str, list[str], str | None]:
+    """The columns of images, labels (one, or a column of 0 and 1 for each class) and perhaps splits.
 
-
-def _find_columns(table: pa.Table, settings: DataSettings) -> _Columns:
-    """The columns that the settings name, or those with telling names."""
+    They are those that the settings name, or have telling names.
+    """
     names = table.column_names
     label = settings.label_column
     labels = [label] if label is None or label in names else [part.strip() for part in label.split(",")]
@@ -191,7 +180,7 @@ def _find_columns(table: pa.Table, settings: DataSettings) -> _Columns:
     hint = telling_name(others, GROUP_NAMES)
     if hint and hint not in labels and split is None and settings.group_column is None:
         logger.warning('images may belong together by "%s": --group_column keeps them on one side of a split', hint)
-    return _Columns(image, labels, split, settings.group_column)
+    return image, labels, split
 
 
 def _zeros_and_ones(table: pa.Table, column: str) -> np.ndarray | None:
@@ -207,21 +196,17 @@ def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> 
     """The labels, the names of the classes, and which rows have an empty cell for a label."""
     if len(columns) > 1:
         return _labels_of_flags(table, columns)
-    column, offsets = table[columns[0]], None
-    if holds_lists(column):
-        empty, (values, offsets) = column.is_null(), flat_lists(column)
-        texts = as_text(values, columns[0])
-    else:
-        texts = as_text(column, columns[0])
-        empty = texts.is_null()
-        if separator is not None:
-            if not separator:
-                raise LiVTError('label_separator is "": pass what stands between labels, such as "|".')
-            values, offsets = flat_lists(pc.split_pattern(texts, separator))
-            texts = as_text(pa.chunked_array([values]), columns[0])
+    if separator == "":
+        raise LiVTError('label_separator is "": pass what stands between labels, such as "|".')
+    column = table[columns[0]]
+    values, offsets = flat_lists(column)
+    texts = as_text(values, columns[0])
+    empty = (texts if offsets is None else column).is_null().to_numpy(False)
+    if separator is not None and offsets is None:
+        values, offsets = flat_lists(pc.split_pattern(texts, separator))
+        texts = as_text(pa.chunked_array([values]), columns[0])
     ids, names = class_ids(texts)
     labels = Labels.of_ids(ids, offsets)
-    empty = empty.to_numpy(False)
     return labels, names, empty if separator is None else empty | (np.diff(labels.offsets) == 0)
 
 

@@ -13,9 +13,8 @@ from transformers import (
 )
 
 from livt_hf.data import class_counts, load_long_tailed
-from livt_hf.data.digests import digest_of
 from livt_hf.data.division import is_carved
-from livt_hf.data.labels import class_feature, first_names
+from livt_hf.data.labels import class_feature, digest_of, first_names
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError

@@ -38,7 +38,7 @@ class Progress:
     best_epoch: int | None = None
     best_accuracy: float | None = None
     seconds: float = 0.0
-    # By what the training images are known again (see data/digests.py); None in runs from before there was one.
+    # By what the training images are known again (`data.labels.digest_of`); None in runs from before there was one.
     trained_on: str | None = None
 
 

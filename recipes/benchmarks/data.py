@@ -44,7 +44,6 @@ from livt_hf.recipes.benchmarks.measuring import (
 )
 
 BATCH, SMALL_BATCH = 32, 128
-BICUBIC = transforms.InterpolationMode.BICUBIC
 
 
 def run(quick: bool = False) -> list[dict]:
@@ -91,21 +90,13 @@ def photos(folder: Path, quick: bool) -> list[dict]:
         (folder / str(i % 2) / f"{i}.jpg").write_bytes(data)
     dataset = as_dataset(encoded)
 
-    pretrain = transforms.Compose(
-        [
-            transforms.RandomResizedCrop(224, scale=(0.2, 1.0), interpolation=BICUBIC),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize(MEAN, STD),
-        ]
-    )
     finetune = create_transform(
         224, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic", re_prob=0.25,
         re_mode="pixel", mean=MEAN, std=STD, color_jitter=None,
     )  # fmt: skip
     rows = []
     for stage, augmentation, erase, theirs in (
-        ("MGP", PretrainAugmentation(224), 0.0, pretrain),
+        ("MGP", PretrainAugmentation(224), 0.0, stock_pretrain_transform(224)),
         ("BFT", FinetuneAugmentation(224), 0.25, finetune),
     ):
         makers = {
@@ -129,14 +120,7 @@ def small_images(quick: bool) -> list[dict]:
     say(f"CIFAR-size input: two ways in turn, {count} images each")
     generator = np.random.RandomState(0)
     dataset = as_dataset([encode(picture(generator, 32, 32), "PNG") for _ in range(count)])
-    theirs = transforms.Compose(
-        [
-            transforms.RandomResizedCrop(32, scale=(0.2, 1.0), interpolation=BICUBIC),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize(MEAN, STD),
-        ]
-    )
+    theirs = stock_pretrain_transform(32)
     makers = {
         "ours": lambda: OurBatches(dataset, PretrainAugmentation(32), 0.0, SMALL_BATCH),
         "datasets, set_transform and Pillow, PNGs decoded every epoch": lambda: set_transform_batches(
@@ -148,6 +132,13 @@ def small_images(quick: bool) -> list[dict]:
         *compared("CIFAR-size input, per core", rates(makers, count, repeats), "images/s"),
         *compared(first, latencies(makers, repeats), "s", smaller_is_better=True),
     ]
+
+
+def stock_pretrain_transform(size: int) -> transforms.Compose:
+    """That of MAE."""
+    crop = transforms.RandomResizedCrop(size, scale=(0.2, 1.0), interpolation=transforms.InterpolationMode.BICUBIC)
+    flip, normalize = transforms.RandomHorizontalFlip(), transforms.Normalize(MEAN, STD)
+    return transforms.Compose([crop, flip, transforms.ToTensor(), normalize])
 
 
 class OurBatches:
