@@ -22,7 +22,8 @@ from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.pretrained import listed
 from livt_hf.records import read_record, write_values
 
-INAT18_CLASSES = 8142
+# How many classes the heads of the authors' files have.
+OFFICIAL_CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 # Our names into those of timm, which the authors (and MAE) use, applied one after the other.
 _TIMM_NAMES = {
     "vit.embeddings.patch_embeddings.projection.": "patch_embed.proj.",
@@ -227,7 +228,7 @@ def _depth(official: dict[str, Tensor], prefix: str) -> int:
 def _head_config(official, sizes, class_counts, id2label, keep_class_order, config) -> LiViTConfig:
     """The config of a BFT file; puts the rows of an iNat18 head in order."""
     classes = len(official["head.bias"])
-    if classes == INAT18_CLASSES:
+    if classes == OFFICIAL_CLASSES["inat18"]:
         categories = sorted(range(classes), key=str)  # category id of each row
         if not keep_class_order:
             rows = torch.tensor(categories).argsort()

@@ -34,7 +34,6 @@ from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Exam, Findings, accuracy_under_prior, examine
 from livt_hf.evaluation.models import (
-    balanced_by_counts,
     check_classes_match,
     check_posterior,
     check_set_aside,
@@ -44,6 +43,7 @@ from livt_hf.evaluation.models import (
     known_counts,
     lent_by_run,
     load_checkpoint,
+    load_classifier,
     load_processor,
     training_counts,
     was_trained_on,
@@ -135,10 +135,7 @@ def open_model(settings: EvalSettings) -> PreTrainedModel:
     if settings.probe and not pretraining:
         return load_backbone(settings.model)
     settings.probe = pretraining
-    model = load_checkpoint(settings.model)
-    if settings.class_counts is not None and not pretraining:
-        model = balanced_by_counts(model, settings.class_counts, settings.trained_with)
-    return model
+    return load_checkpoint(settings.model) if pretraining else load_classifier(settings.model, **settings.training)
 
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:

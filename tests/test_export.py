@@ -142,6 +142,18 @@ def test_torch_export_gives_the_logits_where_no_prior_is_asked_for(tmp_path, tin
         main([str(model), str(tmp_path / "out"), "--to", "torch-export"])
 
 
+def test_a_model_from_elsewhere_is_exported_under_a_prior_once_its_class_counts_are_told(tmp_path):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", id2label=NAMES)
+    processor = ConvNextImageProcessor(size={"shortest_edge": 32}, crop_pct=0.875)
+    model = saved(tmp_path / "model", ResNetForImageClassification(config), processor)
+    (tmp_path / "counts.json").write_text(json.dumps(COUNTS))
+    options = ["--to", "torch-export", "--prior", "training", "--class_counts", str(tmp_path / "counts.json")]
+    main([str(model), str(tmp_path / "out"), *options])
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    softmax, images = images_as_read(Predictor(str(model)), tmp_path, 2)  # that of cross-entropy is the posterior
+    torch.testing.assert_close(program(torch.from_numpy(images)), softmax, atol=1e-4, rtol=0)
+
+
 def test_what_no_graph_can_hold_is_refused(tmp_path, tiny):
     livit = LiViTForImageClassification(LiViTConfig(**tiny, num_labels=3))
     processor = eval_processor(16, (0.5,) * 3, (0.5,) * 3)

@@ -201,6 +201,22 @@ def test_a_stock_classifier_refuses_a_prior_because_it_does_not_know_its_own(sto
         Predictor(str(stock), prior=[0.5, 0.3, 0.2])
 
 
+def test_a_stock_classifier_that_is_told_its_class_counts_serves_under_any_prior(stock, pictures, tmp_path, capsys):
+    """Trained with cross-entropy, its softmax is the posterior under its training prior."""
+    (tmp_path / "counts.json").write_text('{"newt": 10, "cat": 60, "dog": 30}')
+    [(_, softmax)] = Predictor(str(stock)).predict([pictures / "0.jpg"])
+    served = {}
+    for prior in ("training", "uniform"):
+        options = ["--class_counts", str(tmp_path / "counts.json"), "--prior", prior, "--format", "jsonl"]
+        main([str(stock), str(pictures / "0.jpg"), *options])
+        [answer], _ = lines_of(capsys)
+        scores = {row["label"]: row["score"] for row in answer["predictions"]}
+        served[prior] = torch.tensor([scores[name] for name in NAMES])
+    torch.testing.assert_close(served["training"], softmax, atol=1e-4, rtol=0)
+    expected = softmax / torch.tensor([0.6, 0.3, 0.1])
+    torch.testing.assert_close(served["uniform"], expected / expected.sum(), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("lost", ["classifier", "layer"])
 @pytest.mark.parametrize("model", ["livit", "stock"])
 def test_a_model_that_lacks_weights_is_not_served(request, model, lost, tmp_path):
