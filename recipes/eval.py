@@ -222,8 +222,7 @@ def measure_features(
 def examine_several(exam: Exam, _rules: dict[str, Rule], names: Sequence[str], summary: dict) -> Findings:
     """All numbers where images may have several labels."""
     given = partial(given_labels, exam.model)
-    batches = exam.outputs.batches()
-    measured = evaluate_multi_label(batches, exam.accelerator, exam.train_counts, given, **exam.thresholds)
+    measured = evaluate_multi_label(exam.outputs.batches(), exam.train_counts, given, **exam.thresholds)
     summary["rules"] = {EACH_LABEL: measured.compute()}
     return Findings(summary, {}, None, measured.per_class(names))
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -140,10 +140,10 @@ def examine(exam: Exam, rules: dict[str, Rule], names: Sequence[str], summary: d
     rankings, answers = exam.rankings(next(iter(rules.values()))), exam.answers(rules)
     summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
     summary["intervals"] = exam.intervals(answers)
-    summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
+    summary["rankings"] = ranking_means(rankings, exam.shots)
     pairs = confusions(next(iter(answers.values())).labels, exam.labels, exam.train_counts, names)
     per_class = next(iter(measured.values())).per_class(names)
     for row in per_class:
         values = {name: values[row["class"]].item() for name, values in rankings.items()}
-        row |= {name: value if row["images"] and isfinite(value) else None for name, value in values.items()}
+        row |= {name: None if isnan(value) else value for name, value in values.items()}
     return Findings(summary, measured, pairs, per_class, answers, exam.index)

@@ -20,9 +20,9 @@ from livt_hf.metrics.groups import (
     as_counts,
     check_labels,
     check_scores,
+    class_mean,
     class_rows,
     group_means,
-    known,
     shot_groups,
 )
 
@@ -162,7 +162,7 @@ class LongTailMetrics:
         images = self.num_images
         if images == 0:
             raise LiVTError("no image was counted; call update first.")
-        recall, precision, f1, present = self._by_class()
+        recall, precision, f1 = self._by_class()
         calibrated = int(self._bin_images.sum())
         filled = self._bin_images > 0
         gaps = (self._bin_confidence[filled].double() / _ONE - self._bin_correct[filled]).abs()
@@ -170,13 +170,13 @@ class LongTailMetrics:
         return {
             "accuracy": int(self._correct.sum()) / images,
             "top5": int(self._top5) / images if all_scored else None,
-            **group_means(recall, present, self.groups),
-            "mean_class_accuracy": recall[present].mean().item(),
-            "worst_class_accuracy": recall[present].min().item(),
-            "macro_precision": precision[present].mean().item(),
-            "macro_f1": f1[present].mean().item(),
-            **group_means(precision, present, self.groups, "_precision"),
-            **group_means(f1, present, self.groups, "_f1"),
+            **group_means(recall, self.groups),
+            "mean_class_accuracy": class_mean(recall),
+            "worst_class_accuracy": recall[self._images > 0].min().item(),
+            "macro_precision": class_mean(precision),
+            "macro_f1": class_mean(f1),
+            **group_means(precision, self.groups, "_precision"),
+            **group_means(f1, self.groups, "_f1"),
             "ece": gaps.sum().item() / calibrated if calibrated else None,
             "mce": (gaps / self._bin_images[filled]).max().item() if calibrated else None,
             "mean_confidence": int(self._bin_confidence.sum()) / _ONE / calibrated if calibrated else None,
@@ -184,22 +184,15 @@ class LongTailMetrics:
             "num_nan": int(self._nan),
         }
 
-    def _by_class(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Recall, precision and F1 of each class, and which classes have test images (the others' mean nothing)."""
-        return *recall_precision_f1(self._images, self._correct, self._predicted), self._images > 0
+    def _by_class(self) -> tuple[Tensor, Tensor, Tensor]:
+        return recall_precision_f1(self._images, self._correct, self._predicted)
 
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
         """One row per class: training images, group, test images, accuracy (its recall), precision, F1, confidence."""
-        recall, precision, f1, present = self._by_class()
-        confidences = self._confidence.double() / _ONE / self._confident.clamp(min=1)
-        measured = {
-            "images": self._images.tolist(),
-            "accuracy": known(recall, present),
-            "precision": known(precision, present),
-            "f1": known(f1, present),
-            "confidence": known(confidences, self._confident > 0),
-        }
-        return class_rows(self.class_counts, self.groups, names, measured)
+        recall, precision, f1 = self._by_class()
+        confidence = self._confidence.double() / _ONE / self._confident
+        measured = {"accuracy": recall, "precision": precision, "f1": f1, "confidence": confidence}
+        return class_rows(self.class_counts, self.groups, names, self._images, measured)
 
     @property
     def bins(self) -> list[dict]:
@@ -215,13 +208,13 @@ class LongTailMetrics:
 
 
 def recall_precision_f1(images: Tensor, correct: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each class, from its test images, those predicted right, and how often it is predicted; 0 / 0 is 0."""
-    images, correct, predicted = images.double(), correct.double(), predicted.double()
-    one = torch.ones_like(images)
-    recall, precision, f1 = (
-        correct / divisor.where(divisor > 0, one) for divisor in (images, predicted, (images + predicted) / 2)
-    )
-    return recall, precision, f1
+    """Of each class, from its test images, those predicted right, and how often it is predicted.
+
+    NaN for a class without test images; the precision of one that is never predicted is 0.
+    """
+    present, images, predicted = images > 0, images.double(), predicted.double()
+    correct = correct.double().where(present, torch.nan)
+    return correct / images, correct / predicted.where(predicted > 0, 1.0), 2 * correct / (images + predicted)
 
 
 def long_tail_metrics(predictions, labels, class_counts, **settings) -> dict[str, float | int | None]:
@@ -232,3 +225,36 @@ def long_tail_metrics(predictions, labels, class_counts, **settings) -> dict[str
     metrics = LongTailMetrics(class_counts, **settings)
     metrics.update(predictions, labels)
     return metrics.compute()
+
+
+def confusions(
+    predictions: Tensor, labels: Tensor, class_counts: Sequence[int] | Tensor, names: Sequence[str] | None = None
+) -> list[dict]:
+    """Pairs of a label and a wrong prediction, the most frequent first, without a table of classes by classes.
+
+    Each with the images so confused, and their share of the label's images; -1 is an image without a prediction.
+    """
+    counts = as_counts(class_counts)
+    classes = len(counts)
+    check_labels(labels, len(predictions), classes)
+    check_labels(predictions.where(predictions != -1, 0), len(labels), classes, "prediction")
+    labels, predictions = labels.long(), predictions.long()  # the keys below would not fit into a byte
+    names = [str(label) for label in range(classes)] if names is None else names
+    images = torch.bincount(labels, minlength=classes)
+    wrong = (predictions != labels) & (predictions != -1)
+    keys, times = (labels[wrong] * classes + predictions[wrong]).unique(return_counts=True)
+    order = times.argsort(descending=True, stable=True)  # equals in the order of label and prediction
+    pairs = (divmod(key, classes) for key in keys[order].tolist())
+    return [
+        {
+            "label": label,
+            "predicted": predicted,
+            "images": confused,
+            "share": confused / int(images[label]),
+            "label_name": names[label],
+            "predicted_name": names[predicted],
+            "label_count": int(counts[label]),
+            "predicted_count": int(counts[predicted]),
+        }
+        for (label, predicted), confused in zip(pairs, times[order].tolist(), strict=True)
+    ]

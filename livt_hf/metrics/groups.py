@@ -1,5 +1,6 @@
 """Shot groups of classes, and the checks all metrics share."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,27 +30,37 @@ def group_sizes(class_counts: Sequence[int] | Tensor) -> dict[str, int]:
     return dict(zip(GROUPS, torch.bincount(shot_groups(class_counts), minlength=len(GROUPS)).tolist(), strict=True))
 
 
-def group_means(values: Tensor, present: Tensor, groups: Tensor, suffix: str = "") -> dict[str, float | None]:
-    """The mean over the classes of each group that are present; None where there is none."""
-    members = {f"{name}{suffix}": values[present & (groups == place)] for place, name in enumerate(GROUPS)}
-    return {name: part.mean().item() if len(part) else None for name, part in members.items()}
+def class_mean(values: Tensor) -> float | None:
+    """The mean over the classes that have a value, which is NaN for the others; None where no class has one."""
+    found = values[~values.isnan()]
+    return found.mean().item() if len(found) else None
 
 
-def class_rows(counts: Tensor, groups: Tensor, names: Sequence[str] | None, measured: dict[str, list]) -> list[dict]:
-    """One row per class: its id, its name, its training images, its group, and what was measured."""
+def group_means(values: Tensor, groups: Tensor, suffix: str = "") -> dict[str, float | None]:
+    """That mean within each group."""
+    return {f"{name}{suffix}": class_mean(values[groups == place]) for place, name in enumerate(GROUPS)}
+
+
+def class_rows(
+    counts: Tensor, groups: Tensor, names: Sequence[str] | None, images: Tensor, measured: dict[str, Tensor]
+) -> list[dict]:
+    """One row per class: its id, its name, its training images, its group, its test images, and what was measured.
+
+    A value that is NaN becomes None.
+    """
     ids = range(len(counts))
     columns = {
         "class": ids,
         "name": map(str, ids) if names is None else names,
         "count": counts.tolist(),
         "group": [GROUPS[i] for i in groups.tolist()],
-    } | measured
+        "images": images.tolist(),
+        **{
+            name: [None if math.isnan(value) else value for value in values.tolist()]
+            for name, values in measured.items()
+        },
+    }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def known(values: Tensor, present: Tensor) -> list[float | None]:
-    """Values of classes for a table; None where they are not present."""
-    return [value if there else None for value, there in zip(values.tolist(), present.tolist(), strict=True)]
 
 
 def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:
