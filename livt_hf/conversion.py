@@ -14,7 +14,7 @@ from timm.models import VisionTransformer, save_for_hf
 from torch import Tensor
 from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassification, PreTrainedModel, ViTMAEConfig
 
-from livt_hf.configuration_livit import PRESETS, LiViTConfig
+from livt_hf.configuration_livit import LiViTConfig, size_name
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.modeling_livit import LiViTForImageClassification
@@ -273,10 +273,8 @@ def _timm_name(name: str) -> str:
 
 def _architecture(config: LiViTConfig) -> str:
     """A registered timm name, the fitting one if there is; all sizes are given as arguments beside it."""
-    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size")
-    sizes = [size for size, preset in PRESETS.items() if all(preset[name] == getattr(config, name) for name in shape)]
-    size = sizes[0] if sizes and sizes[0] != "micro" else "base"
-    return f"vit_{size}_patch16_224"
+    name = f"vit_{size_name(config.to_dict())}_patch{config.patch_size}_{config.image_size}"
+    return name if timm.is_model(name) else "vit_base_patch16_224"
 
 
 def _timm_arguments(config: LiViTConfig) -> dict:

@@ -62,6 +62,7 @@ from livt_hf.evaluation.rules import (
 from livt_hf.evaluation.running import Outputs, Rule, evaluate_multi_label, run_model
 from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
 from livt_hf.evaluation.tables import check_table, write_predictions
+from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.metrics import long_tail_metrics, shot_groups
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table
@@ -303,9 +304,7 @@ def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None
 
 
 def write_prior(path: Path, summary: dict, exam: Exam) -> None:
-    names, prior = class_names(exam.model), summary["estimated_prior"]["prior"]
-    by_name = dict(zip(names, prior, strict=True))
-    write_values(path, by_name if len(by_name) == len(names) else prior)  # "crane" is a bird and a machine
+    write_values(path, numbers_by_name(summary["estimated_prior"]["prior"], class_names(exam.model)))
     command = ["livt", "predict", summary["model"], "IMAGE...", "--prior", str(path)]
     print(f"Estimated prior: {path}; to serve under it:\n  {shell_line(command)}")
 

@@ -20,7 +20,7 @@ from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_processor
 from livt_hf.evaluation.prediction import Predictor
-from livt_hf.export import image_size, serving_graph
+from livt_hf.export import ServingGraph, image_size
 from livt_hf.recipes.convert import main
 
 COUNTS, NAMES = [900, 90, 10], {0: "cat", 1: "dog", 2: "newt"}
@@ -85,7 +85,7 @@ FAMILIES = pytest.mark.parametrize("save", [saved_livit, saved_resnet, saved_tim
 def test_bytes_of_the_right_size_are_all_that_the_graph_needs(tmp_path, tiny, save):
     predictor = Predictor(str(save(tmp_path / "model", tiny)), prior=[0.3, 0.2, 0.5])
     expected, images = images_as_read(predictor, tmp_path, 3)
-    graph = serving_graph(predictor.model, predictor.processor, torch.tensor([0.3, 0.2, 0.5]))
+    graph = ServingGraph(predictor.model, predictor.processor, torch.tensor([0.3, 0.2, 0.5]))
     torch.testing.assert_close(graph(torch.from_numpy(images)).detach(), expected, atol=1e-5, rtol=0)
 
 
@@ -158,13 +158,13 @@ def test_what_no_graph_can_hold_is_refused(tmp_path, tiny):
     livit = LiViTForImageClassification(LiViTConfig(**tiny, num_labels=3))
     processor = eval_processor(16, (0.5,) * 3, (0.5,) * 3)
     with pytest.raises(LiVTError, match="does not know its training prior"):
-        serving_graph(livit, processor, torch.tensor([0.2, 0.3, 0.5]))
+        ServingGraph(livit, processor, torch.tensor([0.2, 0.3, 0.5]))
     processor.do_center_crop = False
     with pytest.raises(LiVTError, match="images of different sizes"):
         image_size(processor)
     processor.do_center_crop, whole = True, processor.preprocess
     processor.preprocess = lambda *images, **steps: {"pixel_values": whole(*images, **steps)["pixel_values"].square()}
     with pytest.raises(LiVTError, match="does more than rescale and normalise"):
-        serving_graph(livit, processor)
+        ServingGraph(livit, processor)
     with pytest.raises(LiVTError, match="--to beit writes weights"):
         main([str(tmp_path), str(tmp_path / "out"), "--to", "beit", "--prior", "uniform"])

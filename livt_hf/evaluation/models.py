@@ -134,8 +134,6 @@ def known_counts(model: PreTrainedModel) -> list[int] | None:
 
 def why_no_posterior(model: PreTrainedModel) -> str | None:
     """Why a checkpoint gives no class probabilities under a prior, or None where it does."""
-    if isinstance(model, LiViTForPreTraining):
-        return "it is no classifier"
     head = head_of(model)
     return "it does not know its training prior" if head is None else head.no_posterior
 
