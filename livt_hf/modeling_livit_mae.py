@@ -17,7 +17,7 @@ from transformers.models.vit_mae.modeling_vit_mae import (
     eager_attention_forward,
 )
 
-from livt_hf.configuration_livit import encoder_preset
+from livt_hf.configuration_livit import check_patches, encoder_preset
 from livt_hf.errors import LiVTError
 
 _MICRO_DECODER = dict(decoder_hidden_size=96, decoder_num_hidden_layers=2, decoder_num_attention_heads=4)
@@ -231,8 +231,7 @@ def _patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_config(config: ViTMAEConfig, decode_ratio: float) -> None:
-    if config.image_size % config.patch_size:
-        raise LiVTError(f"image_size {config.image_size} is not a multiple of patch_size {config.patch_size}.")
+    check_patches(config)
     patches = (config.image_size // config.patch_size) ** 2
     visible = int(patches * (1 - config.mask_ratio))
     if not 0 < visible < patches:

@@ -830,7 +830,7 @@ def test_a_model_from_elsewhere_is_calibrated_and_knows_its_class_counts_from_th
     monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
     folder = saved(tmp_path / "model", stock(**names(NAMES)))
     options = [str(folder), "--dataset", str(workplace.pictures), "--split", "test", "--threads", "1"]
-    with pytest.raises(LiVTError, match="it does not know its training prior"):
+    with pytest.raises(LiVTError, match="it does not know its training prior, so pass class_counts"):
         calibrate(options)
     calibrate([*options, "--class_counts", str(workplace.pictures)])
     known = load_classifier(str(folder)).head.settings

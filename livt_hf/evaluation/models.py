@@ -21,7 +21,7 @@ from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
-from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
@@ -135,7 +135,7 @@ def known_counts(model: PreTrainedModel) -> list[int] | None:
 def why_no_posterior(model: PreTrainedModel) -> str | None:
     """Why a checkpoint gives no class probabilities under a prior, or None where it does."""
     head = head_of(model)
-    return "it does not know its training prior" if head is None else head.no_posterior
+    return UNKNOWN_PRIOR if head is None else head.no_posterior
 
 
 def is_calibrated(model: PreTrainedModel) -> bool:
@@ -157,7 +157,7 @@ def check_posterior(model: PreTrainedModel) -> None:
     why = why_no_posterior(model)
     if why is not None:
         raise LiVTError(
-            f"{model.name_or_path} gives no probabilities under a prior ({why}); ask for them without a prior."
+            f"{model.name_or_path} gives no probabilities under a prior ({why}); without one it ranks by its logits."
         )
 
 

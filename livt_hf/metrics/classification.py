@@ -17,13 +17,12 @@ from livt_hf.errors import LiVTError
 from livt_hf.metrics.groups import (
     FEW_BELOW,
     MANY_ABOVE,
+    ClassMetrics,
     as_counts,
     check_labels,
     check_scores,
     class_mean,
-    class_rows,
     group_means,
-    shot_groups,
 )
 
 # Confidences are summed as multiples of 2^-32: integers add to the same sum in any order, on any number of processes,
@@ -33,7 +32,7 @@ _ONE = 2**32
 _BLOCK = 2**20
 
 
-class LongTailMetrics:
+class LongTailMetrics(ClassMetrics):
     """Counts right predictions and confidences of batches; memory grows with classes and bins, not with images.
 
     `confidence` says what the rows given to `update` are, and so what a prediction's confidence is: logits whose
@@ -55,10 +54,7 @@ class LongTailMetrics:
             raise LiVTError(f"confidence={confidence!r} is unknown; use 'softmax', 'sigmoid' or 'given'.")
         if bins < 1:
             raise LiVTError(f"bins={bins}; calibration needs at least one.")
-        self.class_counts = as_counts(class_counts)
-        self.many_above, self.few_below = many_above, few_below
-        self.groups = shot_groups(self.class_counts, many_above, few_below)
-        self.num_classes = len(self.class_counts)
+        super().__init__(class_counts, many_above, few_below)
         self.num_bins = bins
         self.confidence = confidence
         self._state = torch.zeros(5 * self.num_classes + 3 * bins + 3, dtype=torch.int64)
@@ -192,7 +188,7 @@ class LongTailMetrics:
         recall, precision, f1 = self._by_class()
         confidence = self._confidence.double() / _ONE / self._confident
         measured = {"accuracy": recall, "precision": precision, "f1": f1, "confidence": confidence}
-        return class_rows(self.class_counts, self.groups, names, self._images, measured)
+        return self.rows(names, self._images, measured)
 
     @property
     def bins(self) -> list[dict]:

@@ -41,26 +41,28 @@ def group_means(values: Tensor, groups: Tensor, suffix: str = "") -> dict[str, f
     return {f"{name}{suffix}": class_mean(values[groups == place]) for place, name in enumerate(GROUPS)}
 
 
-def class_rows(
-    counts: Tensor, groups: Tensor, names: Sequence[str] | None, images: Tensor, measured: dict[str, Tensor]
-) -> list[dict]:
-    """One row per class: its id, its name, its training images, its group, its test images, and what was measured.
+class ClassMetrics:
+    """What metrics know of the classes: their training images and shot groups."""
 
-    A value that is NaN becomes None.
-    """
-    ids = range(len(counts))
-    columns = {
-        "class": ids,
-        "name": map(str, ids) if names is None else names,
-        "count": counts.tolist(),
-        "group": [GROUPS[i] for i in groups.tolist()],
-        "images": images.tolist(),
-        **{
-            name: [None if math.isnan(value) else value for value in values.tolist()]
-            for name, values in measured.items()
-        },
-    }
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    def __init__(self, class_counts: Sequence[int] | Tensor, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW):
+        self.class_counts = as_counts(class_counts)
+        self.many_above, self.few_below = many_above, few_below
+        self.groups = shot_groups(self.class_counts, many_above, few_below)
+        self.num_classes = len(self.class_counts)
+
+    def rows(self, names: Sequence[str] | None, images: Tensor, measured: dict[str, Tensor]) -> list[dict]:
+        """One row per class: its id, name, training images, group, test images, and what was measured or else None."""
+        ids = range(self.num_classes)
+        columns = {
+            "class": ids,
+            "name": map(str, ids) if names is None else names,
+            "count": self.class_counts.tolist(),
+            "group": [GROUPS[i] for i in self.groups.tolist()],
+            "images": images.tolist(),
+        }
+        for name, values in measured.items():
+            columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:

@@ -7,16 +7,7 @@ from torch import Tensor
 
 from livt_hf.errors import LiVTError
 from livt_hf.metrics.classification import recall_precision_f1
-from livt_hf.metrics.groups import (
-    FEW_BELOW,
-    MANY_ABOVE,
-    as_counts,
-    check_scores,
-    class_mean,
-    class_rows,
-    group_means,
-    shot_groups,
-)
+from livt_hf.metrics.groups import ClassMetrics, check_scores, class_mean, group_means
 from livt_hf.metrics.ranking import one_against_rest
 
 ENOUGH = 5  # images with a label that choose its threshold; classes with fewer choose one together
@@ -56,19 +47,15 @@ def _best_threshold(scores: Tensor, hits: Tensor) -> float:
     return float((scores[last] + below) / 2)
 
 
-class MultiLabelMetrics:
+class MultiLabelMetrics(ClassMetrics):
     """Macro and per-group mAP, and AUROC; where labels are given, macro precision, recall and F1 too.
 
     Keeps 5 or 6 bytes per image and class. Classes without a positive test image take no part, and in AUROC those
     without a negative one. A NaN score ranks last.
     """
 
-    def __init__(
-        self, class_counts: Sequence[int] | Tensor, *, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW
-    ):
-        self.class_counts = as_counts(class_counts)
-        self.groups = shot_groups(self.class_counts, many_above, few_below)
-        self.num_classes = len(self.class_counts)
+    def __init__(self, class_counts: Sequence[int] | Tensor, **thresholds: int):
+        super().__init__(class_counts, **thresholds)
         self._scores: list[Tensor] = []
         self._targets: list[Tensor] = []
         self._given: list[Tensor] = []
@@ -92,7 +79,7 @@ class MultiLabelMetrics:
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
         """One row per class: training images, group, positive test images, and what was measured on them."""
         _, targets = self._all()
-        return class_rows(self.class_counts, self.groups, names, targets.sum(dim=0), self._by_class())
+        return self.rows(names, targets.sum(dim=0), self._by_class())
 
     def compute(self) -> dict[str, float | int | None]:
         """`map` over all classes with positive images, and over those of each group; fractions, None where empty."""
