@@ -15,10 +15,9 @@ from torch import Tensor
 
 from livt_hf.errors import LiVTError
 from livt_hf.metrics.groups import (
-    FEW_BELOW,
-    MANY_ABOVE,
     ClassMetrics,
     as_counts,
+    as_rows,
     check_labels,
     check_scores,
     class_mean,
@@ -38,23 +37,22 @@ class LongTailMetrics(ClassMetrics):
     `confidence` says what the rows given to `update` are, and so what a prediction's confidence is: logits whose
     softmax (the authors' convention) or sigmoid is taken, or "given" probabilities. A row whose confidence is not a
     number counts as an image predicted wrongly, is counted in `num_nan` and takes no part in calibration. Predictions
-    may be given as class ids too; they have no confidence and no top five.
+    may be given as class ids too; they have no confidence and no top five. `thresholds` are those of `shot_groups`.
     """
 
     def __init__(
         self,
         class_counts: Sequence[int] | Tensor,
         *,
-        many_above: int = MANY_ABOVE,
-        few_below: int = FEW_BELOW,
         bins: int = 15,
         confidence: Literal["softmax", "sigmoid", "given"] = "softmax",
+        **thresholds: int,
     ):
         if confidence not in ("softmax", "sigmoid", "given"):
             raise LiVTError(f"confidence={confidence!r} is unknown; use 'softmax', 'sigmoid' or 'given'.")
         if bins < 1:
             raise LiVTError(f"bins={bins}; calibration needs at least one.")
-        super().__init__(class_counts, many_above, few_below)
+        super().__init__(class_counts, **thresholds)
         self.num_bins = bins
         self.confidence = confidence
         self._state = torch.zeros(5 * self.num_classes + 3 * bins + 3, dtype=torch.int64)
@@ -158,7 +156,7 @@ class LongTailMetrics(ClassMetrics):
         images = self.num_images
         if images == 0:
             raise LiVTError("no image was counted; call update first.")
-        recall, precision, f1 = self._by_class()
+        recall, precision, f1 = self.by_class()
         calibrated = int(self._bin_images.sum())
         filled = self._bin_images > 0
         gaps = (self._bin_confidence[filled].double() / _ONE - self._bin_correct[filled]).abs()
@@ -180,27 +178,28 @@ class LongTailMetrics(ClassMetrics):
             "num_nan": int(self._nan),
         }
 
-    def _by_class(self) -> tuple[Tensor, Tensor, Tensor]:
+    def by_class(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Recall, precision and F1 of each class; NaN where it has no test image."""
         return recall_precision_f1(self._images, self._correct, self._predicted)
 
-    def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
-        """One row per class: training images, group, test images, accuracy (its recall), precision, F1, confidence."""
-        recall, precision, f1 = self._by_class()
+    def per_class(self, names: Sequence[str] | None = None, **further: Tensor) -> list[dict]:
+        """One row per class: training images, group, test images, accuracy (its recall), precision, F1, confidence.
+
+        `further` columns are numbers of the classes (C,), NaN where there is none.
+        """
+        recall, precision, f1 = self.by_class()
         confidence = self._confidence.double() / _ONE / self._confident
         measured = {"accuracy": recall, "precision": precision, "f1": f1, "confidence": confidence}
-        return self.rows(names, self._images, measured)
+        return self.rows(names, self._images, measured | further)
 
     @property
     def bins(self) -> list[dict]:
         """The reliability diagram: one row per bin (low, high] with its images, accuracy and mean confidence."""
-        rows = []
-        sums = zip(self._bin_images.tolist(), self._bin_correct.tolist(), self._bin_confidence.tolist(), strict=True)
-        for i, (images, correct, confidence) in enumerate(sums):
-            row = {"low": i / self.num_bins, "high": (i + 1) / self.num_bins, "images": images}
-            row["accuracy"] = correct / images if images else None
-            row["confidence"] = confidence / _ONE / images if images else None
-            rows.append(row)
-        return rows
+        edges = torch.arange(self.num_bins + 1, dtype=torch.float64) / self.num_bins
+        accuracy = self._bin_correct.double() / self._bin_images
+        confidence = self._bin_confidence.double() / _ONE / self._bin_images
+        measured = {"images": self._bin_images, "accuracy": accuracy, "confidence": confidence}
+        return as_rows({"low": edges[:-1], "high": edges[1:]} | measured)
 
 
 def recall_precision_f1(images: Tensor, correct: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Shot groups of classes, and the checks all metrics share."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,18 +50,25 @@ class ClassMetrics:
         self.num_classes = len(self.class_counts)
 
     def rows(self, names: Sequence[str] | None, images: Tensor, measured: dict[str, Tensor]) -> list[dict]:
-        """One row per class: its id, name, training images, group, test images, and what was measured or else None."""
-        ids = range(self.num_classes)
-        columns = {
+        """One row per class: its id, name, training images, group, test images, and what was measured."""
+        ids = torch.arange(self.num_classes)
+        known: dict[str, Sequence | Tensor] = {
             "class": ids,
-            "name": map(str, ids) if names is None else names,
-            "count": self.class_counts.tolist(),
+            "name": [str(label) for label in ids.tolist()] if names is None else names,
+            "count": self.class_counts,
             "group": [GROUPS[i] for i in self.groups.tolist()],
-            "images": images.tolist(),
+            "images": images,
         }
-        for name, values in measured.items():
-            columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return as_rows(known | measured)
+
+
+def as_rows(columns: Mapping[str, Sequence | Tensor]) -> list[dict]:
+    """A table by columns as one by rows; a number that is NaN becomes None."""
+    lists = (column.tolist() if isinstance(column, Tensor) else column for column in columns.values())
+    return [
+        {name: None if value != value else value for name, value in zip(columns, row, strict=True)}
+        for row in zip(*lists, strict=True)
+    ]
 
 
 def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:
