@@ -32,6 +32,7 @@ from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import choose_device
 from livt_hf.evaluation.prediction import Predictor, find_images
+from livt_hf.evaluation.rules import serving_prior
 from livt_hf.evaluation.tables import PredictionTable
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.recipes.predict import main
@@ -215,6 +216,13 @@ def test_a_stock_classifier_that_is_told_its_class_counts_serves_under_any_prior
     torch.testing.assert_close(served["training"], softmax, atol=1e-4, rtol=0)
     expected = softmax / torch.tensor([0.6, 0.3, 0.1])
     torch.testing.assert_close(served["uniform"], expected / expected.sum(), atol=1e-4, rtol=0)
+
+
+def test_the_uniform_prior_is_refused_where_images_may_have_several_labels():
+    several = dict(problem_type="multi_label_classification", num_train_images=99, test_prior=None)
+    model = LiViTForImageClassification(LiViTConfig(**SIZES, **LABELS, class_counts=[50, 40, 5], **several))
+    with pytest.raises(LiVTError, match="^prior='uniform' has no meaning where an image may have several labels"):
+        serving_prior("uniform", model)
 
 
 @pytest.mark.parametrize("lost", ["classifier", "layer"])

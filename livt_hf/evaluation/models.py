@@ -5,12 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    BaseImageProcessor,
-    PreTrainedModel,
-)
+from transformers import AutoImageProcessor, AutoModelForImageClassification, BaseImageProcessor, PreTrainedModel
 
 from livt_hf.data import class_counts as counts_of
 from livt_hf.data import load_long_tailed
