@@ -95,15 +95,19 @@ class LiViTConfig(PreTrainedConfig):
         for name in _SIZES:
             if not 1 <= getattr(self, name) <= _LARGEST:
                 raise LiVTError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_LARGEST}.")
-        if self.image_size % self.patch_size:
-            raise LiVTError(
-                f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}; "
-                f"{self.image_size // self.patch_size * self.patch_size or self.patch_size} would be."
-            )
+        check_patches(self)
         if self.hidden_size % self.num_attention_heads:
             raise LiVTError(f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads.")
         if not 0 <= self.drop_path_rate < 1:
             raise LiVTError(f"drop_path_rate {self.drop_path_rate} must be at least 0 and below 1.")
+
+
+def check_patches(config: PreTrainedConfig) -> None:
+    size, patch = config.image_size, config.patch_size
+    if size % patch:
+        raise LiVTError(
+            f"image_size {size} is not a multiple of patch_size {patch}; {size // patch * patch or patch} would be."
+        )
 
 
 def with_settings(values: dict, settings: dict) -> dict:

@@ -14,7 +14,7 @@ from timm.models import VisionTransformer, save_for_hf
 from torch import Tensor
 from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassification, PreTrainedModel, ViTMAEConfig
 
-from livt_hf.configuration_livit import PRESETS, LiViTConfig
+from livt_hf.configuration_livit import LiViTConfig, size_name
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.modeling_livit import LiViTForImageClassification
@@ -22,7 +22,8 @@ from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.pretrained import listed
 from livt_hf.records import read_record, write_values
 
-INAT18_CLASSES = 8142
+# How many classes the heads of the authors' files have.
+OFFICIAL_CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
 # Our names into those of timm, which the authors (and MAE) use, applied one after the other.
 _TIMM_NAMES = {
     "vit.embeddings.patch_embeddings.projection.": "patch_embed.proj.",
@@ -76,16 +77,17 @@ def from_official(
     strange = config.keys() - (known if pretraining else known | set(LongTailConfig.names()))
     if strange:
         raise LiVTError(f"{listed(strange)} is no field of {config_class.__name__}; check the spelling.")
-    sizes = _sizes(official, path, known=config.keys())
+    config = _sizes(official, path, known=config.keys()) | config
     if pretraining:
         if class_counts is not None or id2label is not None:
             raise LiVTError(f"{path} holds a pretraining, which has no classes; leave class_counts and id2label out.")
         official = {name: tensor for name, tensor in official.items() if not name.startswith("head.")}
-        model = LiViTForPreTraining(pretraining_config("base", **(sizes | _decoder_sizes(official) | config)))
+        model = LiViTForPreTraining(pretraining_config("base", **(_decoder_sizes(official) | config)))
     else:
-        model = LiViTForImageClassification(
-            _head_config(official, sizes, class_counts, id2label, keep_class_order, config)
-        )
+        head = dict(loss="bal_bce", tau=1.0, test_prior=None, class_counts=class_counts)
+        head["pooling"] = "mean" if "fc_norm.weight" in official else "cls"
+        labels = _label_settings(official, id2label, keep_class_order)
+        model = LiViTForImageClassification(LiViTConfig(**(head | config | labels)))
     model.load_state_dict(_from_timm_names(official, model, path))
     return model.eval()
 
@@ -224,10 +226,10 @@ def _depth(official: dict[str, Tensor], prefix: str) -> int:
     return len({name.split(".")[1] for name in official if name.startswith(prefix)})
 
 
-def _head_config(official, sizes, class_counts, id2label, keep_class_order, config) -> LiViTConfig:
-    """The config of a BFT file; puts the rows of an iNat18 head in order."""
+def _label_settings(official: dict[str, Tensor], id2label: Mapping[int, str] | None, keep_class_order: bool) -> dict:
+    """What a config says of the labels of a BFT file; puts the rows of an iNat18 head in order."""
     classes = len(official["head.bias"])
-    if classes == INAT18_CLASSES:
+    if classes == OFFICIAL_CLASSES["inat18"]:
         categories = sorted(range(classes), key=str)  # category id of each row
         if not keep_class_order:
             rows = torch.tensor(categories).argsort()
@@ -236,15 +238,11 @@ def _head_config(official, sizes, class_counts, id2label, keep_class_order, conf
             categories = range(classes)
         if id2label is None:
             id2label = {row: str(category) for row, category in enumerate(categories)}
-    if id2label is not None:
-        if set(id2label) != set(range(classes)):
-            raise LiVTError(f"id2label names {len(id2label)} classes; give one name for each of 0 to {classes - 1}.")
-        config |= dict(id2label=dict(id2label), label2id={name: label for label, name in id2label.items()})
-    else:
-        config |= dict(num_labels=classes)
-    head = dict(loss="bal_bce", tau=1.0, test_prior=None, class_counts=class_counts)
-    pooling = "mean" if "fc_norm.weight" in official else "cls"
-    return LiViTConfig(**(sizes | head | dict(pooling=pooling) | config))
+    if id2label is None:
+        return dict(num_labels=classes)
+    if set(id2label) != set(range(classes)):
+        raise LiVTError(f"id2label names {len(id2label)} classes; give one name for each of 0 to {classes - 1}.")
+    return dict(id2label=dict(id2label), label2id={name: label for label, name in id2label.items()})
 
 
 def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) -> dict[str, Tensor]:
@@ -272,10 +270,8 @@ def _timm_name(name: str) -> str:
 
 def _architecture(config: LiViTConfig) -> str:
     """A registered timm name, the fitting one if there is; all sizes are given as arguments beside it."""
-    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size")
-    sizes = [size for size, preset in PRESETS.items() if all(preset[name] == getattr(config, name) for name in shape)]
-    size = sizes[0] if sizes and sizes[0] != "micro" else "base"
-    return f"vit_{size}_patch16_224"
+    name = f"vit_{size_name(config.to_dict())}_patch{config.patch_size}_{config.image_size}"
+    return name if timm.is_model(name) else "vit_base_patch16_224"
 
 
 def _timm_arguments(config: LiViTConfig) -> dict:

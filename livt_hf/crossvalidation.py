@@ -23,7 +23,7 @@ from livt_hf.data import class_counts
 from livt_hf.data.labels import class_feature, group_codes, is_multi_label, labels_of
 from livt_hf.data.tables import reading_table
 from livt_hf.evaluation.exam import Exam, Findings, examine
-from livt_hf.evaluation.rules import label_thresholds, standard_rules
+from livt_hf.evaluation.rules import standard_rules
 from livt_hf.evaluation.running import Outputs, Rule, run_model
 from livt_hf.evaluation.tables import ANSWERS, write_predictions
 from livt_hf.metrics import MultiLabelMetrics
@@ -62,8 +62,7 @@ def write_fold(run: Run, model: nn.Module, batches, data: DatasetDict, accelerat
     if accelerator.is_main_process:
         path = run.folder / ANSWERS
         path.unlink(missing_ok=True)  # of a run that was killed before it had results
-        rules, thresholds = standard_rules(model), label_thresholds(model)
-        write_predictions(path, outputs.batches(), rules, data["test"], "test", thresholds)
+        write_predictions(path, model, outputs, standard_rules(model), data["test"], "test")
 
 
 def examine_folds(run: Run, parts: Sequence[DatasetDict], accelerator: Accelerator) -> tuple[Findings, Dataset]:

@@ -27,16 +27,25 @@ BATCH = ({0: torch.export.Dim("batch")},)  # any number of images
 
 
 class ServingGraph(nn.Module):
-    """From bytes (B, H, W, 3) to logits or, under a prior, to class probabilities. (B, C)"""
+    """From bytes (B, H, W, 3) to logits or, under a prior, to class probabilities. (B, C)
+
+    Its first step is what the processor does to the colour of a pixel, which must be to rescale and to normalise it.
+    """
 
     def __init__(self, model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None):
         super().__init__()
         self.model, self.prior, self.output = model, prior, "logits" if prior is None else "probabilities"
-        black, white = colours_as_pixels(processor, torch.tensor([[0, 0, 0], [255, 255, 255]]))
-        self.register_buffer("scale", (white - black) / 255)
-        self.register_buffer("offset", black)
         if prior is not None:
             check_posterior(model)
+        colours = torch.randint(0, 256, (16, 3), generator=torch.Generator().manual_seed(0))
+        colours[0], colours[1] = 0, 255
+        pixels = colours_as_pixels(processor, colours)
+        self.register_buffer("scale", (pixels[1] - pixels[0]) / 255)
+        self.register_buffer("offset", pixels[0])
+        if not torch.allclose(self.pixel_values(colours[:, None, None])[:, :, 0, 0], pixels, atol=1e-5):
+            kind = type(processor).__name__
+            raise LiVTError(f"{kind} does more than rescale and normalise; export the logits by hand.")
+        self.eval()
 
     def pixel_values(self, images: Tensor) -> Tensor:
         return (images.float() * self.scale + self.offset).permute(0, 3, 1, 2)
@@ -62,16 +71,6 @@ def colours_as_pixels(processor: BaseImageProcessor, colours: Tensor) -> Tensor:
     height, width = image_size(processor)
     images = [Image.new("RGB", (width, height), tuple(colour)) for colour in colours.tolist()]
     return processor(images, return_tensors="pt")["pixel_values"].mean(dim=(2, 3))
-
-
-def serving_graph(model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None) -> ServingGraph:
-    """The graph, after a look whether its first step is what the processor does to a colour."""
-    graph = ServingGraph(model.eval(), processor, prior).eval()
-    colours = torch.randint(0, 256, (16, 3), generator=torch.Generator().manual_seed(0))
-    found = graph.pixel_values(colours[:, None, None])[:, :, 0, 0]
-    if not torch.allclose(found, colours_as_pixels(processor, colours), atol=1e-5):
-        raise LiVTError(f"{type(processor).__name__} does more than rescale and normalise; export the logits by hand.")
-    return graph
 
 
 def example_images(processor: BaseImageProcessor, images: int = 2) -> Tensor:
@@ -114,7 +113,7 @@ def save_exported(
 
     The file is read back and asked about other numbers of images than it was made with.
     """
-    graph = serving_graph(model.eval(), processor, prior)
+    graph = ServingGraph(model, processor, prior)
     folder.mkdir(parents=True, exist_ok=True)
     run = FORMS[form](graph, example_images(processor), folder)
     (model.config if isinstance(processor, TimmWrapperImageProcessor) else processor).save_pretrained(folder)

@@ -189,7 +189,7 @@ def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, 
     batches = logits_of(model, loader, accelerator)
     if model.head.multi_label:
         given = partial(given_labels, model)
-        return {"metrics": evaluate_multi_label(batches, accelerator, counts, given).compute(), "posterior": None}
+        return {"metrics": evaluate_multi_label(batches, counts, given).compute(), "posterior": None}
     measured = evaluate_rules(batches, accelerator, counts, standard_rules(model))
     fields = {"metrics": PAPER, "posterior": UNIFORM, "own_prior": OWN}
     return {field: measured[rule].compute() if rule in measured else None for field, rule in fields.items()}

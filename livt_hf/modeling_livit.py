@@ -1,6 +1,5 @@
 """LiViT: transformers' ViT with stochastic depth, mean pooling and a head that carries its long-tail loss."""
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -73,14 +72,12 @@ class LiViTModel(LiViTPreTrainedModel):
         """Change the native resolution, interpolating positions as forward would for an input of that size."""
         if image_size == self.config.image_size:
             return
-        config = copy.deepcopy(self.config)
-        config.image_size = image_size
-        grid = torch.empty(1, config.num_patches + 1, config.hidden_size, device=self.device)
+        self.config.image_size = image_size
+        grid = torch.empty(1, self.config.num_patches + 1, self.config.hidden_size, device=self.device)
         positions = self.embeddings.interpolate_pos_encoding(grid, image_size, image_size)
         self.embeddings.position_embeddings = nn.Parameter(positions.detach().clone())
         self.embeddings.image_size = self.embeddings.patch_embeddings.image_size = (image_size, image_size)
-        self.embeddings.patch_embeddings.num_patches = config.num_patches
-        self.config.image_size = image_size
+        self.embeddings.patch_embeddings.num_patches = self.config.num_patches
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
@@ -89,8 +86,7 @@ class LiViTModel(LiViTPreTrainedModel):
         _check_pixels(pixel_values, self.config)
         x = self.embeddings(pixel_values.to(self.dtype), interpolate_pos_encoding=True)  # (B, 1 + patches, D)
         if kept is not None:
-            patches = x[:, 1:].gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))
-            x = torch.cat([x[:, :1], patches], dim=1)  # (B, 1 + K, D)
+            x = torch.cat([x[:, :1], x[:, 1:].take_along_dim(kept[:, :, None], dim=1)], dim=1)  # (B, 1 + K, D)
         for layer in self.layers:
             x = layer(x, **kwargs)
         if self.config.pooling == "mean":

@@ -17,7 +17,7 @@ from transformers.models.vit_mae.modeling_vit_mae import (
     eager_attention_forward,
 )
 
-from livt_hf.configuration_livit import encoder_preset
+from livt_hf.configuration_livit import check_patches, encoder_preset
 from livt_hf.errors import LiVTError
 
 _MICRO_DECODER = dict(decoder_hidden_size=96, decoder_num_hidden_layers=2, decoder_num_attention_heads=4)
@@ -129,22 +129,26 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         masked = order[:, self.num_visible :]
         masked = masked[:, : max(1, round(self.decode_ratio * masked.shape[1]))]
         patches = self.patchify(pixel_values)  # (B, patches, p * p * 3)
-        latent = self._encode(_take(patches, visible), visible, **kwargs)
+        latent = self._encode(patches, visible, **kwargs)
         prediction = self._decode(latent, visible, masked).float()  # (B, masked, p * p * 3)
-        target = _take(patches, masked).float()
-        if self.config.norm_pix_loss:
-            mean, std = _patch_statistics(target)
-            target = (target - mean) / std
+        target = self._target(patches.take_along_dim(masked[:, :, None], dim=1).float())
         return ViTMAEForPreTrainingOutput(loss=((prediction - target) ** 2).mean())
 
-    def _encode(self, patches: Tensor, positions: Tensor, **kwargs) -> Tensor:
+    def features(self, pixel_values: Tensor) -> Tensor:
+        """The mean patch token of an encoder that sees the whole image. (B, D)"""
+        everything = torch.arange(self.num_patches, device=pixel_values.device).expand(len(pixel_values), -1)
+        return self._encode(self.patchify(pixel_values), everything)[:, 1:].mean(dim=1)
+
+    def _encode(self, patches: Tensor, visible: Tensor, **kwargs) -> Tensor:
+        """The tokens of the class and of the visible patches. (B, 1 + visible, D)"""
         embeddings = self.vit.embeddings
         projection = embeddings.patch_embeddings.projection
         # The convolution's kernel as a matrix over a patch's (row, column, channel) pixels.
         kernel = projection.weight.permute(0, 2, 3, 1).flatten(1)
+        patches = patches.take_along_dim(visible[:, :, None], dim=1)
         x = nn.functional.linear(patches, kernel, projection.bias)  # (B, visible, D)
         table = embeddings.position_embeddings
-        x = x + table[0, 1:][positions]
+        x = x + table[0, 1:][visible]
         cls_token = (embeddings.cls_token + table[:, :1]).expand(len(x), -1, -1)
         x = torch.cat([cls_token, x.to(cls_token.dtype)], dim=1)  # (B, 1 + visible, D)
         for layer in self.vit.layers:
@@ -189,11 +193,15 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
     @torch.no_grad()
     def zero_prediction_loss(self, pixel_values: Tensor, mask: Tensor) -> Tensor:
         """The loss of predicting zero on the patches of `mask` (1 is masked): what learning must beat."""
-        target = self.patchify(pixel_values)
-        if self.config.norm_pix_loss:
-            mean, std = _patch_statistics(target)
-            target = (target - mean) / std
+        target = self._target(self.patchify(pixel_values))
         return (target.pow(2).mean(-1) * mask).sum() / mask.sum()
+
+    def _target(self, patches: Tensor) -> Tensor:
+        """What is to be predicted of patches."""
+        if not self.config.norm_pix_loss:
+            return patches
+        mean, std = _patch_statistics(patches)
+        return (patches - mean) / std
 
     def no_weight_decay(self) -> set[str]:
         """1-D tensors, which include every bias."""
@@ -218,17 +226,12 @@ def _last_block(layer: ViTMAELayer, x: Tensor, tail: int) -> Tensor:
     return x + layer.dropout(layer.mlp(layer.layernorm_after(x)))
 
 
-def _take(tokens: Tensor, index: Tensor) -> Tensor:
-    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
-
-
 def _patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
     return patches.mean(dim=-1, keepdim=True), (patches.var(dim=-1, keepdim=True) + 1e-6).sqrt()
 
 
 def _check_config(config: ViTMAEConfig, decode_ratio: float) -> None:
-    if config.image_size % config.patch_size:
-        raise LiVTError(f"image_size {config.image_size} is not a multiple of patch_size {config.patch_size}.")
+    check_patches(config)
     patches = (config.image_size // config.patch_size) ** 2
     visible = int(patches * (1 - config.mask_ratio))
     if not 0 < visible < patches:

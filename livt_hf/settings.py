@@ -334,7 +334,33 @@ class FinetuneSettings(TrainingSettings):
 
 
 @dataclass
-class EvalSettings(DataSettings):
+class ElsewhereSettings(CommandSettings):
+    """What a model that was trained elsewhere does not say of its training."""
+
+    class_counts: str | None = option(
+        None,
+        "of a model that was trained elsewhere: its training folder, or a JSON or YAML file with the number of "
+        "training images per class; gives it probabilities under any prior",
+        place=True,
+    )
+    trained_with: Literal["ce", "bce"] | None = option(None, "the loss of such a model; default: ce")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.trained_with is not None and self.class_counts is None:
+            raise LiVTError(
+                f"--trained_with {self.trained_with} is the loss of a model that --class_counts are given for; pass "
+                "them, or leave it out."
+            )
+
+    @property
+    def training(self) -> dict[str, str | None]:
+        """As `load_classifier` is told it."""
+        return {"class_counts": self.class_counts, "trained_with": self.trained_with}
+
+
+@dataclass
+class EvalSettings(ElsewhereSettings, DataSettings):
     """Measure a model, by class frequency and under several decision rules; write a report."""
 
     stage: ClassVar[str] = "eval"
@@ -354,13 +380,6 @@ class EvalSettings(DataSettings):
     prior: str | None = option(
         None, "class frequencies the model will meet: training, uniform, or a JSON or YAML file", place=True
     )
-    class_counts: str | None = option(
-        None,
-        "of a model that was trained elsewhere: its training folder, or a JSON or YAML file with the number of "
-        "training images per class; gives it probabilities under any prior",
-        place=True,
-    )
-    trained_with: Literal["ce", "bce"] | None = option(None, "the loss of such a model; default: ce")
     probe: bool = option(
         False,
         "measure the features by kNN and a linear probe, whatever classes the model has; a pretraining always is",
@@ -393,8 +412,3 @@ class EvalSettings(DataSettings):
         super().__post_init__()
         if self.compare is not None and len(self.compare) != 2:
             raise LiVTError(f"--compare puts two runs side by side, not {len(self.compare)}; name two.")
-        if self.trained_with is not None and self.class_counts is None:
-            raise LiVTError(
-                f"--trained_with {self.trained_with} is the loss of a model that --class_counts are given for; pass "
-                "them, or leave it out."
-            )

@@ -2,6 +2,7 @@
 
     livt calibrate RUN                                     # on the validation split of the data it was trained on
     livt calibrate RUN --dataset FOLDER --split all        # on all images of another folder
+    livt calibrate MODEL --dataset FOLDER --split all --class_counts counts.json    # one trained elsewhere
 
 Fits a temperature and one offset per class by maximum likelihood (livt_hf/long_tail/calibration.py) and writes them
 into the config of the model, where `probabilities`, `livt eval` and `livt predict` use them. Weights stay as they are.
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = Path(settings.model) / "config.json"
     if not config.is_file():
         raise LiVTError(f"{settings.model} is no folder with a config.json to write to; download the model first.")
-    model, processor = load_classifier(settings.model).to(accelerator.device), load_processor(settings.model)
+    model, processor = load_classifier(settings.model, **settings.training), load_processor(settings.model)
+    model.to(accelerator.device)
     check_posterior(model)
     check_not_trained_on(settings)
     data = load_to_measure(settings, settings.split)

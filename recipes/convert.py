@@ -8,33 +8,32 @@ livt convert MODEL OUT --to onnx --prior FILE     with class probabilities under
 livt convert MODEL OUT --to torch-export          the same as OUT/model.pt2, for torch.export.load
 """
 
-import importlib.util
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from timm.data import ImageNetInfo
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.commands import run_command
-from livt_hf.conversion import from_official, save_timm, to_beit
+from livt_hf.conversion import OFFICIAL_CLASSES, from_official, save_timm, to_beit
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import load_checkpoint, load_classifier, load_processor
+from livt_hf.evaluation.models import balanced_by_counts, load_classifier, load_processor
 from livt_hf.evaluation.rules import serving_prior
+from livt_hf.export import FORMS, image_size, save_exported
 from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.plugins import find_module
 from livt_hf.recipes.settings import ConvertSettings
 from livt_hf.records import read_values
 from livt_hf.runs import lent_plugin_of
 
-EXPORTED = ("onnx", "torch-export")
-OF_AUTHORS = ("dataset", "class_counts", "labels", "keep_class_order")  # what their files do not say
-# How many classes the heads of the authors' files have.
-CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}
+OF_AUTHORS = ("dataset", "labels", "keep_class_order")  # what their files do not say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = ConvertSettings.parse(argv, inherit=lent_plugin_of("source"))
-    if settings.prior is not None and settings.to not in EXPORTED:
+    if settings.prior is not None and settings.to not in FORMS:
         raise LiVTError(f"--to {settings.to} writes weights, whose prior is chosen in serving; leave --prior out.")
     told = [name for name in OF_AUTHORS if getattr(settings, name)]
     if told and settings.to != "livit":
@@ -44,32 +43,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise LiVTError(f"{folder} exists and is not empty; name a new folder.")
     if settings.to == "livit":
         convert_official(settings)
-    elif settings.to in EXPORTED:
-        export(settings)
     else:
-        model, processor = load_checkpoint(settings.source), load_processor(settings.source)
-        if not isinstance(model, LiViTForImageClassification):
-            raise LiVTError(
-                f"{settings.source} holds {type(model).__name__}; only a fine-tuned LiViT has the form {settings.to}. "
-                "Pass --to onnx or torch-export, or load it with transformers as it is."
-            )
-        if settings.to == "timm":
-            save_timm(model, settings.output, processor)
-        else:
-            to_beit(model).save_pretrained(settings.output)
-            processor.save_pretrained(settings.output)
+        if settings.to == "onnx" and not all(find_module(name) for name in ("onnxruntime", "onnxscript")):
+            raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
+        model = load_classifier(settings.source, **settings.training)
+        (export if settings.to in FORMS else write_form)(settings, model, load_processor(settings.source))
     print(f"wrote {settings.output}")
 
 
-def export(settings: ConvertSettings) -> None:
-    """A graph that runs without this package."""
-    if settings.to == "onnx" and any(importlib.util.find_spec(name) is None for name in ("onnxruntime", "onnxscript")):
-        raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
-    from livt_hf.export import image_size, save_exported
+def write_form(settings: ConvertSettings, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
+    """The same weights under the names of another library."""
+    if not isinstance(model, LiViTForImageClassification):
+        raise LiVTError(
+            f"{settings.source} holds {type(model).__name__}; only a fine-tuned LiViT has the form {settings.to}. "
+            "Pass --to onnx or torch-export, or load it with transformers as it is."
+        )
+    if settings.to == "timm":
+        save_timm(model, settings.output, processor)
+    else:
+        to_beit(model).save_pretrained(settings.output)
+        processor.save_pretrained(settings.output)
 
+
+def export(settings: ConvertSettings, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
+    """A graph that runs without this package."""
     for name in ("onnxscript", "onnx_ir"):  # which tell every rewritten node
         logging.getLogger(name).setLevel(logging.WARNING)
-    folder, model, processor = Path(settings.output), load_classifier(settings.source), load_processor(settings.source)
+    folder = Path(settings.output)
     prior = None if settings.prior is None else serving_prior(settings.prior, model)
     off = save_exported(settings.to, folder, model, processor, prior)
     height, width = image_size(processor)
@@ -87,51 +87,51 @@ def convert_official(settings: ConvertSettings) -> None:
             f"{settings.source} is not a .pth file of the authors, which --to livit is for; pass --to onnx or "
             "torch-export, or of a fine-tuned LiViT --to beit or timm."
         )
-    counts = read_list(settings.class_counts) if settings.class_counts else None
-    names = dict(enumerate(read_list(settings.labels))) if settings.labels else None
-    order = settings.keep_class_order
-    model = from_official(settings.source, class_counts=counts, id2label=names, keep_class_order=order)
-    classifier = isinstance(model, LiViTForImageClassification)
-    dataset = settings.dataset
-    if dataset is None and classifier and counts is not None and model.config.num_labels not in CLASSES.values():
-        dataset = "own images"  # trained with the authors' code, which takes ImageNet's statistics for them
-    elif dataset is None:
-        dataset = told_by_head(model.config.num_labels if classifier else None, settings.source)
-    if classifier and dataset == "imagenet-lt" and names is None and model.config.num_labels == CLASSES[dataset]:
+    names, order = None if settings.labels is None else read_names(settings.labels), settings.keep_class_order
+    model = from_official(settings.source, id2label=names, keep_class_order=order)
+    classes = model.config.num_labels if isinstance(model, LiViTForImageClassification) else None
+    if classes is None and settings.class_counts is not None:
+        raise LiVTError(f"{settings.source} holds a pretraining, which has no classes; leave --class_counts out.")
+    dataset = settings.dataset or told_by_head(classes, settings)
+    if dataset == "imagenet-lt" and names is None and classes == OFFICIAL_CLASSES[dataset]:
         names = imagenet_names()
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
+    if settings.class_counts is not None:
+        model = balanced_by_counts(model, **settings.training)
     model.save_pretrained(settings.output)
     eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(settings.output)
-    if classifier and dataset == "inat18":
+    if classes is not None and dataset == "inat18":
         said = "in the authors' order" if order else "in order of numeric category ids"
         print(f"classes are {said}; the authors' order was read in their code and not verified on data")
 
 
-def told_by_head(classes: int | None, source: str) -> str:
+def told_by_head(classes: int | None, settings: ConvertSettings) -> str:
     """The dataset of an authors' file, whose normalisation the processor needs: a head tells it by its size."""
-    fitting = [name for name, number in CLASSES.items() if number == classes]
-    if not fitting:
-        what = "is a pretraining file" if classes is None else f"has {classes} classes"
-        known = ", ".join(f"{name} ({number})" for name, number in CLASSES.items())
-        raise LiVTError(
-            f"{source} {what}, which names no dataset; pass --dataset, or the --class_counts of your own images. The "
-            f"authors' heads are {known}."
-        )
-    return fitting[0]
+    fitting = [name for name, number in OFFICIAL_CLASSES.items() if number == classes]
+    if fitting:
+        return fitting[0]
+    if settings.class_counts is not None:
+        return "own images"  # trained with the authors' code, which takes ImageNet's statistics for them
+    what = "is a pretraining file" if classes is None else f"has {classes} classes"
+    known = ", ".join(f"{name} ({number})" for name, number in OFFICIAL_CLASSES.items())
+    raise LiVTError(
+        f"{settings.source} {what}, which names no dataset; pass --dataset, or the --class_counts of your own images. "
+        f"The authors' heads are {known}."
+    )
 
 
-def read_list(path: str) -> list:
+def read_names(path: str) -> dict[int, str]:
     values = read_values(Path(path))
     if not isinstance(values, list):
         raise LiVTError(f"{path} holds a {type(values).__name__}, not a JSON list with one entry per class.")
-    return values
+    return dict(enumerate(values))
 
 
 def imagenet_names() -> dict[int, str]:
     """ImageNet's names, which timm brings; ImageNet-LT numbers its classes in the same order."""
-    info = ImageNetInfo()
-    names = [info.index_to_description(label) for label in range(CLASSES["imagenet-lt"])]
-    detailed = [info.index_to_description(label, detailed=True) for label in range(CLASSES["imagenet-lt"])]
+    info, labels = ImageNetInfo(), range(OFFICIAL_CLASSES["imagenet-lt"])
+    names = [info.index_to_description(label) for label in labels]
+    detailed = [info.index_to_description(label, detailed=True) for label in labels]
     # "crane" is a bird and a machine.
     return {label: detailed[label] if names.count(name) > 1 else name for label, name in enumerate(names)}
 

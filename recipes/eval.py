@@ -15,13 +15,13 @@
 `accelerate launch recipes/eval.py` takes the same options in a checkout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
+from datasets import DatasetDict
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -34,7 +34,6 @@ from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Exam, Findings, accuracy_under_prior, examine
 from livt_hf.evaluation.models import (
-    balanced_by_counts,
     check_classes_match,
     check_posterior,
     check_set_aside,
@@ -44,24 +43,25 @@ from livt_hf.evaluation.models import (
     known_counts,
     lent_by_run,
     load_checkpoint,
+    load_classifier,
     load_processor,
     training_counts,
     was_trained_on,
     why_uncalibrated,
 )
-from livt_hf.evaluation.probes import frozen_features, knn_scores, linear_probe_scores
+from livt_hf.evaluation.probes import Features, frozen_features, knn_scores, linear_probe_scores
 from livt_hf.evaluation.rules import (
     ESTIMATED,
     given_labels,
-    label_thresholds,
     posterior_rule,
     prior_words,
     serving_prior,
     standard_rules,
 )
-from livt_hf.evaluation.running import Outputs, Rule, evaluate_multi_label, run_model
-from livt_hf.evaluation.shifts import ShiftedSet, measure_shift, shifted_sets
+from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model
+from livt_hf.evaluation.shifts import measure_shift, shifted_sets
 from livt_hf.evaluation.tables import check_table, write_predictions
+from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.metrics import long_tail_metrics, shot_groups
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table
@@ -73,8 +73,6 @@ from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
 from livt_hf.training.machine import PATIENT, check_processes, use_all_cores
-
-Loaders = Callable[[str], DataLoader]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -104,14 +102,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}
     summary = {"model": settings.model, "dataset": settings.dataset, "split": settings.split}
     summary |= {"thresholds": thresholds} | provenance()
-    # A probe learns the classes of the data, whatever the model was trained on.
-    counts = class_counts(data["train"]) if settings.probe else training_counts(model, data["train"])
-    dataset = data[settings.split]
     if settings.probe:
-        summary |= measure_features(model, loader, accelerator, counts, settings, thresholds)
-        write_numbers(folder, summary, accelerator)
+        # A probe learns the classes of the data, whatever the model was trained on.
+        train, test = (frozen_features(model, loader(split), accelerator) for split in ("train", settings.split))
+        summary |= measure_features(train, test, class_counts(data["train"]), settings.seed, thresholds)
+        folder.mkdir(parents=True)
+        write_values(folder / "evaluation.json", summary)
+        print(f"Numbers: {folder / 'evaluation.json'}")
         return
-    shifted = planned_shifts(settings, dataset, counts)
+    dataset, counts, shifted = data[settings.split], training_counts(model, data["train"]), []
+    if settings.test_imbalance is not None:
+        shifted = shifted_sets(settings.test_imbalance, labels_of(dataset).values, counts, settings.seed)
     clusters = group_codes(dataset) if "group" in dataset.column_names else None
     outputs = run_model(model, loader(settings.split), accelerator)
     exam = Exam(model, outputs, counts, accelerator, thresholds, clusters)
@@ -124,7 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if accelerator.is_main_process:
         print(several_labels_in_words(summary) if is_multi_label(model) else findings_in_words(found, exam))
         print(f"Report: {write_report(folder, settings, found, dataset)}")
-        write_table(settings, model, outputs, rules, dataset)
+        if settings.predictions is not None:
+            write_predictions(settings.predictions, model, outputs, rules, dataset, settings.split)
+            print(f"Predictions: {settings.predictions}")
         if ESTIMATED in rules:
             write_prior(folder / "prior.json", summary, exam)
 
@@ -135,10 +138,7 @@ def open_model(settings: EvalSettings) -> PreTrainedModel:
     if settings.probe and not pretraining:
         return load_backbone(settings.model)
     settings.probe = pretraining
-    model = load_checkpoint(settings.model)
-    if settings.class_counts is not None and not pretraining:
-        model = balanced_by_counts(model, settings.class_counts, settings.trained_with)
-    return model
+    return load_checkpoint(settings.model) if pretraining else load_classifier(settings.model, **settings.training)
 
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:
@@ -197,24 +197,12 @@ def check_data(model: PreTrainedModel, data: DatasetDict, settings: EvalSettings
         )
 
 
-def planned_shifts(settings: EvalSettings, dataset: Dataset, counts: np.ndarray) -> list[ShiftedSet]:
-    if settings.test_imbalance is None:
-        return []
-    return shifted_sets(settings.test_imbalance, labels_of(dataset).values, counts, settings.seed)
-
-
 def measure_features(
-    model: PreTrainedModel,
-    loader: Loaders,
-    accelerator: Accelerator,
-    counts: np.ndarray,
-    settings: EvalSettings,
-    thresholds: dict[str, int],
-) -> dict:
-    train, test = (frozen_features(model, loader(split), accelerator) for split in ("train", settings.split))
+    train: Features, test: Features, counts: np.ndarray, seed: int, thresholds: dict[str, int]
+) -> dict[str, dict]:
     scores = {
         "kNN": knn_scores(train, test, len(counts)),
-        "linear probe": linear_probe_scores(train, test, len(counts), seed=settings.seed),
+        "linear probe": linear_probe_scores(train, test, len(counts), seed=seed),
     }
     measured = {name: long_tail_metrics(score, test.labels, counts, **thresholds) for name, score in scores.items()}
     for name, metrics in measured.items():
@@ -225,8 +213,7 @@ def measure_features(
 def examine_several(exam: Exam, _rules: dict[str, Rule], names: Sequence[str], summary: dict) -> Findings:
     """All numbers where images may have several labels."""
     given = partial(given_labels, exam.model)
-    batches = exam.outputs.batches()
-    measured = evaluate_multi_label(batches, exam.accelerator, exam.train_counts, given, **exam.thresholds)
+    measured = evaluate_multi_label(exam.outputs.batches(), exam.train_counts, given, **exam.thresholds)
     summary["rules"] = {EACH_LABEL: measured.compute()}
     return Findings(summary, {}, None, measured.per_class(names))
 
@@ -289,27 +276,8 @@ def several_labels_in_words(summary: dict) -> str:
     return f"{began}\n  {accuracy_line(metrics)}\n  mean over classes: {', '.join(others)}"
 
 
-def write_table(
-    settings: EvalSettings, model: PreTrainedModel, outputs: Outputs, rules: dict[str, Rule], dataset: Dataset
-) -> None:
-    """Of `--predictions`."""
-    if settings.predictions is not None:
-        thresholds = label_thresholds(model)
-        write_predictions(settings.predictions, outputs.batches(), rules, dataset, settings.split, thresholds)
-        print(f"Predictions: {settings.predictions}")
-
-
-def write_numbers(folder: Path, summary: dict, accelerator: Accelerator) -> None:
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True)
-        write_values(folder / "evaluation.json", summary)
-        print(f"Numbers: {folder / 'evaluation.json'}")
-
-
 def write_prior(path: Path, summary: dict, exam: Exam) -> None:
-    names, prior = class_names(exam.model), summary["estimated_prior"]["prior"]
-    by_name = dict(zip(names, prior, strict=True))
-    write_values(path, by_name if len(by_name) == len(names) else prior)  # "crane" is a bird and a machine
+    write_values(path, numbers_by_name(summary["estimated_prior"]["prior"], class_names(exam.model)))
     command = ["livt", "predict", summary["model"], "IMAGE...", "--prior", str(path)]
     print(f"Estimated prior: {path}; to serve under it:\n  {shell_line(command)}")
 

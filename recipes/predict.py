@@ -3,6 +3,7 @@
     livt predict MODEL IMAGE...                       # files, folders (searched below), quoted patterns 'a/**/*.jpg'
     livt predict MODEL FOLDER --prior training        # where classes are as frequent as they were in training
     livt predict MODEL FOLDER --prior prior.json --format jsonl
+    livt predict MODEL FOLDER --prior prior.json --class_counts counts.json    # a model trained elsewhere
 
 Prints one line per file. A file that cannot be read gets a line on stderr that says why, and the exit code is then 1.
 """
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = find_images(settings.images)
     if not paths:
         raise LiVTError(f"there is no image in {' '.join(settings.images)}; name files, folders or quoted patterns.")
-    predictor = Predictor(settings.model, device=settings.device)
+    predictor = Predictor(settings.model, device=settings.device, **settings.training)
     use_all_cores(predictor.device, settings.threads)
     if settings.prior is not None:
         predictor.serve_under(serving_prior(settings.prior, predictor.model), prior_words(settings.prior))

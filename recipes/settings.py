@@ -11,7 +11,14 @@ from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC
 from livt_hf.errors import LiVTError
 from livt_hf.options import REQUIRED, CommandSettings, option
 from livt_hf.runs import runs_folder
-from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings, loss_names
+from livt_hf.settings import (
+    DataSettings,
+    ElsewhereSettings,
+    EvalSettings,
+    FinetuneSettings,
+    PretrainSettings,
+    loss_names,
+)
 from livt_hf.system import shell_line, shell_words
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -51,7 +58,7 @@ class TrainSettings(DataSettings):
 
 
 @dataclass(kw_only=True)
-class CalibrateSettings(DataSettings):
+class CalibrateSettings(ElsewhereSettings, DataSettings):
     """Make the class probabilities of a trained model right, on images it was not trained on."""
 
     stage: ClassVar[str] = "calibrate"
@@ -66,7 +73,7 @@ class CalibrateSettings(DataSettings):
 
 
 @dataclass(kw_only=True)
-class PredictSettings(CommandSettings):
+class PredictSettings(ElsewhereSettings):
     """Classify image files."""
 
     stage: ClassVar[str] = "predict"
@@ -175,7 +182,7 @@ class PublishDataSettings(DataSettings):
 
 
 @dataclass(kw_only=True)
-class ConvertSettings(CommandSettings):
+class ConvertSettings(ElsewhereSettings):
     """Convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export."""
 
     stage: ClassVar[str] = "convert"
@@ -197,7 +204,6 @@ class ConvertSettings(CommandSettings):
         "imagenet-1k for images of your own",
         choices=lambda: tuple(BENCHMARKS),
     )
-    class_counts: str | None = option(None, "JSON list with the number of training images per class")
     labels: str | None = option(None, "JSON list with one name per class")
     keep_class_order: bool = option(False, "leave the heads of iNat18 in the authors' order")
 

@@ -31,6 +31,7 @@ MULTI = dict(problem_type="multi_label_classification", test_prior=None)
         (dict(normalised_classifier=True), "between -1 and 1, from which loss 'bal_bce' learns nothing; take ldam"),
         (dict(loss="lade", label_smoothing=0.1), "label_smoothing 0.1 cannot be used with loss 'lade'"),
         (dict(nt_lambda=0), "nt_lambda 0 must be positive"),
+        (dict(nt_lambda=float("nan")), "nt_lambda nan must be positive"),
         (dict(cb_beta=1.0), "cb_beta 1.0 must lie between"),
         (dict(num_labels=1), "num_labels is 1; a classifier needs at least two"),
         (dict(num_labels=3, id2label={0: "cat", 1: "dog"}), "id2label names 2 labels and num_labels is 3"),

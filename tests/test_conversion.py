@@ -471,7 +471,7 @@ def test_the_command_names_the_classes_of_imagenet_lt(tmp_path, convert):
     assert LiViTForImageClassification.from_pretrained(tmp_path / "five").config.id2label[4] == "LABEL_4"
 
 
-@pytest.mark.parametrize("option", ["--dataset=inat18", "--class_counts=a", "--labels=a", "--keep_class_order"])
+@pytest.mark.parametrize("option", ["--dataset=inat18", "--labels=a", "--keep_class_order"])
 @pytest.mark.parametrize("form", ["beit", "timm", "onnx", "torch-export"])
 def test_what_an_authors_file_does_not_say_is_told_of_no_other_model(convert, option, form):
     with pytest.raises(LiVTError, match=f"--to {form} writes a model that knows its classes; leave {option[:5]}"):
@@ -494,15 +494,34 @@ def test_the_command_wants_the_dataset_where_the_head_does_not_tell_it(tmp_path,
         convert(mgp, tmp_path / "out")
     convert(mgp, tmp_path / "mgp", "--dataset", "inat18")
     assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "mgp").image_mean) == (0.466, 0.471, 0.380)
-    with pytest.raises(ValueError, match="holds LiViTForPreTraining"):
+    with pytest.raises(LiVTError, match="holds a pretraining, which has no classes; leave --class_counts out"):
+        convert(mgp, tmp_path / "out", "--class_counts", tmp_path / "counts.json")
+    with pytest.raises(LiVTError, match="is a pretraining, which knows no classes"):
         convert(tmp_path / "mgp", tmp_path / "out", "--to", "beit")
+
+
+def test_class_counts_by_name_are_told_to_an_authors_file_at_once_or_to_what_it_became(tmp_path, convert):
+    path, _ = official_file(tmp_path)
+    names, counts, folder = list("abcde"), tmp_path / "counts.yaml", tmp_path / "livit"
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    counts.write_text("e: 10\nd: 20\nc: 30\nb: 40\na: 50\n")
+    told = ["--labels", tmp_path / "names.json", "--dataset", "imagenet-1k"]
+    convert(path, folder, *told, "--class_counts", counts)
+    convert(path, tmp_path / "unknowing", *told)
+    convert(tmp_path / "unknowing", tmp_path / "beit", "--to", "beit", "--class_counts", counts)
+    heads = [LiViTForImageClassification.from_pretrained(place).head.settings for place in (folder, tmp_path / "beit")]
+    assert heads[0] == heads[1] and heads[0].class_counts == [50, 40, 30, 20, 10]
+    assert (heads[0].loss, heads[0].test_prior) == ("bal_bce", None)
+    with pytest.raises(LiVTError, match="knows its class counts already; leave --class_counts out"):
+        convert(folder, tmp_path / "out", "--to", "beit", "--class_counts", counts)
+    with pytest.raises(LiVTError, match="the file no.json does not exist"):
+        convert(path, tmp_path / "out", *told, "--class_counts", "no.json")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["no.pth", "out"], "no.pth is not a complete PyTorch checkpoint"),
-        (["no.pth", "out", "--class_counts", "no.json"], "the file no.json does not exist"),
         (["no.pth", "out", "--labels", "names.json"], "names.json holds a dict, not a JSON list"),
         (["./no run", "out", "--to", "beit"], "./no run could not be loaded as a checkpoint folder"),
     ],

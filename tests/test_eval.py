@@ -25,7 +25,13 @@ from livt_hf.data import Batches, eval_loader, eval_processor, load_data, load_l
 from livt_hf.data.labels import digest_of
 from livt_hf.demo.mistakes import read_predictions
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import balanced_by_counts, check_classes_match, check_set_aside, lent_by_run
+from livt_hf.evaluation.models import (
+    balanced_by_counts,
+    check_classes_match,
+    check_set_aside,
+    lent_by_run,
+    load_classifier,
+)
 from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.long_tail.priors import read_prior
@@ -816,6 +822,19 @@ def test_calibration_wants_images_that_were_held_out(workplace, monkeypatch):
             calibrate([str(workplace.finetuned), "--dataset", str(same), "--split", "all"])
     with pytest.raises(LiVTError, match="is a pretraining"):
         calibrate([str(workplace.pretrained)])
+
+
+def test_a_model_from_elsewhere_is_calibrated_and_knows_its_class_counts_from_then_on(
+    workplace, stock, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", workplace.place / "cache")
+    folder = saved(tmp_path / "model", stock(**names(NAMES)))
+    options = [str(folder), "--dataset", str(workplace.pictures), "--split", "test", "--threads", "1"]
+    with pytest.raises(LiVTError, match="it does not know its training prior, so pass class_counts"):
+        calibrate(options)
+    calibrate([*options, "--class_counts", str(workplace.pictures)])
+    known = load_classifier(str(folder)).head.settings
+    assert (known.class_counts, known.loss) == ([30, 18, 10, 6], "ce") and known.calibration["num_images"] == 44
 
 
 def test_what_mixup_did_to_a_posterior_is_said_until_it_is_calibrated(workplace, evaluate, refused, tmp_path):

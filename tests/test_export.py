@@ -20,7 +20,7 @@ from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_processor
 from livt_hf.evaluation.prediction import Predictor
-from livt_hf.export import image_size, serving_graph
+from livt_hf.export import ServingGraph, image_size
 from livt_hf.recipes.convert import main
 
 COUNTS, NAMES = [900, 90, 10], {0: "cat", 1: "dog", 2: "newt"}
@@ -85,7 +85,7 @@ FAMILIES = pytest.mark.parametrize("save", [saved_livit, saved_resnet, saved_tim
 def test_bytes_of_the_right_size_are_all_that_the_graph_needs(tmp_path, tiny, save):
     predictor = Predictor(str(save(tmp_path / "model", tiny)), prior=[0.3, 0.2, 0.5])
     expected, images = images_as_read(predictor, tmp_path, 3)
-    graph = serving_graph(predictor.model, predictor.processor, torch.tensor([0.3, 0.2, 0.5]))
+    graph = ServingGraph(predictor.model, predictor.processor, torch.tensor([0.3, 0.2, 0.5]))
     torch.testing.assert_close(graph(torch.from_numpy(images)).detach(), expected, atol=1e-5, rtol=0)
 
 
@@ -142,17 +142,29 @@ def test_torch_export_gives_the_logits_where_no_prior_is_asked_for(tmp_path, tin
         main([str(model), str(tmp_path / "out"), "--to", "torch-export"])
 
 
+def test_a_model_from_elsewhere_is_exported_under_a_prior_once_its_class_counts_are_told(tmp_path):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", id2label=NAMES)
+    processor = ConvNextImageProcessor(size={"shortest_edge": 32}, crop_pct=0.875)
+    model = saved(tmp_path / "model", ResNetForImageClassification(config), processor)
+    (tmp_path / "counts.json").write_text(json.dumps(COUNTS))
+    options = ["--to", "torch-export", "--prior", "training", "--class_counts", str(tmp_path / "counts.json")]
+    main([str(model), str(tmp_path / "out"), *options])
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    softmax, images = images_as_read(Predictor(str(model)), tmp_path, 2)  # that of cross-entropy is the posterior
+    torch.testing.assert_close(program(torch.from_numpy(images)), softmax, atol=1e-4, rtol=0)
+
+
 def test_what_no_graph_can_hold_is_refused(tmp_path, tiny):
     livit = LiViTForImageClassification(LiViTConfig(**tiny, num_labels=3))
     processor = eval_processor(16, (0.5,) * 3, (0.5,) * 3)
     with pytest.raises(LiVTError, match="does not know its training prior"):
-        serving_graph(livit, processor, torch.tensor([0.2, 0.3, 0.5]))
+        ServingGraph(livit, processor, torch.tensor([0.2, 0.3, 0.5]))
     processor.do_center_crop = False
     with pytest.raises(LiVTError, match="images of different sizes"):
         image_size(processor)
     processor.do_center_crop, whole = True, processor.preprocess
     processor.preprocess = lambda *images, **steps: {"pixel_values": whole(*images, **steps)["pixel_values"].square()}
     with pytest.raises(LiVTError, match="does more than rescale and normalise"):
-        serving_graph(livit, processor)
+        ServingGraph(livit, processor)
     with pytest.raises(LiVTError, match="--to beit writes weights"):
         main([str(tmp_path), str(tmp_path / "out"), "--to", "beit", "--prior", "uniform"])

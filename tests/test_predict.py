@@ -32,6 +32,7 @@ from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import choose_device
 from livt_hf.evaluation.prediction import Predictor, find_images
+from livt_hf.evaluation.rules import serving_prior
 from livt_hf.evaluation.tables import PredictionTable
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.recipes.predict import main
@@ -199,6 +200,29 @@ def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
 def test_a_stock_classifier_refuses_a_prior_because_it_does_not_know_its_own(stock):
     with pytest.raises(ValueError, match="does not know its training prior"):
         Predictor(str(stock), prior=[0.5, 0.3, 0.2])
+
+
+def test_a_stock_classifier_that_is_told_its_class_counts_serves_under_any_prior(stock, pictures, tmp_path, capsys):
+    """Trained with cross-entropy, its softmax is the posterior under its training prior."""
+    (tmp_path / "counts.json").write_text('{"newt": 10, "cat": 60, "dog": 30}')
+    [(_, softmax)] = Predictor(str(stock)).predict([pictures / "0.jpg"])
+    served = {}
+    for prior in ("training", "uniform"):
+        options = ["--class_counts", str(tmp_path / "counts.json"), "--prior", prior, "--format", "jsonl"]
+        main([str(stock), str(pictures / "0.jpg"), *options])
+        [answer], _ = lines_of(capsys)
+        scores = {row["label"]: row["score"] for row in answer["predictions"]}
+        served[prior] = torch.tensor([scores[name] for name in NAMES])
+    torch.testing.assert_close(served["training"], softmax, atol=1e-4, rtol=0)
+    expected = softmax / torch.tensor([0.6, 0.3, 0.1])
+    torch.testing.assert_close(served["uniform"], expected / expected.sum(), atol=1e-4, rtol=0)
+
+
+def test_the_uniform_prior_is_refused_where_images_may_have_several_labels():
+    several = dict(problem_type="multi_label_classification", num_train_images=99, test_prior=None)
+    model = LiViTForImageClassification(LiViTConfig(**SIZES, **LABELS, class_counts=[50, 40, 5], **several))
+    with pytest.raises(LiVTError, match="^prior='uniform' has no meaning where an image may have several labels"):
+        serving_prior("uniform", model)
 
 
 @pytest.mark.parametrize("lost", ["classifier", "layer"])

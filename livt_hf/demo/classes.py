@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import class_names, is_multi_label
-from livt_hf.long_tail.priors import as_prior, read_prior
+from livt_hf.long_tail.priors import as_prior, numbers_by_name, read_prior
 from livt_hf.metrics.groups import GROUPS, shot_groups
 
 ROWS = 200  # of a table: a browser shows them at once, and nobody reads more
@@ -86,11 +86,9 @@ class Classes:
         return result
 
     def to_json(self, frequencies: np.ndarray) -> str:
-        """The file that `--prior` takes: the share of each class by its name, or in order where names repeat."""
-        shares = self.prior(frequencies).tolist()
-        named = len(set(self.names)) == len(self.names)
-        content = dict(zip(self.names, shares, strict=True)) if named else shares
-        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        """The file that `--prior` takes: the share of each class."""
+        shares = numbers_by_name(self.prior(frequencies).tolist(), self.names)
+        return json.dumps(shares, indent=2, ensure_ascii=False) + "\n"
 
     def read(self, path: str | Path) -> np.ndarray:
         """Frequencies from such a file."""

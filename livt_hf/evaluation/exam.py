@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -126,11 +125,11 @@ def accuracy_under_prior(measured: dict[str, LongTailMetrics], prior: Tensor) ->
     """
     weighted = {}
     for rule, metric in measured.items():
-        rows = [row for row in metric.per_class() if row["images"]]
-        weights = prior[[row["class"] for row in rows]]
-        right = torch.tensor([row["accuracy"] for row in rows], dtype=weights.dtype)
+        accuracy, *_ = metric.by_class()
+        tested = ~accuracy.isnan()
+        weights = prior.double()[tested]
         if weights.any():
-            weighted[rule] = (weights @ right / weights.sum()).item()
+            weighted[rule] = (weights @ accuracy[tested] / weights.sum()).item()
     return weighted
 
 
@@ -140,10 +139,7 @@ def examine(exam: Exam, rules: dict[str, Rule], names: Sequence[str], summary: d
     rankings, answers = exam.rankings(next(iter(rules.values()))), exam.answers(rules)
     summary["rules"] = {name: metric.compute() for name, metric in measured.items()}
     summary["intervals"] = exam.intervals(answers)
-    summary["rankings"] = ranking_means(rankings, exam.labels, exam.shots)
+    summary["rankings"] = ranking_means(rankings, exam.shots)
     pairs = confusions(next(iter(answers.values())).labels, exam.labels, exam.train_counts, names)
-    per_class = next(iter(measured.values())).per_class(names)
-    for row in per_class:
-        values = {name: values[row["class"]].item() for name, values in rankings.items()}
-        row |= {name: value if row["images"] and isfinite(value) else None for name, value in values.items()}
+    per_class = next(iter(measured.values())).per_class(names, **rankings)
     return Findings(summary, measured, pairs, per_class, answers, exam.index)

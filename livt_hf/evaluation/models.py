@@ -5,21 +5,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    BaseImageProcessor,
-    PreTrainedModel,
-)
+from transformers import AutoImageProcessor, AutoModelForImageClassification, BaseImageProcessor, PreTrainedModel
 
-from livt_hf.data import class_counts, load_long_tailed
+from livt_hf.data import class_counts as counts_of
+from livt_hf.data import load_long_tailed
 from livt_hf.data.division import is_carved
 from livt_hf.data.labels import class_feature, digest_of, first_names
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
-from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
@@ -56,35 +52,38 @@ def load_checkpoint(path: str) -> PreTrainedModel:
         return balance(model.eval()) if config.get("long_tail") else model.eval()
 
 
-def balanced_by_counts(model: PreTrainedModel, place: str, loss: str | None) -> PreTrainedModel:
+def balanced_by_counts(model: PreTrainedModel, class_counts: str, trained_with: str | None) -> PreTrainedModel:
     """A classifier trained elsewhere, balanced by its class counts: those of its training folder or of a file.
 
-    A LiViT without counts, such as the authors', has a loss of its own; of any other model it is `loss`, or "ce".
+    A LiViT without counts, such as the authors', has a loss of its own; of any other model it is `trained_with`, or
+    "ce".
     """
     if known_counts(model) is not None:
         raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
     if is_multi_label(model):
         raise LiVTError("class counts balance a model of one label per image; leave --class_counts out.")
     own = None if head_of(model) is None else head_of(model).settings.loss
-    if None not in (own, loss) and own != loss:
+    if None not in (own, trained_with) and own != trained_with:
         raise LiVTError(f"{model.name_or_path} was trained with loss {own!r}; leave --trained_with out.")
-    if Path(place).is_dir():
-        train = load_long_tailed(place)["train"]
+    if Path(class_counts).is_dir():
+        train = load_long_tailed(class_counts)["train"]
         check_classes_match(model, train)
-        counts = class_counts(train).tolist()
+        counts = counts_of(train).tolist()
     else:
-        counts = read_numbers(place, class_names(model), "class counts")
-    return balance(model, class_counts=counts, loss=own or loss or "ce")
+        counts = read_numbers(class_counts, class_names(model), "class counts")
+    return balance(model, class_counts=counts, loss=own or trained_with or "ce")
 
 
 def is_pretraining(path: str) -> bool:
     return read_config(path).get("model_type") == "vit_mae"
 
 
-def load_classifier(path: str) -> PreTrainedModel:
+def load_classifier(path: str, class_counts: str | None = None, trained_with: str | None = None) -> PreTrainedModel:
+    """A classifier; one that was trained elsewhere is balanced by its class counts, if they are told."""
     if is_pretraining(path):
         raise LiVTError(f"{path} is a pretraining, which knows no classes; fine-tune it first.")
-    return load_checkpoint(path)
+    model = load_checkpoint(path)
+    return model if class_counts is None else balanced_by_counts(model, class_counts, trained_with)
 
 
 def load_processor(path: str) -> BaseImageProcessor:
@@ -118,7 +117,7 @@ def training_counts(model: PreTrainedModel, train: Dataset) -> np.ndarray:
     A training split may have more: those that were held out to calibrate.
     """
     known = known_counts(model)
-    return class_counts(train) if known is None else np.array(known)
+    return counts_of(train) if known is None else np.array(known)
 
 
 def known_counts(model: PreTrainedModel) -> list[int] | None:
@@ -129,10 +128,8 @@ def known_counts(model: PreTrainedModel) -> list[int] | None:
 
 def why_no_posterior(model: PreTrainedModel) -> str | None:
     """Why a checkpoint gives no class probabilities under a prior, or None where it does."""
-    if isinstance(model, LiViTForPreTraining):
-        return "it is no classifier"
     head = head_of(model)
-    return "it does not know its training prior" if head is None else head.no_posterior
+    return UNKNOWN_PRIOR if head is None else head.no_posterior
 
 
 def is_calibrated(model: PreTrainedModel) -> bool:
@@ -154,7 +151,7 @@ def check_posterior(model: PreTrainedModel) -> None:
     why = why_no_posterior(model)
     if why is not None:
         raise LiVTError(
-            f"{model.name_or_path} gives no probabilities under a prior ({why}); ask for them without a prior."
+            f"{model.name_or_path} gives no probabilities under a prior ({why}); without one it ranks by its logits."
         )
 
 

@@ -32,11 +32,14 @@ BATCHES_AHEAD = 2  # read while the model works on an earlier one
 
 
 class Predictor:
-    """A classifier with its image processor and the rule that turns logits into scores."""
+    """A classifier with its image processor and the rule that turns logits into scores.
 
-    def __init__(self, model: str, prior: Prior = None, device: str | None = None):
+    `training` is what `load_classifier` is told of a model from elsewhere.
+    """
+
+    def __init__(self, model: str, prior: Prior = None, device: str | None = None, **training: str | None):
         self.device = choose_device(device)
-        self.model = load_classifier(model).to(self.device)
+        self.model = load_classifier(model, **training).to(self.device)
         self.processor = load_processor(model)
         # Whether the processor does what transformers' do by default, so that its steps may be called singly.
         standard = isinstance(self.processor, TorchvisionBackend) and not self.processor.do_pad

@@ -24,24 +24,13 @@ class Features:
 @torch.no_grad()
 def frozen_features(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Features:
     """What the classifier of a model sees of every image of the loader; of a pretraining, the mean patch token."""
-    see = mean_patch_tokens if isinstance(model, LiViTForPreTraining) else pooled_features
+    see = LiViTForPreTraining.features if isinstance(model, LiViTForPreTraining) else pooled_features
     model.eval()
     features, labels = [], []
     for batch in progress(loader, "encoding", accelerator):
         features.append(see(model, batch["pixel_values"].to(accelerator.device)).float())
         labels.append(batch["labels"].to(accelerator.device))
     return Features(torch.cat(features), torch.cat(labels))
-
-
-def mean_patch_tokens(model: LiViTForPreTraining, pixel_values: Tensor) -> Tensor:
-    """The mean patch token of a ViTMAE encoder that sees the whole image. (B, D)"""
-    embeddings = model.vit.embeddings
-    x = embeddings.patch_embeddings(pixel_values) + embeddings.position_embeddings[:, 1:]
-    cls_token = (embeddings.cls_token + embeddings.position_embeddings[:, :1]).expand(len(x), -1, -1)
-    x = torch.cat([cls_token, x], dim=1)  # (B, 1 + patches, D): nothing is masked
-    for layer in model.vit.layers:
-        x = layer(x, None)
-    return model.vit.layernorm(x)[:, 1:].mean(dim=1)
 
 
 def knn_scores(train: Features, test: Features, num_classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:

@@ -92,7 +92,7 @@ def serving_prior(asked: str, model: PreTrainedModel) -> Tensor:
         settings = head_of(model).settings
         return class_prior(settings.class_counts, settings.num_images)
     prior = asked if asked == "uniform" else read_prior(asked, names, multi_label=several)
-    return as_prior(prior, len(names), multi_label=several, what=f"the prior {asked}")
+    return as_prior(prior, len(names), multi_label=several)
 
 
 def prior_words(asked: str) -> str:

@@ -111,17 +111,14 @@ def evaluate_rules(
 
 
 def evaluate_multi_label(
-    batches: Batches, accelerator: Accelerator, class_counts, given: Callable[[Tensor], Tensor], **thresholds: int
+    batches: Batches, class_counts, given: Callable[[Tensor], Tensor], **thresholds: int
 ) -> MultiLabelMetrics:
-    """Average precision by class, and F1 of the labels that are `given` to logits.
+    """Average precision by class, and F1 of the labels that are `given` to logits, over all processes.
 
     Scores of all images are kept, as a ranking needs them. `thresholds` are those of the shot groups.
     """
     metrics = MultiLabelMetrics(class_counts, **thresholds)
-    for logits, batch in batches:
-        metrics.update(logits, batch["labels"], given(logits))
-    if accelerator.num_processes > 1:
-        metrics, *others = gather_object([metrics])
-        for other in others:
-            metrics.merge(other)
+    parts = [(logits.cpu(), batch["labels"].bool(), given(logits)) for logits, batch in batches]
+    for part in gather_object(parts):
+        metrics.update(*part)
     return metrics

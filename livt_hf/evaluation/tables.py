@@ -12,11 +12,13 @@ import pyarrow.parquet
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from livt_hf.data.labels import class_feature, image_paths, labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Answers
-from livt_hf.evaluation.running import Batches, Rule, scores_under
+from livt_hf.evaluation.rules import label_thresholds
+from livt_hf.evaluation.running import Outputs, Rule, scores_under
 
 ANSWERS = "predictions.parquet"  # in every report
 SEPARATOR = "|"  # between the labels of an image that has several
@@ -140,17 +142,12 @@ def _numbers(values: Tensor) -> pa.Array:
 
 
 def write_predictions(
-    path: str | Path,
-    batches: Batches,
-    rules: dict[str, Rule],
-    dataset: Dataset,
-    split: str,
-    thresholds: Tensor | None = None,
+    path: str | Path, model: PreTrainedModel, outputs: Outputs, rules: dict[str, Rule], dataset: Dataset, split: str
 ) -> None:
-    """What each rule says of each image of a split; `thresholds` are those of `PredictionTable`."""
+    """What each rule says of each image of a split."""
     facts = image_facts(dataset, split)
-    with PredictionTable(str(path), class_feature(dataset).names, thresholds) as table:
-        for logits, batch in batches:
+    with PredictionTable(str(path), class_feature(dataset).names, label_thresholds(model)) as table:
+        for logits, batch in outputs.batches():
             scores = {name: scores_under(rule, logits) for name, rule in rules.items()}
             table.write(facts_of(facts, batch["index"]), scores)
 

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.anatomy import (
-    classifier_of,
-    parameter_depths,
-    prefer_channels_last,
-    undecayed_parameters,
-)
+from livt_hf.long_tail.anatomy import classifier_of, parameter_depths, prefer_channels_last, undecayed_parameters
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import CosineClassifier, LongTailHead, start_std
 from livt_hf.long_tail.priors import Prior
@@ -46,11 +41,7 @@ class BalancedClassifier:
 
 
 def balance(
-    model: PreTrainedModel,
-    class_counts: Sequence[int] | None = None,
-    *,
-    fresh_classifier: bool = False,
-    **settings,
+    model: PreTrainedModel, class_counts: Sequence[int] | None = None, *, fresh_classifier: bool = False, **settings
 ) -> PreTrainedModel:
     """The same model with the loss of a `LongTailConfig` for hard, soft and multi-hot labels, and `probabilities`.
 

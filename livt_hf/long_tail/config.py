@@ -71,9 +71,8 @@ class LongTailConfig(dict):
         for name, number in _NUMBERS.items():
             if values[name] is not None and not isinstance(values[name], str):
                 values[name] = _listed(name, values[name], number)
-        check_settings(
-            values, LongTailConfig.__annotations__ | {"test_prior": Any}
-        )  # `check_labels` knows what it can be
+        # `check_labels` knows what the test prior can be.
+        check_settings(values, LongTailConfig.__annotations__ | {"test_prior": Any})
         if self.calibration is not None:
             check_settings(self.calibration, get_type_hints(Calibration))
         self.update(values)
@@ -130,32 +129,19 @@ class LongTailConfig(dict):
                 f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
                 "or import the module that registers it (of a command: --plugin)."
             )
-        if not (math.isfinite(self.tau) and self.tau >= 0):
-            raise LiVTError(f"tau {self.tau} must be a finite number, 0 (no bias) or more.")
-        if not 0 <= self.label_smoothing < 1:
-            raise LiVTError(f"label_smoothing {self.label_smoothing} must be at least 0 and below 1.")
+        for name, (holds, words) in _RANGES.items():
+            if self[name] is not None and not holds(self[name]):
+                raise LiVTError(f"{name} {self[name]} {words}.")
         if self.label_smoothing and not self.spec.soft_labels:
             raise LiVTError(
                 f"label_smoothing {self.label_smoothing} cannot be used with loss {self.loss!r}, which wants hard "
                 "labels; set it to 0."
             )
-        if self.nt_lambda <= 0:
-            raise LiVTError(f"nt_lambda {self.nt_lambda} must be positive; 1 is plain BCE.")
-        if not 0 < self.cb_beta < 1:
-            raise LiVTError(f"cb_beta {self.cb_beta} must lie between 0 and 1.")
-        for name in ("ib_warmup", "drw_start"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise LiVTError(f"{name} {share} is a share of the training; it lies between 0 and 1.")
         if self.normalised_classifier and not self.spec.scaled:
             raise LiVTError(
                 f"normalised_classifier gives logits between -1 and 1, from which loss {self.loss!r} learns nothing; "
                 "take ldam, which scales them, or leave it out."
             )
-        self._check_weighting()
-
-    def _check_weighting(self) -> None:
-        """Refuse what weights images by class twice, or where that has no meaning."""
         if self.drw_start is not None and self.spec.class_weighted:
             raise LiVTError(
                 f"drw_start cannot be used with loss {self.loss!r}, which weights images by class already; "
@@ -263,4 +249,16 @@ def _whole(count) -> int:
     return int(count)
 
 
+def _is_share(value: float) -> bool:
+    return 0 <= value <= 1
+
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "tau": (lambda tau: 0 <= tau < math.inf, "must be a finite number, 0 (no bias) or more"),
+    "label_smoothing": (lambda share: 0 <= share < 1, "must be at least 0 and below 1"),
+    "nt_lambda": (lambda tolerance: tolerance > 0, "must be positive; 1 is plain BCE"),
+    "cb_beta": (lambda beta: 0 < beta < 1, "must lie between 0 and 1"),
+    "ib_warmup": (_is_share, "is a share of the training; it lies between 0 and 1"),
+    "drw_start": (_is_share, "is a share of the training; it lies between 0 and 1"),
+}
 _NUMBERS = {"class_counts": _whole, "seen_counts": float, "class_weights": float, "test_prior": float}

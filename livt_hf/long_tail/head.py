@@ -24,6 +24,8 @@ from livt_hf.long_tail.losses import (
 )
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_odds, shift_odds, shift_prior
 
+UNKNOWN_PRIOR = "it does not know its training prior, so pass class_counts"
+
 
 class CosineClassifier(nn.Linear):
     """Logits that are cosines of the features and the weights of a class: the normalised classifier of Cao et al."""
@@ -72,7 +74,7 @@ class LongTailHead(nn.Module):
     def no_posterior(self) -> str | None:
         """Why this head gives no class probabilities, or None where it does."""
         if self.settings.class_counts is None:
-            return "it does not know its training prior, so pass class_counts"
+            return UNKNOWN_PRIOR
         why = self.spec.why_no_posterior(self.settings)
         return why and f"it was trained with loss {self.settings.loss!r}: {why}"
 

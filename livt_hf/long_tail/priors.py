@@ -104,6 +104,12 @@ def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
     return content
 
 
+def numbers_by_name(values: Sequence[float], labels: Sequence[str]) -> dict[str, float] | list[float]:
+    """What `read_numbers` reads: the number of each class by its name, or a list in class order where names repeat."""
+    named = dict(zip(labels, values, strict=True))
+    return named if len(named) == len(labels) else list(values)  # "crane" is a bird and a machine
+
+
 def shift_prior(log_posterior: Tensor, source: Tensor, target: Tensor) -> Tensor:
     """P_q(j|x) = p_j q_j / pi_j, normalised over the classes. (B, C)"""
     shift = (target.cpu().double().log() - source.cpu().double().log()).to(log_posterior)

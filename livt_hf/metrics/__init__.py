@@ -1,8 +1,7 @@
 """What a model does to head and tail: accuracy and F1 by shot group, calibration, confusions, rankings, intervals."""
 
 from livt_hf.metrics.bootstrap import bootstrap_intervals
-from livt_hf.metrics.classification import LongTailMetrics, long_tail_metrics
-from livt_hf.metrics.confusion import confusions
+from livt_hf.metrics.classification import LongTailMetrics, confusions, long_tail_metrics
 from livt_hf.metrics.groups import GROUPS, THRESHOLDS, group_sizes, shot_groups
 from livt_hf.metrics.multilabel import MultiLabelMetrics, best_thresholds
 from livt_hf.metrics.ranking import one_against_rest, ranking_means

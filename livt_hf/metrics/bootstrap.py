@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from livt_hf.metrics.classification import recall_precision_f1
-from livt_hf.metrics.groups import GROUPS
+from livt_hf.metrics.groups import GROUPS, class_mean, group_means
 
 Drawn = tuple[np.ndarray, np.ndarray]  # numbers of images, and how much each of them counts
 TAILS = (0.025, 0.975)
@@ -33,7 +33,7 @@ def bootstrap_intervals(
     """
     draw = _by_class(labels) if clusters is None else _by_cluster(clusters)
     rng = np.random.default_rng(0)
-    values = np.array([_measured(labels, predictions, shots.numpy(), *draw(rng)) for _ in range(resamples)])
+    values = np.array([_measured(labels, predictions, shots, *draw(rng)) for _ in range(resamples)], dtype=np.float64)
     finite = {name: column[np.isfinite(column)] for name, column in zip(NAMES, values.T, strict=True)}
     return {
         name: tuple(np.quantile(column, TAILS).tolist()) if len(np.unique(column)) > 1 else None
@@ -62,17 +62,15 @@ def _by_cluster(clusters: np.ndarray) -> Callable[[np.random.Generator], Drawn]:
     return draw
 
 
-def _measured(labels: np.ndarray, predictions: np.ndarray, shots: np.ndarray, rows: np.ndarray, weights: np.ndarray):
+def _measured(
+    labels: np.ndarray, predictions: np.ndarray, shots: Tensor, rows: np.ndarray, weights: np.ndarray
+) -> list[float | None]:
     """The numbers in the order of `NAMES`, of some images that count so much each."""
     labels, predictions, classes = labels[rows], predictions[rows], len(shots)
     hits, made = predictions == labels, predictions >= 0
     images = np.bincount(labels, weights, classes)
     correct = np.bincount(labels[hits], weights[hits], classes)
     predicted = np.bincount(predictions[made], weights[made], classes)
-    recall, _, f1 = (
-        part.numpy() for part in recall_precision_f1(*map(torch.from_numpy, (images, correct, predicted)))
-    )
-    present = images > 0
-    groups = [recall[present & (shots == place)] for place in range(len(GROUPS))]
-    means = [part.mean() if len(part) else np.nan for part in (*groups, recall[present], f1[present])]
-    return correct.sum() / images.sum(), *means
+    recall, _, f1 = recall_precision_f1(*map(torch.from_numpy, (images, correct, predicted)))
+    means = [*group_means(recall, shots).values(), class_mean(recall), class_mean(f1)]
+    return [correct.sum() / images.sum(), *means]

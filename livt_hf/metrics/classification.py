@@ -15,15 +15,13 @@ from torch import Tensor
 
 from livt_hf.errors import LiVTError
 from livt_hf.metrics.groups import (
-    FEW_BELOW,
-    MANY_ABOVE,
+    ClassMetrics,
     as_counts,
+    as_rows,
     check_labels,
     check_scores,
-    class_rows,
+    class_mean,
     group_means,
-    known,
-    shot_groups,
 )
 
 # Confidences are summed as multiples of 2^-32: integers add to the same sum in any order, on any number of processes,
@@ -33,32 +31,28 @@ _ONE = 2**32
 _BLOCK = 2**20
 
 
-class LongTailMetrics:
+class LongTailMetrics(ClassMetrics):
     """Counts right predictions and confidences of batches; memory grows with classes and bins, not with images.
 
     `confidence` says what the rows given to `update` are, and so what a prediction's confidence is: logits whose
     softmax (the authors' convention) or sigmoid is taken, or "given" probabilities. A row whose confidence is not a
     number counts as an image predicted wrongly, is counted in `num_nan` and takes no part in calibration. Predictions
-    may be given as class ids too; they have no confidence and no top five.
+    may be given as class ids too; they have no confidence and no top five. `thresholds` are those of `shot_groups`.
     """
 
     def __init__(
         self,
         class_counts: Sequence[int] | Tensor,
         *,
-        many_above: int = MANY_ABOVE,
-        few_below: int = FEW_BELOW,
         bins: int = 15,
         confidence: Literal["softmax", "sigmoid", "given"] = "softmax",
+        **thresholds: int,
     ):
         if confidence not in ("softmax", "sigmoid", "given"):
             raise LiVTError(f"confidence={confidence!r} is unknown; use 'softmax', 'sigmoid' or 'given'.")
         if bins < 1:
             raise LiVTError(f"bins={bins}; calibration needs at least one.")
-        self.class_counts = as_counts(class_counts)
-        self.many_above, self.few_below = many_above, few_below
-        self.groups = shot_groups(self.class_counts, many_above, few_below)
-        self.num_classes = len(self.class_counts)
+        super().__init__(class_counts, **thresholds)
         self.num_bins = bins
         self.confidence = confidence
         self._state = torch.zeros(5 * self.num_classes + 3 * bins + 3, dtype=torch.int64)
@@ -162,7 +156,7 @@ class LongTailMetrics:
         images = self.num_images
         if images == 0:
             raise LiVTError("no image was counted; call update first.")
-        recall, precision, f1, present = self._by_class()
+        recall, precision, f1 = self.by_class()
         calibrated = int(self._bin_images.sum())
         filled = self._bin_images > 0
         gaps = (self._bin_confidence[filled].double() / _ONE - self._bin_correct[filled]).abs()
@@ -170,13 +164,13 @@ class LongTailMetrics:
         return {
             "accuracy": int(self._correct.sum()) / images,
             "top5": int(self._top5) / images if all_scored else None,
-            **group_means(recall, present, self.groups),
-            "mean_class_accuracy": recall[present].mean().item(),
-            "worst_class_accuracy": recall[present].min().item(),
-            "macro_precision": precision[present].mean().item(),
-            "macro_f1": f1[present].mean().item(),
-            **group_means(precision, present, self.groups, "_precision"),
-            **group_means(f1, present, self.groups, "_f1"),
+            **group_means(recall, self.groups),
+            "mean_class_accuracy": class_mean(recall),
+            "worst_class_accuracy": recall[self._images > 0].min().item(),
+            "macro_precision": class_mean(precision),
+            "macro_f1": class_mean(f1),
+            **group_means(precision, self.groups, "_precision"),
+            **group_means(f1, self.groups, "_f1"),
             "ece": gaps.sum().item() / calibrated if calibrated else None,
             "mce": (gaps / self._bin_images[filled]).max().item() if calibrated else None,
             "mean_confidence": int(self._bin_confidence.sum()) / _ONE / calibrated if calibrated else None,
@@ -184,44 +178,38 @@ class LongTailMetrics:
             "num_nan": int(self._nan),
         }
 
-    def _by_class(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Recall, precision and F1 of each class, and which classes have test images (the others' mean nothing)."""
-        return *recall_precision_f1(self._images, self._correct, self._predicted), self._images > 0
+    def by_class(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Recall, precision and F1 of each class; NaN where it has no test image."""
+        return recall_precision_f1(self._images, self._correct, self._predicted)
 
-    def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
-        """One row per class: training images, group, test images, accuracy (its recall), precision, F1, confidence."""
-        recall, precision, f1, present = self._by_class()
-        confidences = self._confidence.double() / _ONE / self._confident.clamp(min=1)
-        measured = {
-            "images": self._images.tolist(),
-            "accuracy": known(recall, present),
-            "precision": known(precision, present),
-            "f1": known(f1, present),
-            "confidence": known(confidences, self._confident > 0),
-        }
-        return class_rows(self.class_counts, self.groups, names, measured)
+    def per_class(self, names: Sequence[str] | None = None, **further: Tensor) -> list[dict]:
+        """One row per class: training images, group, test images, accuracy (its recall), precision, F1, confidence.
+
+        `further` columns are numbers of the classes (C,), NaN where there is none.
+        """
+        recall, precision, f1 = self.by_class()
+        confidence = self._confidence.double() / _ONE / self._confident
+        measured = {"accuracy": recall, "precision": precision, "f1": f1, "confidence": confidence}
+        return self.rows(names, self._images, measured | further)
 
     @property
     def bins(self) -> list[dict]:
         """The reliability diagram: one row per bin (low, high] with its images, accuracy and mean confidence."""
-        rows = []
-        sums = zip(self._bin_images.tolist(), self._bin_correct.tolist(), self._bin_confidence.tolist(), strict=True)
-        for i, (images, correct, confidence) in enumerate(sums):
-            row = {"low": i / self.num_bins, "high": (i + 1) / self.num_bins, "images": images}
-            row["accuracy"] = correct / images if images else None
-            row["confidence"] = confidence / _ONE / images if images else None
-            rows.append(row)
-        return rows
+        edges = torch.arange(self.num_bins + 1, dtype=torch.float64) / self.num_bins
+        accuracy = self._bin_correct.double() / self._bin_images
+        confidence = self._bin_confidence.double() / _ONE / self._bin_images
+        measured = {"images": self._bin_images, "accuracy": accuracy, "confidence": confidence}
+        return as_rows({"low": edges[:-1], "high": edges[1:]} | measured)
 
 
 def recall_precision_f1(images: Tensor, correct: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each class, from its test images, those predicted right, and how often it is predicted; 0 / 0 is 0."""
-    images, correct, predicted = images.double(), correct.double(), predicted.double()
-    one = torch.ones_like(images)
-    recall, precision, f1 = (
-        correct / divisor.where(divisor > 0, one) for divisor in (images, predicted, (images + predicted) / 2)
-    )
-    return recall, precision, f1
+    """Of each class, from its test images, those predicted right, and how often it is predicted.
+
+    NaN for a class without test images; the precision of one that is never predicted is 0.
+    """
+    present, images, predicted = images > 0, images.double(), predicted.double()
+    correct = correct.double().where(present, torch.nan)
+    return correct / images, correct / predicted.where(predicted > 0, 1.0), 2 * correct / (images + predicted)
 
 
 def long_tail_metrics(predictions, labels, class_counts, **settings) -> dict[str, float | int | None]:
@@ -232,3 +220,36 @@ def long_tail_metrics(predictions, labels, class_counts, **settings) -> dict[str
     metrics = LongTailMetrics(class_counts, **settings)
     metrics.update(predictions, labels)
     return metrics.compute()
+
+
+def confusions(
+    predictions: Tensor, labels: Tensor, class_counts: Sequence[int] | Tensor, names: Sequence[str] | None = None
+) -> list[dict]:
+    """Pairs of a label and a wrong prediction, the most frequent first, without a table of classes by classes.
+
+    Each with the images so confused, and their share of the label's images; -1 is an image without a prediction.
+    """
+    counts = as_counts(class_counts)
+    classes = len(counts)
+    check_labels(labels, len(predictions), classes)
+    check_labels(predictions.where(predictions != -1, 0), len(labels), classes, "prediction")
+    labels, predictions = labels.long(), predictions.long()  # the keys below would not fit into a byte
+    names = [str(label) for label in range(classes)] if names is None else names
+    images = torch.bincount(labels, minlength=classes)
+    wrong = (predictions != labels) & (predictions != -1)
+    keys, times = (labels[wrong] * classes + predictions[wrong]).unique(return_counts=True)
+    order = times.argsort(descending=True, stable=True)  # equals in the order of label and prediction
+    pairs = (divmod(key, classes) for key in keys[order].tolist())
+    return [
+        {
+            "label": label,
+            "predicted": predicted,
+            "images": confused,
+            "share": confused / int(images[label]),
+            "label_name": names[label],
+            "predicted_name": names[predicted],
+            "label_count": int(counts[label]),
+            "predicted_count": int(counts[predicted]),
+        }
+        for (label, predicted), confused in zip(pairs, times[order].tolist(), strict=True)
+    ]

@@ -1,6 +1,6 @@
 """Shot groups of classes, and the checks all metrics share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,27 +29,46 @@ def group_sizes(class_counts: Sequence[int] | Tensor) -> dict[str, int]:
     return dict(zip(GROUPS, torch.bincount(shot_groups(class_counts), minlength=len(GROUPS)).tolist(), strict=True))
 
 
-def group_means(values: Tensor, present: Tensor, groups: Tensor, suffix: str = "") -> dict[str, float | None]:
-    """The mean over the classes of each group that are present; None where there is none."""
-    members = {f"{name}{suffix}": values[present & (groups == place)] for place, name in enumerate(GROUPS)}
-    return {name: part.mean().item() if len(part) else None for name, part in members.items()}
+def class_mean(values: Tensor) -> float | None:
+    """The mean over the classes that have a value, which is NaN for the others; None where no class has one."""
+    found = values[~values.isnan()]
+    return found.mean().item() if len(found) else None
 
 
-def class_rows(counts: Tensor, groups: Tensor, names: Sequence[str] | None, measured: dict[str, list]) -> list[dict]:
-    """One row per class: its id, its name, its training images, its group, and what was measured."""
-    ids = range(len(counts))
-    columns = {
-        "class": ids,
-        "name": map(str, ids) if names is None else names,
-        "count": counts.tolist(),
-        "group": [GROUPS[i] for i in groups.tolist()],
-    } | measured
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+def group_means(values: Tensor, groups: Tensor, suffix: str = "") -> dict[str, float | None]:
+    """That mean within each group."""
+    return {f"{name}{suffix}": class_mean(values[groups == place]) for place, name in enumerate(GROUPS)}
 
 
-def known(values: Tensor, present: Tensor) -> list[float | None]:
-    """Values of classes for a table; None where they are not present."""
-    return [value if there else None for value, there in zip(values.tolist(), present.tolist(), strict=True)]
+class ClassMetrics:
+    """What metrics know of the classes: their training images and shot groups."""
+
+    def __init__(self, class_counts: Sequence[int] | Tensor, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW):
+        self.class_counts = as_counts(class_counts)
+        self.many_above, self.few_below = many_above, few_below
+        self.groups = shot_groups(self.class_counts, many_above, few_below)
+        self.num_classes = len(self.class_counts)
+
+    def rows(self, names: Sequence[str] | None, images: Tensor, measured: dict[str, Tensor]) -> list[dict]:
+        """One row per class: its id, name, training images, group, test images, and what was measured."""
+        ids = torch.arange(self.num_classes)
+        known: dict[str, Sequence | Tensor] = {
+            "class": ids,
+            "name": [str(label) for label in ids.tolist()] if names is None else names,
+            "count": self.class_counts,
+            "group": [GROUPS[i] for i in self.groups.tolist()],
+            "images": images,
+        }
+        return as_rows(known | measured)
+
+
+def as_rows(columns: Mapping[str, Sequence | Tensor]) -> list[dict]:
+    """A table by columns as one by rows; a number that is NaN becomes None."""
+    lists = (column.tolist() if isinstance(column, Tensor) else column for column in columns.values())
+    return [
+        {name: None if value != value else value for name, value in zip(columns, row, strict=True)}
+        for row in zip(*lists, strict=True)
+    ]
 
 
 def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:

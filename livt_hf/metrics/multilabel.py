@@ -7,16 +7,7 @@ from torch import Tensor
 
 from livt_hf.errors import LiVTError
 from livt_hf.metrics.classification import recall_precision_f1
-from livt_hf.metrics.groups import (
-    FEW_BELOW,
-    GROUPS,
-    MANY_ABOVE,
-    as_counts,
-    check_scores,
-    class_rows,
-    known,
-    shot_groups,
-)
+from livt_hf.metrics.groups import ClassMetrics, check_scores, class_mean, group_means
 from livt_hf.metrics.ranking import one_against_rest
 
 ENOUGH = 5  # images with a label that choose its threshold; classes with fewer choose one together
@@ -56,19 +47,15 @@ def _best_threshold(scores: Tensor, hits: Tensor) -> float:
     return float((scores[last] + below) / 2)
 
 
-class MultiLabelMetrics:
+class MultiLabelMetrics(ClassMetrics):
     """Macro and per-group mAP, and AUROC; where labels are given, macro precision, recall and F1 too.
 
-    Keeps 5 or 6 bytes per image and class; several processes' `merge` into one. Classes without a positive test image
-    take no part, and in AUROC those without a negative one. A NaN score ranks last.
+    Keeps 5 or 6 bytes per image and class. Classes without a positive test image take no part, and in AUROC those
+    without a negative one. A NaN score ranks last.
     """
 
-    def __init__(
-        self, class_counts: Sequence[int] | Tensor, *, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW
-    ):
-        self.class_counts = as_counts(class_counts)
-        self.groups = shot_groups(self.class_counts, many_above, few_below)
-        self.num_classes = len(self.class_counts)
+    def __init__(self, class_counts: Sequence[int] | Tensor, **thresholds: int):
+        super().__init__(class_counts, **thresholds)
         self._scores: list[Tensor] = []
         self._targets: list[Tensor] = []
         self._given: list[Tensor] = []
@@ -89,52 +76,33 @@ class MultiLabelMetrics:
         if given is not None:
             self._given.append(given.cpu())
 
-    def merge(self, other: "MultiLabelMetrics") -> None:
-        """Add what another one kept."""
-        if not torch.equal(self.class_counts, other.class_counts):
-            raise LiVTError("metrics of different class_counts cannot be merged.")
-        self._scores += other._scores
-        self._targets += other._targets
-        self._given += other._given
-
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
-        """One row per class: training images, group, positive test images, average precision and AUROC."""
-        scores, targets = self._all()
-        positives, rankings = targets.sum(dim=0), one_against_rest(scores, targets)
-        measured = {
-            "images": positives.tolist(),
-            "average_precision": known(rankings["average_precision"], positives > 0),
-            "auroc": known(rankings["auroc"], rankings["auroc"].isfinite()),
-        }
-        return class_rows(self.class_counts, self.groups, names, measured | self._by_decision(targets))
+        """One row per class: training images, group, positive test images, and what was measured on them."""
+        _, targets = self._all()
+        return self.rows(names, targets.sum(dim=0), self._by_class())
 
     def compute(self) -> dict[str, float | int | None]:
         """`map` over all classes with positive images, and over those of each group; fractions, None where empty."""
-        rows = self.per_class()
-        members = {"map": rows} | {group: [row for row in rows if row["group"] == group] for group in GROUPS}
-        metrics = {name: _mean([row["average_precision"] for row in part]) for name, part in members.items()}
-        metrics["auroc"] = _mean([row["auroc"] for row in rows])
-        if self._given:
-            metrics |= {f"macro_{name}": _mean([row[name] for row in rows]) for name in ("precision", "recall", "f1")}
-        scores, _ = self._all()
+        (scores, _), values = self._all(), self._by_class()
+        precisions = values.pop("average_precision")
+        metrics = {"map": class_mean(precisions)} | group_means(precisions, self.groups)
+        metrics |= {"auroc": class_mean(values.pop("auroc"))}
+        metrics |= {f"macro_{name}": class_mean(value) for name, value in values.items()}
         return metrics | {"num_images": len(scores), "num_nan": int(scores.isnan().any(dim=1).sum())}
 
-    def _by_decision(self, targets: Tensor) -> dict[str, list[float | None]]:
-        """Precision, recall and F1 of each class by the labels that were given; nothing where none were decided."""
-        if not self._given:
-            return {}
-        given, positives = torch.cat(self._given), targets.sum(dim=0)
-        parts = recall_precision_f1(positives, (given & targets).sum(dim=0), given.sum(dim=0))
-        named = zip(("recall", "precision", "f1"), parts, strict=True)
-        return {name: known(values, positives > 0) for name, values in named}
+    def _by_class(self) -> dict[str, Tensor]:
+        """Rankings and, where labels were given, what they are worth; NaN for a class without a positive image."""
+        scores, targets = self._all()
+        rankings = one_against_rest(scores, targets)
+        values = {name: rankings[name] for name in ("average_precision", "auroc")}
+        if self._given:
+            given = torch.cat(self._given)
+            parts = recall_precision_f1(targets.sum(dim=0), (given & targets).sum(dim=0), given.sum(dim=0))
+            values |= zip(("recall", "precision", "f1"), parts, strict=True)
+        return values
 
     def _all(self) -> tuple[Tensor, Tensor]:
         if not self._scores:
             raise LiVTError("no image was kept; call update first.")
         self._scores, self._targets = [torch.cat(self._scores)], [torch.cat(self._targets)]
         return self._scores[0], self._targets[0]
-
-
-def _mean(values: list[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from livt_hf.metrics.groups import group_means
+from livt_hf.metrics.groups import class_mean, group_means
 
 _BLOCK = 2**22  # scores sorted at a time
 
@@ -15,7 +15,7 @@ def one_against_rest(
 ) -> dict[str, Tensor]:
     """scikit-learn's `auroc` and `average_precision` of every class against the others, from (N, C) scores. (C,)
 
-    NaN where an image of either kind is missing. A NaN score ranks last.
+    NaN where no image has the class and, of `auroc`, where all have it. A NaN score ranks last.
     `labels` are class ids (N,), or 0 and 1 (N, C) where an image may have several.
     A ranking needs the scores of all images, so blocks of classes are looked at one by one: `scores` may lie in a
     mapped file, and `gather` puts together the parts that several processes hold.
@@ -37,12 +37,9 @@ def one_against_rest(
     return {"auroc": auroc, "average_precision": precision}
 
 
-def ranking_means(rankings: dict[str, Tensor], labels: Tensor, groups: Tensor) -> dict[str, float | None]:
+def ranking_means(rankings: dict[str, Tensor], groups: Tensor) -> dict[str, float | None]:
     """Means over the classes that have test images, and over those of each group."""
-    images = torch.bincount(labels, minlength=len(groups))
-    means = {}
+    means: dict[str, float | None] = {}
     for name, values in rankings.items():
-        present = (images > 0) & values.isfinite()
-        means[name] = values[present].mean().item() if present.any() else None
-        means |= group_means(values, present, groups, f"_{name}")
+        means |= {name: class_mean(values)} | group_means(values, groups, f"_{name}")
     return means
