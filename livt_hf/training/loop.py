@@ -26,10 +26,9 @@ from livt_hf.results import Results, duration
 from livt_hf.runs import Run, check_same_images, new_run
 from livt_hf.settings import TrainingSettings
 from livt_hf.training.checkpoints import (
+    SCALER,
     Progress,
     checkpoints,
-    independent_of_processes,
-    keep_in_checkpoints,
     load_checkpoint,
     save_checkpoint,
     saving,
@@ -66,7 +65,6 @@ def make_accelerator(settings: TrainingSettings) -> Accelerator:
     check_distribution(accelerator.distributed_type)
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)
-    independent_of_processes(accelerator)
     return accelerator
 
 
@@ -175,7 +173,6 @@ class Loop:
         self.ema = None
         if settings.ema_decay is not None:
             self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay))
-            keep_in_checkpoints(accelerator, self.ema, "ema")
         self.progress = Progress()
 
     @property
@@ -187,9 +184,16 @@ class Loop:
         """What is measured and published: the moving average where there is one."""
         return self.bare_model if self.ema is None else self.ema.module
 
+    @property
+    def _parts(self) -> dict:
+        """What checkpoints hold beside the progress, by file name."""
+        parts = {"model.safetensors": self.bare_model, "ema.safetensors": self.ema, "optimizer.bin": self.optimizer}
+        parts[SCALER] = self.accelerator.scaler
+        return {name: part for name, part in parts.items() if part is not None}
+
     def resume(self, trained_on: str | None = None) -> None:
         """Continue from the newest checkpoint, if there is one. `trained_on` is the digest of the training images."""
-        state = load_checkpoint(self.accelerator, self.run)
+        state = load_checkpoint(self.accelerator, self.run, self._parts)
         self.progress = Progress(**(state or {}))
         check_same_images(self.run, self.progress.trained_on, trained_on)
         self.progress.trained_on = trained_on
@@ -233,7 +237,8 @@ class Loop:
         if stop or save or finished or self._at_save_step():
             self._check_finite()
             self._check_weights()
-            save_checkpoint(self.accelerator, self.run, vars(self.progress), self.settings.save_total_limit)
+            progress, keep = vars(self.progress), self.settings.save_total_limit
+            save_checkpoint(self.accelerator, self.run, self._parts, progress, keep)
             self._saved = time.monotonic()
         if stop and not finished:
             raise Interrupted
