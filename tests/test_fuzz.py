@@ -337,8 +337,7 @@ KINDS = {
         for name in ("image.jpg", "image.png", "image.gif", "image.bmp", "image.tiff", "image.webp", "exif.jpg")
         + ("cmyk.jpg", "progressive.jpg", "palette.png", "grey16.png")
     },
-    "features": Kind(kept_features, "*.npy", features),
-    "digests of features": Kind(kept_features, "*.digests", features),
+    "features": Kind(kept_features, "*.safetensors", features),
 }
 
 

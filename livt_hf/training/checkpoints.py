@@ -50,7 +50,7 @@ def checkpoints(run: Run) -> list[Path]:
 
 
 def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: dict, keep: int) -> None:
-    """Save `state`, which names the update, and the parts of a training: modules, optimizers and the like by file name.
+    """Save `state`, which names the update, and by file name the parts of a training: modules, optimizers and such.
 
     No process has a state of its own, so a run may go on with another number of them.
     """
