@@ -157,7 +157,7 @@ def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[st
 def _is_flag(cls: type[CommandSettings], declared: dataclasses.Field) -> bool:
     """Whether the option is a truth, or a truth or a word."""
     kind = _kind(cls, declared)
-    return kind is bool or get_origin(kind) is Union
+    return kind is bool or True in get_args(kind)
 
 
 _AS_OPTION = "--"  # before the name of a positional argument that was given as an option
@@ -197,8 +197,6 @@ def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
     """The help of an option with its choices and its default."""
     text = declared.metadata["help"]
     choices = () if callable(declared.metadata.get("choices")) else _choices(cls, declared)
-    if get_origin(_kind(cls, declared)) is Union:
-        choices = ("true", "false", *choices)
     if choices:
         text += f"; one of {', '.join(choices)}"
     if declared.default not in (None, REQUIRED, ""):
@@ -232,18 +230,16 @@ _type_hints = functools.cache(get_type_hints)
 
 
 def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
-    """The type of an option: int, float, bool, str, a Literal, bool | Literal, or a list; None aside."""
+    """The type of an option, None aside: int, float, bool, str, a Literal of words (and truths), or a list."""
     hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    parts = tuple(part for part in parts if part is not type(None))
-    return parts[0] if len(parts) == 1 else Union[parts]  # noqa: UP007
+    return get_args(hint)[0] if get_origin(hint) in (Union, types.UnionType) else hint
 
 
 def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
     choices, kind = declared.metadata.get("choices", ()), _kind(cls, declared)
-    if get_origin(kind) is Union:  # a truth or a word
-        return get_args(get_args(kind)[1])
-    return get_args(kind) if get_origin(kind) is Literal else tuple(choices() if callable(choices) else choices)
+    if get_origin(kind) is Literal:
+        return tuple(str(part).lower() if isinstance(part, bool) else part for part in get_args(kind))
+    return tuple(choices() if callable(choices) else choices)
 
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -254,10 +250,7 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
     if get_origin(kind) is list:
         return [_typed(name, get_args(kind)[0], part) for part in ([text] if isinstance(text, str) else text)]
     text = str(text)
-    if get_origin(kind) is Union:
-        words = get_args(get_args(kind)[1])
-        if text.lower() not in (*_TRUTHS, *words):
-            raise LiVTError(f"{name} is {text!r}; it must be true, false or {', '.join(words)}.")
+    if True in get_args(kind):
         return _TRUTHS.get(text.lower(), text)
     if kind is bool:
         if text.lower() not in _TRUTHS:

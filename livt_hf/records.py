@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from livt_hf.errors import LiVTError, perhaps_meant
-from livt_hf.system import rename
+from livt_hf.system import replacing
 
 
 def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
@@ -117,10 +117,5 @@ def write_values(path: Path, values: Any) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        rename(temporary, path)
-    except OSError:  # a full disk
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as writing:
+        writing.write_text(text, encoding="utf-8")

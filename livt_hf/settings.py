@@ -185,7 +185,7 @@ class TrainingSettings(DataSettings):
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
         "auto", "auto: bf16 or fp16 on a GPU, none on a CPU"
     )
-    compile: bool | Literal["auto"] = option(
+    compile: Literal[True, False, "auto"] = option(
         False, "torch.compile the model; auto: on a GPU, and on a CPU where it trains for half an hour"
     )
     gradient_checkpointing: bool = option(False, "trade a third more time for less memory")

@@ -26,7 +26,7 @@ from livt_hf.results import Results
 from livt_hf.runs import Run, check_resumable, read_log
 from livt_hf.settings import PretrainSettings
 from livt_hf.training.checkpoints import CheckpointError, checkpoints
-from livt_hf.training.loop import Loop, make_accelerator, open_run
+from livt_hf.training.loop import Course, Loop, make_accelerator, open_run
 from livt_hf.training.machine import StopOnSignal, available_cores, choose_precision, cpu_computes_bf16
 
 PER_EPOCH = 4
@@ -76,7 +76,7 @@ def make_loop(arguments: PretrainSettings, loss_of=squared_error, resumed: Run |
     accelerator = make_accelerator(arguments)
     torch.manual_seed(0)
     run = open_run(accelerator, arguments, resumed)
-    return Loop(accelerator, arguments, run, Line(), Batches(arguments.accumulation), loss_of)
+    return Loop(accelerator, arguments, run, Course(Line(), Batches(arguments.accumulation), loss_of))
 
 
 def resumed(arguments: PretrainSettings, loss_of=squared_error, **options) -> Loop:

@@ -386,7 +386,7 @@ def test_an_interrupted_head_run_goes_on_to_the_same_weights(pictures, tmp_path)
     ("backbone", "options", "complaint"),
     [
         (dinov2, ["--tune", "head", "--mixup", "0.2"], "features of a frozen backbone cannot be mixed"),
-        (dinov2, ["--tune", "head", "--image_size", "1"], "does not take images of 1 pixels"),
+        (dinov2, ["--tune", "head", "--image_size", "2"], "does not take images of 2 pixels"),
         (timm_vit, ["--tune", "head", "--image_size", "64"], "does not take images of 64 pixels"),
         (dinov2, ["--tune", "head", "--normalised_classifier"], "leave --normalised_classifier out"),
         (dinov2, ["--tune", "head", "--gradient_checkpointing"], "leave --gradient_checkpointing out"),
@@ -471,9 +471,10 @@ def test_a_colour_is_in_training_what_it_is_in_serving(processor):
     assert facts.size == served.shape[2]
 
 
-def test_a_processor_that_keeps_the_shape_of_an_image_is_refused():
+@pytest.mark.parametrize("size", [{"shortest_edge": 16}, {"height": 16, "width": 24}])
+def test_a_processor_that_makes_no_squares_is_refused(size):
     with pytest.raises(LiVTError, match="whose shorter side has 16 pixels; have it crop squares"):
-        input_facts(ViTImageProcessor(size={"shortest_edge": 16}))
+        input_facts(ViTImageProcessor(size=size))
 
 
 def test_a_processor_that_swaps_channels_is_refused():

@@ -18,7 +18,7 @@ from torch import nn
 from livt_hf.errors import LiVTError
 from livt_hf.records import in_words, read_record
 from livt_hf.runs import Run
-from livt_hf.system import flush, rename
+from livt_hf.system import flush, rename, replacing
 
 STATE, SCALER = "state.json", "scaler.pt"
 
@@ -56,8 +56,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: d
     """
     folder = run.checkpoints / f"step-{state['update']}"
     if accelerator.is_main_process and not folder.exists():  # the same update of the same run is the same state
-        writing = run.checkpoints / f".writing-{folder.name}"
-        with saving(f"the checkpoint of update {state['update']}", run, writing):
+        with saving(f"the checkpoint of update {state['update']}", run), replacing(folder) as writing:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
             for name, part in parts.items():
@@ -69,8 +68,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: d
             sums = {name: _checksum(writing / name) for name in parts}
             (writing / STATE).write_text(json.dumps(state | {"files": files, "checksums": sums}), encoding="utf-8")
             flush(*writing.iterdir(), writing)
-            rename(writing, folder)
-            flush(run.checkpoints)
+        flush(run.checkpoints)
     if accelerator.is_main_process:
         for old in checkpoints(run)[:-keep]:
             # Renamed first: a kill while deleting must not leave half a checkpoint under the name of a whole one.
@@ -127,16 +125,12 @@ def read_state(folder: Path) -> dict:
 
 
 @contextlib.contextmanager
-def saving(what: str, run: Run, writing: Path | None = None) -> Iterator[None]:
-    """Around writing something of a run: a full disk is said, and what was written aside, to `writing`, goes."""
+def saving(what: str, run: Run) -> Iterator[None]:
+    """Around writing something of a run: a full disk is said, and what is still there."""
     try:
         yield
     # torch.save and safetensors report a full disk in their own ways.
     except (OSError, RuntimeError, SafetensorError) as error:
-        if writing is not None and writing.is_dir():
-            shutil.rmtree(writing, ignore_errors=True)
-        elif writing is not None:
-            writing.unlink(missing_ok=True)
         left = checkpoints(run)
         kept = f"the last checkpoint, {left[-1]}, is intact" if left else "there is no checkpoint yet"
         raise CheckpointError(f"could not save {what}: {in_words(error)}; {kept}.") from error
