@@ -38,12 +38,13 @@ def option(default: Any, help: str, **facts) -> Any:
     """Declare an option with everything that is known about it.
 
     `at_least`, `above`, `at_most`, `below`: bounds of its value. `choices`: the values it can have, or a
-    function that lists them; that may import torch, so `--help` does not ask it. `selects_data`: it decides which
-    images are trained on. `place`: it may name a place on this machine. `free`: it may change when a run is resumed,
-    because it touches neither the data nor the mathematics. `before`: its value in runs from before there was such an
-    option, where that is not its default. `trained`: it names a trained model. `alone`: its value when it is named
-    without one. `pattern`: what the value of such an option looks like; another word after it stands for itself.
-    `positional`: its value stands without `--name`; it may then be `REQUIRED`.
+    function that lists them; that may import torch, so `--help` does not ask it. `selects`: whether an option of the
+    data decides which images are trained and tested on, as all do that are not free. `place`: it may name a place on
+    this machine. `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
+    `before`: its value in runs from before there was such an option, where that is not its default. `trained`: it
+    names a trained model. `alone`: its value when it is named without one. `pattern`: what the value of such an option
+    looks like; another word after it stands for itself. `positional`: its value stands without `--name`; it may then
+    be `REQUIRED`.
     """
     return field(default=default, metadata={"help": help} | facts)
 

@@ -117,11 +117,7 @@ def read_log(path: str | Path) -> list[dict]:
     """The lines of a log.jsonl, without a last line that a killed process left unfinished."""
     number = float | None
     hints = {"update": int, "epoch": float, "loss": number, "lr": number, "eval": dict[str, number]}
-    lines = read_records(Path(path), hints)
-    for position, line in enumerate(lines, start=1):
-        if "update" not in line:
-            raise LiVTError(f"line {position} of {path} names no update; repair or remove it.")
-    return lines
+    return read_records(Path(path), hints, required=["update"])
 
 
 def group_folder(settings: TrainingSettings) -> Path:
@@ -360,7 +356,7 @@ def find_pretraining(settings: FinetuneSettings) -> str:
     """
     if settings.pretrained is not None:
         return settings.pretrained
-    same = {name: getattr(settings, name) for name in settings.names("selects_data")}
+    same = {name: getattr(settings, name) for name in settings.selecting()}
     run = newest_finished(PretrainSettings, streaming=False, model_size=settings.model_size, **same)
     if run is not None:
         return str(run.folder)

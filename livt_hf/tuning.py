@@ -188,19 +188,15 @@ class FrozenBackbone:
 
         Plain images are kept one by one: whatever split or fold asks for them, those that are there are not computed.
         """
-        views = 1 if augmentation is None else settings.views
         digests = [digest for _, digest in image_digests(dataset)]
-        key = {
-            "weights": self.weights,
-            "data": hashlib.sha256(b"".join(digests)).hexdigest() if views > 1 else None,
-            "processor": self.processor.to_dict() if views == 1 else [self.processor.to_dict(), repr(augmentation)],
-            "views": views,
-            "seed": settings.seed if views > 1 else None,
-        }
+        key = {"weights": self.weights, "processor": self.processor.to_dict()}
+        if augmentation is not None:  # an augmented view depends on the place of its image among all of them
+            key |= {"augmentation": repr(augmentation), "views": settings.views, "seed": settings.seed}
+            key["data"] = hashlib.sha256(b"".join(digests)).hexdigest()
         name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
         kept = KeptFeatures(runs_folder() / "features" / name)
         missing = [kept.missing(digests)]
-        if missing[0] and views > 1:  # an augmented view depends on the place of its image among all of them
+        if missing[0] and augmentation is not None:
             missing = [list(range(len(digests)))]
         broadcast_object_list(missing)  # another job may be writing just now, and all processes must do the same
         if missing[0]:

@@ -59,7 +59,7 @@ class CalibrateSettings(DataSettings):
     model: str = option(
         REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True, place=True, trained=True
     )
-    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
+    dataset: str | None = option(None, "default: the one the run was trained on", place=True)
     split: str = option("validation", "labelled images that the model was not trained on; all: of another dataset")
     batch_size: int = option(256, "images per forward pass", at_least=1)
     threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)

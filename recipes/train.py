@@ -44,7 +44,7 @@ from livt_hf.records import read_record, write_values
 from livt_hf.results import duration
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import some_rows, some_sizes
+from livt_hf.stages import LOOKED_AT, some_sizes, spread_rows
 from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
@@ -58,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not (folder / PLAN).exists():
         what = f"has no {PLAN}" if folder.exists() else "does not exist"
         raise LiVTError(f"{folder} {what}; give the folder that livt train began.")
-    plan = read_record(folder / PLAN, {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]})
-    if not {"why", "stages"} <= plan.keys():
-        raise LiVTError(f"{folder / PLAN} is damaged: it holds no stages and why; begin a new run.")
+    hints = {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]}
+    plan = read_record(folder / PLAN, hints, required=hints)
     trained = all(Run(folder / stage).finished for stage in plan["stages"])
     print(f"{folder} is trained; it is measured again." if trained else plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
@@ -188,7 +187,7 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
 
 def read_seconds(train: Dataset, processor: BaseImageProcessor) -> float:
     """Of one image by one process, decoded and resized."""
-    some = train.select(some_rows(train))
+    some = train.select(spread_rows(train, LOOKED_AT))
     began = time.perf_counter()
     list(eval_loader(some, processor, Batches(len(some))))
     return (time.perf_counter() - began) / len(some)

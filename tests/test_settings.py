@@ -520,7 +520,7 @@ def test_every_list_of_options_comes_from_their_declarations():
         FinetuneSettings.names("place")
     )
     assert "loss" not in FinetuneSettings.names("place")
-    assert set(DataSettings.names("selects_data")) >= {"dataset", "imbalance_factor", "split_seed", "label_column"}
+    assert set(DataSettings.selecting()) >= {"dataset", "imbalance_factor", "split_seed", "label_column"}
     assert not set(FinetuneSettings.names("free")) & {"loss", "seed", "base_lr", "dataset"}
 
 

@@ -113,10 +113,9 @@ def read_state(folder: Path) -> dict:
     """What a checkpoint says of itself: the progress of its run, and its files."""
     try:
         hints = get_type_hints(Progress) | {"files": dict[str, int], "checksums": dict[str, int]}
-        state = read_record(folder / STATE, hints)
-        wrong = sorted({"update", "files"} - state.keys()) + sorted(state.keys() - hints)
-        if wrong:
-            raise LiVTError(f"{wrong[0]} is missing or not known")
+        state = read_record(folder / STATE, hints, required=("update", "files"))
+        if unknown := sorted(state.keys() - hints):
+            raise LiVTError(f"{unknown[0]} is not known")
     except LiVTError as error:
         raise CheckpointError(
             f"{folder} has no readable {STATE} ({error}); delete it to go on from the one before."
