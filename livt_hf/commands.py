@@ -48,7 +48,7 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
     except Interrupted as stopped:
-        if first and stopped.args:
+        if first and stopped.args and WITHIN_TRAIN not in os.environ:
             print("Stopped and saved." + what_next("To go on", *stopped.args))
         sys.exit(EXIT_UNFINISHED)
     except (LiVTError, OSError) as error:

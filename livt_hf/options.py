@@ -73,8 +73,9 @@ class CommandSettings:
             if bound is not None and value is not None and not holds(value, bound):  # so written, NaN is refused too
                 raise LiVTError(f"{name} is {value}; it must be {words} {bound}.")
         choices = _choices(type(self), declared)
-        if choices and isinstance(value, str) and value not in choices:
-            raise LiVTError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+        for one in value if isinstance(value, list) else [value]:
+            if choices and isinstance(one, str) and one not in choices:
+                raise LiVTError(f"{name} is {one!r}; choose one of {', '.join(choices)}.")
 
     @classmethod
     def names(cls, fact: str | None = None) -> list[str]:
@@ -238,6 +239,8 @@ def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
 
 def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
     choices, kind = declared.metadata.get("choices", ()), _kind(cls, declared)
+    if get_origin(kind) is list:
+        (kind,) = get_args(kind)
     if get_origin(kind) is Literal:
         return tuple(str(part).lower() if isinstance(part, bool) else part for part in get_args(kind))
     return tuple(choices() if callable(choices) else choices)

@@ -120,17 +120,12 @@ def read_log(path: str | Path) -> list[dict]:
     return read_records(Path(path), hints, required=["update"])
 
 
-def group_folder(settings: TrainingSettings) -> Path:
-    dataset = Path(settings.dataset).name
-    if settings.imbalance_factor:
-        dataset += f"-{settings.imbalance_factor:g}"
-    return runs_folder() / f"{settings.stage}-{dataset}-{settings.model_size}"
-
-
 def new_run(settings: TrainingSettings) -> Run:
     """A folder for a new run: the one asked for, if it holds no other run, or the next number."""
     if settings.output_dir is None:
-        return next_number(group_folder(settings))
+        factor = f"-{settings.imbalance_factor:g}" if settings.imbalance_factor else ""
+        group = f"{settings.stage}-{Path(settings.dataset).name}{factor}-{settings.model_size}"
+        return next_number(runs_folder() / group)
     run = Run(Path(settings.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
         raise _holds_another(run.folder)

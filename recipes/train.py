@@ -32,7 +32,7 @@ from livt_hf.backbones import (
     lent_by_checkpoint,
     serving_processor,
 )
-from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command
+from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command, what_next
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.data import Batches, eval_loader, load_data
 from livt_hf.data.division import refuse_single_class
@@ -45,7 +45,7 @@ from livt_hf.results import duration
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import LOOKED_AT, some_sizes, spread_rows
-from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
+from livt_hf.system import SENDS_SIGNALS, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
 
@@ -69,11 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with forgotten_unless_begun(folder, next(iter(plan["stages"]))):
             stopped = not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads])
         if stopped:
-            print(how_to_go_on(folder))
-            raise Interrupted
+            raise Interrupted("train", "--resume", folder)
     plugin = FinetuneSettings.asked(plan["stages"]["finetune"]).get("plugin")
     run_livt([*launcher, "eval", str(folder / "finetune"), *as_words({"plugin": plugin}), *threads])
-    print(f"Next, try it in the browser:\n  {shell_line(['livt', 'demo', folder / 'finetune'])}")
+    print(what_next("Next, try it in the browser", "demo", folder / "finetune"))
 
 
 @contextlib.contextmanager
@@ -87,12 +86,8 @@ def forgotten_unless_begun(folder: Path, first_stage: str) -> Iterator[None]:
             if not any(folder.iterdir()):
                 folder.rmdir()
         elif ended.code > SIGNALLED:
-            print(how_to_go_on(folder))
+            print(what_next("To go on", "train", "--resume", folder))
         raise
-
-
-def how_to_go_on(folder: Path) -> str:
-    return f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}"
 
 
 def run_livt(words: list[str]) -> bool:
