@@ -33,7 +33,7 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.pretrained import read_config, reading_checkpoint, without_load_report
-from livt_hf.records import fits, in_words
+from livt_hf.records import in_words
 from livt_hf.runs import lent_by_pretraining
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import image_size, is_native
@@ -196,17 +196,14 @@ def input_facts(processor: BaseImageProcessor) -> InputFacts:
     config = getattr(processor, "data_config", None)  # of timm
     if config is not None:
         return InputFacts(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]))
-    size = processor.crop_size if processor.do_center_crop else processor.size
-    side = None if size is None else size.get("height") or size.get("shortest_edge")
-    if not fits(side, int):
-        raise LiVTError(f"the image processor makes images of {side} pixels; correct preprocessor_config.json.")
-    normalisation = _normalisation(processor)
-    if "height" not in size and made_sizes(processor) != {(side, side)}:
+    sizes = made_sizes(processor)
+    side = min(min(sizes))
+    if sizes != {(side, side)}:
         raise LiVTError(
             f"the image processor makes images whose shorter side has {side} pixels; have it crop squares "
             "(do_center_crop and crop_size in preprocessor_config.json)."
         )
-    return InputFacts(side, *normalisation)
+    return InputFacts(side, *_normalisation(processor))
 
 
 def made_sizes(processor: BaseImageProcessor) -> set[tuple[int, int]]:

@@ -43,11 +43,28 @@ SECONDS_FOR_THE_FIRST = 60  # on a machine that is busy, the first may be much l
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command. What the package refuses is a sentence; anything else is a bug and keeps its traceback."""
+    first = not int(os.environ.get("RANK", 0))  # of several processes, which all find the same
+    _prepare_to_speak(first)
+    try:
+        main()
+    except Interrupted as stopped:
+        if first and stopped.args and WITHIN_TRAIN not in os.environ:
+            print("Stopped and saved." + what_next("To go on", *stopped.args))
+        sys.exit(EXIT_UNFINISHED)
+    except (LiVTError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_ROOM | NOT_ALLOWED | NO_PLACE:
+            raise
+        if not first:
+            time.sleep(SECONDS_FOR_THE_FIRST)
+        sys.exit(f"error: {error if isinstance(error, LiVTError) else refused_by_the_machine(error)}")
+
+
+def _prepare_to_speak(first: bool) -> None:
+    """Have our own messages shown, and of the libraries' those that somebody can do something about."""
     for stream in (sys.stdout, sys.stderr):
         if stream.encoding.lower() != "utf-8":  # a pipe on Windows, which has no letters for most names of classes
             stream.reconfigure(encoding="utf-8")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    first = not int(os.environ.get("RANK", 0))  # of several processes, which all find the same
     for ours in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
         logging.getLogger(ours).setLevel(logging.INFO if first else logging.ERROR)
     if WITHIN_TRAIN in os.environ:
@@ -58,17 +75,11 @@ def run_command(main: Callable[[], None]) -> None:
         logging.getLogger(meaningless).setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # a log file gets plain lines
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        _quiet_bars()
-    try:
-        main()
-    except Interrupted:
-        sys.exit(EXIT_UNFINISHED)
-    except (LiVTError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in NO_ROOM | NOT_ALLOWED | NO_PLACE:
-            raise
-        if not first:
-            time.sleep(SECONDS_FOR_THE_FIRST)
-        sys.exit(f"error: {error if isinstance(error, LiVTError) else refused_by_the_machine(error)}")
+        from datasets import disable_progress_bars
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bars()
+        disable_progress_bar()
 
 
 def exit_as(status: int) -> NoReturn:
@@ -92,21 +103,9 @@ def refused_by_the_machine(error: OSError) -> str:
     return f"{said}. A training that has begun goes on with --resume."
 
 
-def _quiet_bars() -> None:
-    from datasets import disable_progress_bars
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bars()
-    disable_progress_bar()
-
-
 def what_next(what: str, *words: str | Path) -> str:
     """A command to copy, on lines of their own; within `livt train`, which goes on by itself, nothing."""
     return "" if WITHIN_TRAIN in os.environ else f"\n{what}:\n  {shell_line(['livt', *words])}"
-
-
-def resume_message(run: Run, command: str) -> str:
-    return "Stopped and saved." + what_next("To go on", command, "--resume", run.whole.folder)
 
 
 def check_publishing(settings: TrainingSettings) -> None:

@@ -16,7 +16,7 @@ class LiVTError(ValueError):
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, saved itself and can go on."""
+    """The run was asked to stop, saved itself and can go on; with the words of the `livt` command that does it."""
 
 
 def means_a_place(name: str) -> bool:

@@ -29,9 +29,9 @@ from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import common_results, counts_summary, is_local, is_own, shared_batches, training_batches
-from livt_hf.system import rename
+from livt_hf.system import replacing
 from livt_hf.training.checkpoints import checkpoints, read_state, read_weights, saving
-from livt_hf.training.loop import Loop, Moment
+from livt_hf.training.loop import Course, Loop
 from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, freeze_unused, merge_lora
 
 CLASS_ACCURACIES = ("mean_class_accuracy", "worst_class_accuracy")
@@ -107,12 +107,9 @@ def kept_patches(settings: FinetuneSettings, epoch: int, indices: Tensor, num_pa
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a fine-tuning trains on what: images through the whole model, or kept features through its classifier."""
+class FinetuneCourse(Course):
+    """Images through the whole model, or kept features through its classifier."""
 
-    module: nn.Module
-    loader: object
-    loss_of: Callable[[nn.Module, dict, Moment], Tensor]
     batches_of: Callable[[str], Iterable[dict]]  # a split -> what it is measured on
     published: Callable[[nn.Module], PreTrainedModel]  # what was trained -> the whole model
 
@@ -123,7 +120,7 @@ def plan_course(
     model: PreTrainedModel,
     processor: BaseImageProcessor,
     accelerator: Accelerator,
-) -> Course:
+) -> FinetuneCourse:
     if settings.keep_ratio < 1 and (settings.tune == "head" or not isinstance(model, LiViTForImageClassification)):
         raise LiVTError(
             f"keep_ratio is {settings.keep_ratio}, but only a LiViT that learns from images can leave out patches; "
@@ -157,12 +154,12 @@ def plan_course(
 
     loader = train_loader(data["train"], finetune_augmentation(settings, facts), batches)
     published = merge_lora if settings.tune == "lora" else lambda module: module
-    return Course(model, loader, loss_of, batches_of, published)
+    return FinetuneCourse(model, loader, loss_of, batches_of, published)
 
 
 def _on_features(
     settings: FinetuneSettings, data: DatasetDict, model: PreTrainedModel, backbone: FrozenBackbone
-) -> Course:
+) -> FinetuneCourse:
     accelerator = backbone.accelerator
     augmentation = finetune_augmentation(settings, input_facts(backbone.processor)) if settings.views > 1 else None
     features = backbone.features(data["train"], settings, augmentation)
@@ -181,7 +178,7 @@ def _on_features(
         model.config.long_tail = module.config.long_tail  # a moving average has a config of its own
         return model
 
-    return Course(HeadOnly(model, features), loader, loss_of, batches_of, published)
+    return FinetuneCourse(HeadOnly(model, features), loader, loss_of, batches_of, published)
 
 
 def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
@@ -220,10 +217,8 @@ class BestWeights:
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        writing = path.with_suffix(".writing")
-        with saving("the best weights", self.loop.run, writing):
+        with saving("the best weights", self.loop.run), replacing(path) as writing:
             save_model(self.loop.final_model, str(writing))
-            rename(writing, path)
         spoken_of = [read_state(folder).get("best_epoch") for folder in checkpoints(self.loop.run)]
         kept = {path, *(self.path(epoch) for epoch in spoken_of)}
         for old in set(path.parent.glob("best-*.safetensors")) - kept:

@@ -38,12 +38,13 @@ def option(default: Any, help: str, **facts) -> Any:
     """Declare an option with everything that is known about it.
 
     `at_least`, `above`, `at_most`, `below`: bounds of its value. `choices`: the values it can have, or a
-    function that lists them; that may import torch, so `--help` does not ask it. `selects_data`: it decides which
-    images are trained on. `place`: it may name a place on this machine. `free`: it may change when a run is resumed,
-    because it touches neither the data nor the mathematics. `before`: its value in runs from before there was such an
-    option, where that is not its default. `trained`: it names a trained model. `alone`: its value when it is named
-    without one. `pattern`: what the value of such an option looks like; another word after it stands for itself.
-    `positional`: its value stands without `--name`; it may then be `REQUIRED`.
+    function that lists them; that may import torch, so `--help` does not ask it. `selects`: whether an option of the
+    data decides which images are trained and tested on, as all do that are not free. `place`: it may name a place on
+    this machine. `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
+    `before`: its value in runs from before there was such an option, where that is not its default. `trained`: it
+    names a trained model. `alone`: its value when it is named without one. `pattern`: what the value of such an option
+    looks like; another word after it stands for itself. `positional`: its value stands without `--name`; it may then
+    be `REQUIRED`.
     """
     return field(default=default, metadata={"help": help} | facts)
 
@@ -72,8 +73,9 @@ class CommandSettings:
             if bound is not None and value is not None and not holds(value, bound):  # so written, NaN is refused too
                 raise LiVTError(f"{name} is {value}; it must be {words} {bound}.")
         choices = _choices(type(self), declared)
-        if choices and isinstance(value, str) and value not in choices:
-            raise LiVTError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+        for one in value if isinstance(value, list) else [value]:
+            if choices and isinstance(one, str) and one not in choices:
+                raise LiVTError(f"{name} is {one!r}; choose one of {', '.join(choices)}.")
 
     @classmethod
     def names(cls, fact: str | None = None) -> list[str]:
@@ -157,7 +159,7 @@ def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[st
 def _is_flag(cls: type[CommandSettings], declared: dataclasses.Field) -> bool:
     """Whether the option is a truth, or a truth or a word."""
     kind = _kind(cls, declared)
-    return kind is bool or get_origin(kind) is Union
+    return kind is bool or True in get_args(kind)
 
 
 _AS_OPTION = "--"  # before the name of a positional argument that was given as an option
@@ -197,8 +199,6 @@ def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
     """The help of an option with its choices and its default."""
     text = declared.metadata["help"]
     choices = () if callable(declared.metadata.get("choices")) else _choices(cls, declared)
-    if get_origin(_kind(cls, declared)) is Union:
-        choices = ("true", "false", *choices)
     if choices:
         text += f"; one of {', '.join(choices)}"
     if declared.default not in (None, REQUIRED, ""):
@@ -232,18 +232,18 @@ _type_hints = functools.cache(get_type_hints)
 
 
 def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
-    """The type of an option: int, float, bool, str, a Literal, bool | Literal, or a list; None aside."""
+    """The type of an option, None aside: int, float, bool, str, a Literal of words (and truths), or a list."""
     hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    parts = tuple(part for part in parts if part is not type(None))
-    return parts[0] if len(parts) == 1 else Union[parts]  # noqa: UP007
+    return get_args(hint)[0] if get_origin(hint) in (Union, types.UnionType) else hint
 
 
 def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
     choices, kind = declared.metadata.get("choices", ()), _kind(cls, declared)
-    if get_origin(kind) is Union:  # a truth or a word
-        return get_args(get_args(kind)[1])
-    return get_args(kind) if get_origin(kind) is Literal else tuple(choices() if callable(choices) else choices)
+    if get_origin(kind) is list:
+        (kind,) = get_args(kind)
+    if get_origin(kind) is Literal:
+        return tuple(str(part).lower() if isinstance(part, bool) else part for part in get_args(kind))
+    return tuple(choices() if callable(choices) else choices)
 
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -254,10 +254,7 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
     if get_origin(kind) is list:
         return [_typed(name, get_args(kind)[0], part) for part in ([text] if isinstance(text, str) else text)]
     text = str(text)
-    if get_origin(kind) is Union:
-        words = get_args(get_args(kind)[1])
-        if text.lower() not in (*_TRUTHS, *words):
-            raise LiVTError(f"{name} is {text!r}; it must be true, false or {', '.join(words)}.")
+    if True in get_args(kind):
         return _TRUTHS.get(text.lower(), text)
     if kind is bool:
         if text.lower() not in _TRUTHS:

@@ -15,6 +15,7 @@ from livt_hf.data.decoding import refuse_broken, without_broken
 from livt_hf.data.loading import eval_loader
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.randomness import keyed_uniform, purpose_seed
+from livt_hf.stages import spread_rows
 
 
 def mask_noise(seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
@@ -34,7 +35,7 @@ def held_out_images(data: DatasetDict | IterableDatasetDict, count: int, on_brok
         encoded = split.cast_column("image", Image(decode=False))
         chosen = Dataset.from_list(list(encoded.take(count)), features=encoded.features).cast_column("image", Image())
     else:
-        chosen = split.select(np.linspace(0, len(split) - 1, min(count, len(split))).astype(int))
+        chosen = split.select(spread_rows(split, count))
     if on_broken == "skip":
         return without_broken(chosen)
     refuse_broken(chosen, "of the held-out images, ")
@@ -61,7 +62,7 @@ def reconstruction_rows(
     model: LiViTForPreTraining, dataset: Dataset, processor: BaseImageProcessor, seed: int, count: int = 8
 ) -> list[tuple[np.ndarray, ...]]:
     """(image, masked, reconstruction) as height x width x 3 in 0..1, of images spread over a dataset."""
-    chosen = dataset.select(np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int))
+    chosen = dataset.select(spread_rows(dataset, count))
     device = next(model.parameters()).device
     batch = next(iter(eval_loader(chosen, processor, Batches(count))))
     pixels, index = batch["pixel_values"].to(device), batch["index"].to(device)

@@ -2,7 +2,7 @@
 
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -10,7 +10,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from livt_hf.errors import LiVTError, perhaps_meant
-from livt_hf.system import rename
+from livt_hf.system import replacing
+
+Hints = Mapping[str, Any]  # the types of values, by their names
 
 
 def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
@@ -30,14 +32,14 @@ def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
         raise LiVTError(f"{path} is not readable {kind}: {in_words(error)}; correct it or put back a copy.") from error
 
 
-def read_record(path: Path, hints: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_record(path: Path, hints: Hints | None = None, required: Iterable[str] = ()) -> dict[str, Any]:
     """A file of names and values. `hints` are the types of some of them: a name that is there must fit its own."""
     record = read_values(path)
-    check_record(record, hints or {}, str(path))
+    _check_record(record, hints or {}, required, str(path))
     return record
 
 
-def read_records(path: Path, hints: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+def read_records(path: Path, hints: Hints | None = None, required: Iterable[str] = ()) -> list[dict[str, Any]]:
     """The lines of a .jsonl file, without a last line that a killed process left unfinished."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -52,21 +54,24 @@ def read_records(path: Path, hints: Mapping[str, Any] | None = None) -> list[dic
                 raise LiVTError(f"line {number} of {path} is not JSON; repair or remove it.") from error
             continue
         if record is not None:
-            check_record(record, hints or {}, f"line {number} of {path}")
+            _check_record(record, hints or {}, required, f"line {number} of {path}")
             records.append(record)
     return records
 
 
-def check_record(record: Any, hints: Mapping[str, Any], place: str) -> None:
-    """Refuse what is no record, or has a value that its hint does not allow."""
+def _check_record(record: Any, hints: Hints, required: Iterable[str], place: str) -> None:
+    """Refuse what is no record, lacks what is required, or has a value that its hint does not allow."""
     if not isinstance(record, dict):
         raise LiVTError(f"{place} must hold names and their values, not a {type(record).__name__}.")
+    for name in required:
+        if name not in record:
+            raise LiVTError(f"{place} is damaged: it has no {name}; correct it or put back a copy.")
     for name, value in record.items():
         if name in hints and not fits(value, hints[name]):
             raise LiVTError(f"{place} is damaged: {name} cannot be {shown(value)}; correct it or put back a copy.")
 
 
-def check_settings(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+def check_settings(values: Mapping[str, Any], hints: Hints) -> None:
     """Refuse settings of a model that are missing or that their hints do not allow."""
     for name, hint in hints.items():
         if not fits(values.get(name), hint):
@@ -117,10 +122,5 @@ def write_values(path: Path, values: Any) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        rename(temporary, path)
-    except OSError:  # a full disk
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as writing:
+        writing.write_text(text, encoding="utf-8")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, get_type_hints
 
-from livt_hf.errors import LiVTError
 from livt_hf.records import read_record
 from livt_hf.version import __version__
 
@@ -85,11 +84,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        values = read_record(path, get_type_hints(cls))
-        missing = [name for name in ("stage", "dataset") if name not in values]
-        if missing:
-            raise LiVTError(f"{path} is damaged: it does not say its {missing[0]}; put back a copy.")
-        return cls.from_dict(values)
+        return cls.from_dict(read_record(path, get_type_hints(cls), required=("stage", "dataset")))
 
     @property
     def rules(self) -> dict[str, dict]:

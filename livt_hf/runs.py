@@ -117,24 +117,15 @@ def read_log(path: str | Path) -> list[dict]:
     """The lines of a log.jsonl, without a last line that a killed process left unfinished."""
     number = float | None
     hints = {"update": int, "epoch": float, "loss": number, "lr": number, "eval": dict[str, number]}
-    lines = read_records(Path(path), hints)
-    for position, line in enumerate(lines, start=1):
-        if "update" not in line:
-            raise LiVTError(f"line {position} of {path} names no update; repair or remove it.")
-    return lines
-
-
-def group_folder(settings: TrainingSettings) -> Path:
-    dataset = Path(settings.dataset).name
-    if settings.imbalance_factor:
-        dataset += f"-{settings.imbalance_factor:g}"
-    return runs_folder() / f"{settings.stage}-{dataset}-{settings.model_size}"
+    return read_records(Path(path), hints, required=["update"])
 
 
 def new_run(settings: TrainingSettings) -> Run:
     """A folder for a new run: the one asked for, if it holds no other run, or the next number."""
     if settings.output_dir is None:
-        return next_number(group_folder(settings))
+        factor = f"-{settings.imbalance_factor:g}" if settings.imbalance_factor else ""
+        group = f"{settings.stage}-{Path(settings.dataset).name}{factor}-{settings.model_size}"
+        return next_number(runs_folder() / group)
     run = Run(Path(settings.output_dir))
     if run.folder.exists() and any(run.folder.iterdir()):
         raise _holds_another(run.folder)
@@ -360,7 +351,7 @@ def find_pretraining(settings: FinetuneSettings) -> str:
     """
     if settings.pretrained is not None:
         return settings.pretrained
-    same = {name: getattr(settings, name) for name in settings.names("selects_data")}
+    same = {name: getattr(settings, name) for name in settings.selecting()}
     run = newest_finished(PretrainSettings, streaming=False, model_size=settings.model_size, **same)
     if run is not None:
         return str(run.folder)

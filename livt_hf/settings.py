@@ -4,7 +4,7 @@ The defaults are the paper's. Nothing here imports torch, so `--help` is fast.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -26,7 +26,6 @@ class DataSettings(CommandSettings):
         "glyphs",
         "benchmark name, image folder, table of labels (.csv, .tsv, .jsonl, .parquet), image list (.txt), parquet "
         "folder or Hub dataset",
-        selects_data=True,
         place=True,
         positional=True,
     )
@@ -37,78 +36,65 @@ class DataSettings(CommandSettings):
         free=True,
     )
     imbalance_factor: float | None = option(
-        None, "largest class over smallest class; a long tail is derived where this is given", selects_data=True
+        None, "largest class over smallest class; a long tail is derived where this is given"
     )
     rule: str | None = option(
         None,
         "how the long tail is made; default: the dataset's own rule",
         choices=("exponential", "pareto", "balanced"),
-        selects_data=True,
     )
     images_per_class: int | None = option(
-        None,
-        "images of the largest class; ImageNet-BAL: 160 (the appendix) or 116 (the text)",
-        selects_data=True,
-        at_least=1,
+        None, "images of the largest class; ImageNet-BAL: 160 (the appendix) or 116 (the text)", at_least=1
     )
-    cap: bool = option(
-        False, "take all images of a class that has fewer than the rule asks for, or refuse", selects_data=True
-    )
+    cap: bool = option(False, "take all images of a class that has fewer than the rule asks for, or refuse")
     lists: str | None = option(
         None, "folder of a benchmark's split lists, where they are not in source", place=True, free=True
     )
-    image_column: str | None = option(None, "column of the images, where it cannot be told", selects_data=True)
+    image_column: str | None = option(None, "column of the images, where it cannot be told")
     label_column: str | None = option(
-        None,
-        "column of the labels, where it cannot be told; or, separated by commas, one column of 0 and 1 per class",
-        selects_data=True,
+        None, "column of the labels, where it cannot be told; or, separated by commas, one column of 0 and 1 per class"
     )
     label_separator: str | None = option(
-        None, "what stands between the labels of an image that has several, such as '|'", selects_data=True
+        None, "what stands between the labels of an image that has several, such as '|'"
     )
     split_column: str | None = option(
-        None, "column that says train, val or test; default: one called split; none: no column", selects_data=True
+        None, "column that says train, val or test; default: one called split; none: no column"
     )
     group_column: str | None = option(
         None,
         "column of what belongs together (patient, site, animal): no group is on both sides of a split that is made",
-        selects_data=True,
     )
-    exclude_labels: str | None = option(
-        None, "labels that are no classes, separated by commas, such as todo,Unknown", selects_data=True
-    )
+    exclude_labels: str | None = option(None, "labels that are no classes, separated by commas, such as todo,Unknown")
     min_images: int | None = option(
-        None,
-        "smallest number of training images, before any are set aside, with which a class is kept",
-        selects_data=True,
-        at_least=1,
+        None, "smallest number of training images, before any are set aside, with which a class is kept", at_least=1
     )
     rare_classes: Literal["drop", "merge"] = option(
-        "drop", "what to do with classes below min_images: leave them out or make them one class", selects_data=True
+        "drop", "what to do with classes below min_images: leave them out or make them one class"
     )
-    drop_empty: bool = option(
-        False, "leave out classes without a training image instead of refusing them", selects_data=True
-    )
+    drop_empty: bool = option(False, "leave out classes without a training image instead of refusing them")
     split_seed: int = option(
         0,
         "seed of the images picked for the tail and the test set; 0 picks the community's CIFAR-LT",
-        selects_data=True,
         at_least=0,
         at_most=2**32 - 1,
     )
     test_fraction: float | None = option(  # None: no test split is made
-        0.2, "share of each class set aside when a dataset has no test split", selects_data=True
+        0.2, "share of each class set aside when a dataset has no test split"
     )
     validation_fraction: float | None = option(
-        0.0, "share of each class held out of the training images, to calibrate and to select on", before=0.0
+        0.0,
+        "share of each class held out of the training images, to calibrate and to select on",
+        before=0.0,
+        selects=False,
     )
     fold: str | None = option(
         None,
         "test on one part of a cross-validation and train on the others: 2/5 is the second of five; `finetune "
         "--folds 5` goes through all",
-        selects_data=True,
     )
-    on_broken: Literal["error", "skip"] = option("error", "what to do with an image that cannot be read")
+    on_broken: Literal["error", "skip"] = option(
+        "error", "what to do with an image that cannot be read", selects=False
+    )
     num_workers: int = option(0, "data loading processes per training process", free=True, at_least=0)
 
     def __post_init__(self):
@@ -134,6 +120,12 @@ class DataSettings(CommandSettings):
         """The options of the data that are not at their defaults."""
         values = {name: getattr(self, name) for name in DataSettings.names()}
         return {name: value for name, value in values.items() if value != self.__dataclass_fields__[name].default}
+
+    @staticmethod
+    def selecting() -> list[str]:
+        """The options that decide which images are trained on and which are tested on."""
+        facts = {declared.name: declared.metadata for declared in fields(DataSettings)}
+        return [name for name in facts if facts[name].get("selects", not facts[name].get("free"))]
 
     @property
     def fold_numbers(self) -> tuple[int, int]:
@@ -185,7 +177,7 @@ class TrainingSettings(DataSettings):
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
         "auto", "auto: bf16 or fp16 on a GPU, none on a CPU"
     )
-    compile: bool | Literal["auto"] = option(
+    compile: Literal[True, False, "auto"] = option(
         False, "torch.compile the model; auto: on a GPU, and on a CPU where it trains for half an hour"
     )
     gradient_checkpointing: bool = option(False, "trade a third more time for less memory")
@@ -373,7 +365,7 @@ class EvalSettings(ElsewhereSettings, DataSettings):
         positional=True,
     )
     dataset: str | None = option(  # type: ignore[assignment]
-        None, "default: the one the run was trained on", selects_data=True, place=True
+        None, "default: the one the run was trained on", place=True
     )
     split: str = option("test", "split to measure on; all: every image, for a model that was trained on none of them")
     batch_size: int = option(256, "images per forward pass on each process", at_least=1)

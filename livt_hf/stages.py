@@ -34,11 +34,12 @@ def is_native(dataset: Dataset, image_size: int) -> bool:
 
 def some_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
     """Height and width of some images, from the first to the last one of a dataset."""
-    return [tuple(image.shape[-2:]) for image in some_images(dataset, some_rows(dataset))]
+    return [tuple(image.shape[-2:]) for image in some_images(dataset, spread_rows(dataset, LOOKED_AT))]
 
 
-def some_rows(dataset: Dataset) -> list[int]:
-    return np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT)).astype(int).tolist()
+def spread_rows(dataset: Dataset, count: int) -> list[int]:
+    """So many rows, from the first to the last one of a dataset, or all."""
+    return np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int).tolist()
 
 
 def cut_epochs(settings: TrainingSettings, updates_per_epoch: int) -> None:

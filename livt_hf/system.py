@@ -1,12 +1,14 @@
 """What Linux, macOS and Windows do differently: asked of the system as what it can do, here and nowhere else."""
 
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from livt_hf.errors import LiVTError
@@ -47,6 +49,21 @@ def rename(path: Path, target: Path) -> Path:
             time.sleep(seconds)
     os.replace(path, target)
     return target
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Around writing to another place, which it gives, what is then renamed: a file or folder is whole or absent."""
+    writing = path.with_name(f".writing-{path.name}")
+    try:
+        yield writing
+        rename(writing, path)
+    except Exception:  # a full disk, for which every library has its own
+        if writing.is_dir():
+            shutil.rmtree(writing, ignore_errors=True)
+        else:
+            writing.unlink(missing_ok=True)
+        raise
 
 
 def shell_line(words: Iterable[str | Path]) -> str:

@@ -17,6 +17,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
@@ -39,7 +41,6 @@ from livt_hf.system import rename
 
 logger = logging.getLogger(__name__)
 
-DIGESTS = ".digests"  # the suffix of the file beside an array of features
 DIGEST_BYTES = hashlib.sha256().digest_size
 # What a config says beside how its model computes features.
 _NOT_OF_FEATURES = OF_LABELS | {"num_classes", "label_names", "long_tail"}
@@ -187,19 +188,15 @@ class FrozenBackbone:
 
         Plain images are kept one by one: whatever split or fold asks for them, those that are there are not computed.
         """
-        views = 1 if augmentation is None else settings.views
         digests = [digest for _, digest in image_digests(dataset)]
-        key = {
-            "weights": self.weights,
-            "data": hashlib.sha256(b"".join(digests)).hexdigest() if views > 1 else None,
-            "processor": self.processor.to_dict() if views == 1 else [self.processor.to_dict(), repr(augmentation)],
-            "views": views,
-            "seed": settings.seed if views > 1 else None,
-        }
+        key = {"weights": self.weights, "processor": self.processor.to_dict()}
+        if augmentation is not None:  # an augmented view depends on the place of its image among all of them
+            key |= {"augmentation": repr(augmentation), "views": settings.views, "seed": settings.seed}
+            key["data"] = hashlib.sha256(b"".join(digests)).hexdigest()
         name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
         kept = KeptFeatures(runs_folder() / "features" / name)
         missing = [kept.missing(digests)]
-        if missing[0] and views > 1:  # an augmented view depends on the place of its image among all of them
+        if missing[0] and augmentation is not None:
             missing = [list(range(len(digests)))]
         broadcast_object_list(missing)  # another job may be writing just now, and all processes must do the same
         if missing[0]:
@@ -238,23 +235,22 @@ class FrozenBackbone:
 
 
 class KeptFeatures:
-    """Features on disk, in parts: each an array (views, images, D) with the digests of its images beside it."""
+    """Features on disk, in parts: each a file of features (views, images, D) and the digests of their images."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def write(self, features: np.ndarray, digests: list[bytes]) -> None:
-        """Add a part. Its digests come last: a part without them was interrupted and counts for nothing."""
+        """Add a part, which is whole or absent."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        joined = b"".join(digests)
-        place = self.folder / hashlib.sha256(joined).hexdigest()[:16]
-        writing = self.folder / f".{place.name}-{os.getpid()}.npy"
+        joined = bytearray(b"".join(digests))
+        place = self.folder / f"{hashlib.sha256(joined).hexdigest()[:16]}.safetensors"
+        writing = self.folder / f".{place.name}-{os.getpid()}"
         try:
-            np.save(writing, features)
-            rename(writing, place.with_suffix(".npy"))
-            writing.write_bytes(joined)
-            rename(writing, place.with_suffix(DIGESTS))
-        except OSError as error:  # numpy's has no number that says that the disk is full
+            listed = torch.frombuffer(joined, dtype=torch.uint8)
+            save_file({"features": torch.from_numpy(features), "digests": listed}, writing)
+            rename(writing, place)
+        except (OSError, SafetensorError) as error:
             writing.unlink(missing_ok=True)
             raise LiVTError(
                 f"could not keep features in {self.folder}: {error}; make room, or set LIVT_RUNS to another folder."
@@ -272,7 +268,7 @@ class KeptFeatures:
         """The features of images in their order; mapped from disk where they are a whole part."""
         there = self._places()
         parts, rows = zip(*(there[digest] for digest in digests), strict=True)
-        arrays = {part: _open_part(part) for part in set(parts)}
+        arrays = {part: load_file(part)["features"].numpy() for part in set(parts)}  # mapped, not read
         first = arrays[parts[0]]
         if len(arrays) == 1 and rows == tuple(range(first.shape[1])):
             return first
@@ -284,27 +280,18 @@ class KeptFeatures:
 
     def _places(self) -> dict[bytes, tuple[Path, int]]:
         """Digest -> the part that holds its features, and the row there. A part that is damaged counts for nothing."""
-        places = {}
-        for listed in sorted(self.folder.glob(f"*{DIGESTS}")):
-            joined, part = listed.read_bytes(), listed.with_suffix(".npy")
-            features = _open_part(part)
-            if features is None or DIGEST_BYTES * features.shape[1] != len(joined):
+        places: dict[bytes, tuple[Path, int]] = {}
+        for part in sorted(self.folder.glob("*.safetensors")):
+            try:
+                held = load_file(part)
+                _, images, _ = held["features"].shape
+                digests = held["digests"].view(images, DIGEST_BYTES).numpy()
+            except (SafetensorError, KeyError, ValueError, RuntimeError):
                 logger.warning("%s is damaged: its features are computed again", part)
                 continue
-            for row in range(len(joined) // DIGEST_BYTES):
-                digest = joined[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
-                places.setdefault(digest, (part, row))
+            for row, digest in enumerate(digests):
+                places.setdefault(digest.tobytes(), (part, row))
         return places
-
-
-def _open_part(path: Path) -> np.ndarray | None:
-    """Features (views, images, D), mapped from disk; None where a file is not exactly that."""
-    try:
-        features = np.load(path, mmap_mode="r")
-    except Exception:  # numpy parses the header as Python, and fails in as many ways
-        return None
-    whole = features.ndim == 3 and features.dtype == np.float32 and features.flags.c_contiguous
-    return features if whole and features.offset + features.nbytes == path.stat().st_size else None
 
 
 def _digest_of_backbone(model: PreTrainedModel) -> str:

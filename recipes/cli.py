@@ -1,7 +1,6 @@
 """`livt COMMAND ...`: every recipe as a command of the installed package."""
 
 import argparse
-import difflib
 import importlib
 import itertools
 import logging
@@ -15,8 +14,8 @@ from pathlib import Path
 
 from livt_hf import __version__
 from livt_hf.errors import LiVTError
-from livt_hf.options import command_line
-from livt_hf.recipes.settings import COMMANDS, CONFIGS
+from livt_hf.options import command_line, nearest
+from livt_hf.recipes.settings import COMMANDS, CONFIGS, STAGES
 
 LAUNCHED = ("pretrain", "finetune", "eval")
 MOST_PROCESSES = 8
@@ -82,8 +81,7 @@ def without_command(words: Sequence[str]) -> str | None:
     if "--version" in words:
         print(f"livt_hf {__version__}")
         return None
-    near = difflib.get_close_matches(words[0], COMMANDS, n=1)
-    return f"error: there is no command {words[0]!r}; " + (f"did you mean {near[0]}?" if near else "see livt --help.")
+    return f"error: there is no command {words[0]!r}{nearest(words[0], list(COMMANDS), otherwise='see livt --help.')}"
 
 
 def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:
@@ -170,14 +168,11 @@ def fitting_processes(command: str, argv: Sequence[str], devices: int | None = N
     """
     from livt_hf.long_tail.losses import LOSSES
     from livt_hf.runs import lent_by_pretraining, parse_training
-    from livt_hf.settings import FinetuneSettings, PretrainSettings
     from livt_hf.system import LAUNCHES_SEVERAL
     from livt_hf.training.machine import available_cores
 
-    if command == "pretrain":
-        settings, _ = parse_training(PretrainSettings, argv, CONFIGS)
-    else:
-        settings, _ = parse_training(FinetuneSettings, argv, CONFIGS, lent_by_pretraining)
+    lends = {"finetune": lent_by_pretraining, "pretrain": lambda _: {}}
+    settings, _ = parse_training(STAGES[command], argv, CONFIGS, lends[command])
     if command == "finetune" and LOSSES[settings.loss].batch_statistic:
         return 1  # the statistic of a batch is not that of its parts
     if has_few_images(Path(settings.dataset)):

@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             "ways are compared by accuracy, which images with several labels do not have; train each way "
             "with livt finetune and compare their reports."
         )
-    if "lora" in settings.ways and not settings.dry_run:
+    ways = settings.ways or list(LABELS)
+    if "lora" in ways and not settings.dry_run:
         check_lora(or_else=" Or go the other ways: --ways scratch head full")
-    plan = Ways(as_sweep(settings), [variant_of(way, settings, train) for way in settings.ways])
+    plan = Ways(as_sweep(settings), [variant_of(way, settings, train) for way in ways])
     if carried_out(plan):
         report(settings, plan)
 

@@ -23,26 +23,19 @@ from tqdm.auto import tqdm
 
 from livt_hf import budget
 from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
-from livt_hf.commands import (
-    accuracy_line,
-    check_publishing,
-    publish_if_asked,
-    resume_message,
-    run_command,
-    what_next,
-)
+from livt_hf.commands import accuracy_line, check_publishing, publish_if_asked, run_command, what_next
 from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_seen, write_fold, write_whole
 from livt_hf.data import Batches, class_counts, load_data
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import copies_in_words
 from livt_hf.data.labels import digest_of
 from livt_hf.data.sources import load_images
-from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.finetuning import (
     BestWeights,
-    Course,
+    FinetuneCourse,
     check_options,
     measure,
     plan_course,
@@ -55,7 +48,7 @@ from livt_hf.results import Results, duration
 from livt_hf.runs import Run, check_same_images, find_pretraining, keep_settled, parse_training
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import cut_epochs
-from livt_hf.training.loop import Loop, claim_folder, finish_run, make_accelerator, open_run
+from livt_hf.training.loop import Course, Loop, claim_folder, finish_run, make_accelerator, open_run
 from livt_hf.training.trial import settle
 
 logger = logging.getLogger(__name__)
@@ -77,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def opened(course: Course) -> Run:
         if resumed is None:
-            settle(settings, accelerator, began, course.module, course.loader, course.loss_of)
+            settle(settings, accelerator, began, course)
         return open_run(accelerator, settings, resumed)
 
     run, results = finetune(settings, data, accelerator, opened)
@@ -116,7 +109,7 @@ def finetune(
     course = plan_course(settings, data, model, processor, accelerator)
     prepared = budget.clock()
     run = opened(course)  # only now: what was refused above leaves no folder behind
-    loop = Loop(accelerator, settings, run, course.module, course.loader, course.loss_of)
+    loop = Loop(accelerator, settings, run, course)
     loop.resume(digest_of(data["train"]))
     fit(loop, course, data)
     if "validation" in data and loop.final_model.head.no_posterior is None:
@@ -141,7 +134,7 @@ def fill_batch(settings: FinetuneSettings, num_images: int, accelerator: Acceler
         accelerator.print(said, file=sys.stderr)
 
 
-def fit(loop: Loop, course: Course, data: DatasetDict) -> None:
+def fit(loop: Loop, course: FinetuneCourse, data: DatasetDict) -> None:
     """Train, with a look at the validation split now and then."""
     settings, accelerator, counts = loop.settings, loop.accelerator, class_counts(data["train"])
     best = BestWeights(loop) if settings.select == "best" else None
@@ -160,11 +153,7 @@ def fit(loop: Loop, course: Course, data: DatasetDict) -> None:
             tqdm.write(f"epoch {epoch + 1}  {accuracy_line(metrics)}", file=sys.stderr)  # above the progress bar
         return metrics
 
-    try:
-        loop.fit(before_epoch, after_epoch)
-    except Interrupted:
-        accelerator.print(resume_message(loop.run, "finetune"))
-        raise
+    loop.fit(before_epoch, after_epoch)
     if best is not None:
         best.restore()
 
@@ -201,7 +190,7 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
             if begun:
                 keep_settled(fold, own)
             else:
-                settle(fold, accelerator, budget.clock(), course.module, course.loader, course.loss_of)
+                settle(fold, accelerator, budget.clock(), course)
             return open_run(accelerator, fold, own if begun else None)
 
         accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from livt_hf import budget
-from livt_hf.commands import check_publishing, publish_if_asked, resume_message, run_command, what_next
+from livt_hf.commands import check_publishing, publish_if_asked, run_command, what_next
 from livt_hf.data import (
     DeviceTransform,
     PretrainAugmentation,
@@ -26,7 +26,6 @@ from livt_hf.data import (
     train_loader,
 )
 from livt_hf.data.labels import digest_of, number_of_classes
-from livt_hf.errors import Interrupted
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.pretraining import held_out_images, mask_noise, reconstruction_loss, reconstruction_rows, update_advice
 from livt_hf.reports import reconstruction_sheet
@@ -42,7 +41,7 @@ from livt_hf.stages import (
     shared_batches,
     training_batches,
 )
-from livt_hf.training.loop import Loop, finish_run, make_accelerator, open_run, track_picture
+from livt_hf.training.loop import Course, Loop, finish_run, make_accelerator, open_run, track_picture
 from livt_hf.training.trial import settle
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -78,16 +77,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         noise = mask_noise(settings.seed, moment.epoch, batch["index"], num_patches)
         return model(batch["pixel_values"], noise=noise).loss
 
+    course = Course(model, loader, loss_of)
     if resumed is None:
-        settle(settings, accelerator, began, model, loader, loss_of)
+        settle(settings, accelerator, began, course)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
-    loop = Loop(accelerator, settings, run, model, loader, loss_of)
+    loop = Loop(accelerator, settings, run, course)
     loop.resume(digest_of(data["train"]))
-    try:
-        loop.fit()
-    except Interrupted:
-        accelerator.print(resume_message(run, "pretrain"))
-        raise
+    loop.fit()
 
     test_loader = eval_loader(held_out, processor, shared_batches(200, accelerator))
     loss, zero_loss = reconstruction_loss(loop.final_model, test_loader, accelerator, settings.seed)

@@ -23,7 +23,6 @@ from livt_hf.system import shell_line, shell_words
 
 CONFIGS = Path(__file__).parent / "configs"
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
-WAYS = ("scratch", "head", "lora", "full")
 
 
 def sweep_names() -> tuple[str, ...]:
@@ -66,7 +65,7 @@ class CalibrateSettings(ElsewhereSettings, DataSettings):
     model: str = option(
         REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True, place=True, trained=True
     )
-    dataset: str | None = option(None, "default: the one the run was trained on", selects_data=True, place=True)
+    dataset: str | None = option(None, "default: the one the run was trained on", place=True)
     split: str = option("validation", "labelled images that the model was not trained on; all: of another dataset")
     batch_size: int = option(256, "images per forward pass", at_least=1)
     threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
@@ -230,7 +229,7 @@ class CompareSettings(DataSettings):
 
     dataset: str = option(REQUIRED, "the images, as for `livt finetune`", positional=True, place=True)
     pretrained: str | None = option(None, "checkpoint folder or Hub id of the backbone", place=True)
-    ways: list[str] | None = option(None, f"some of {', '.join(WAYS)}; default: all")
+    ways: list[Literal["scratch", "head", "lora", "full"]] | None = option(None, "some of the ways; default: all")
     minutes: float = option(30.0, "time of each way on this machine; a head that needs less takes less", at_least=0.1)
     image_size: int | None = option(None, "pixels of the backbone's images; default: its own", at_least=1)
     loss: str = option("bal_bce", "loss of every way", choices=loss_names)
@@ -244,10 +243,6 @@ class CompareSettings(DataSettings):
         if self.pretrained is None:
             words = shell_line(["livt", "compare", self.dataset, "--pretrained", "CHECKPOINT"])
             raise LiVTError(f"name a backbone to start from: {words}")
-        self.ways = list(self.ways or WAYS)
-        unknown = [way for way in self.ways if way not in WAYS]
-        if unknown:
-            raise LiVTError(f"there is no way {unknown[0]!r}; choose from {', '.join(WAYS)}.")
 
     @property
     def folder(self) -> Path:

@@ -24,6 +24,7 @@ from typing import TextIO
 
 from tqdm.auto import tqdm
 
+from livt_hf.backbones import lent_by_checkpoint
 from livt_hf.commands import run_command
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.paper.sweeps import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
@@ -219,8 +220,6 @@ def settings_again(planned: Planned, run: Run) -> TrainingSettings:
 
 def lent(stage: str, asked: dict) -> dict:
     """What a run of a stage takes over from where it starts."""
-    from livt_hf.backbones import lent_by_checkpoint  # imports torch
-
     return lent_by_checkpoint(asked) if stage == "finetune" else {}
 
 
@@ -263,9 +262,10 @@ def minutes(runs: list[Results]) -> str:
 
 def command(settings: SweepSettings) -> str:
     """This command, without the paths of this machine."""
-    said = {name: getattr(settings, name) for name in settings.names() if name != "sweep"}
-    defaults = vars(SweepSettings())
-    shown = {name: value for name, value in said.items() if value not in (defaults[name], "")}
+    # The size of a checkpoint is known, and not always that of a preset.
+    silent = {"sweep"} if settings.pretrained is None else {"sweep", "model_size"}
+    said, defaults = vars(settings).items(), vars(SweepSettings())
+    shown = {name: value for name, value in said if name not in silent and value not in (defaults[name], "")}
     for name in shown:
         if name in settings.names("place") and Path(str(shown[name])).exists():
             shown[name] = "FOLDER"

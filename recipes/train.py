@@ -32,7 +32,7 @@ from livt_hf.backbones import (
     lent_by_checkpoint,
     serving_processor,
 )
-from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command
+from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command, what_next
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.data import Batches, eval_loader, load_data
 from livt_hf.data.division import refuse_single_class
@@ -44,8 +44,8 @@ from livt_hf.records import read_record, write_values
 from livt_hf.results import duration
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import some_rows, some_sizes
-from livt_hf.system import SENDS_SIGNALS, shell_line, shell_words
+from livt_hf.stages import LOOKED_AT, some_sizes, spread_rows
+from livt_hf.system import SENDS_SIGNALS, shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
 
@@ -58,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not (folder / PLAN).exists():
         what = f"has no {PLAN}" if folder.exists() else "does not exist"
         raise LiVTError(f"{folder} {what}; give the folder that livt train began.")
-    plan = read_record(folder / PLAN, {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]})
-    if not {"why", "stages"} <= plan.keys():
-        raise LiVTError(f"{folder / PLAN} is damaged: it holds no stages and why; begin a new run.")
+    hints = {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]}
+    plan = read_record(folder / PLAN, hints, required=hints)
     trained = all(Run(folder / stage).finished for stage in plan["stages"])
     print(f"{folder} is trained; it is measured again." if trained else plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
@@ -70,11 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with forgotten_unless_begun(folder, next(iter(plan["stages"]))):
             stopped = not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads])
         if stopped:
-            print(how_to_go_on(folder))
-            raise Interrupted
+            raise Interrupted("train", "--resume", folder)
     plugin = FinetuneSettings.asked(plan["stages"]["finetune"]).get("plugin")
     run_livt([*launcher, "eval", str(folder / "finetune"), *as_words({"plugin": plugin}), *threads])
-    print(f"Next, try it in the browser:\n  {shell_line(['livt', 'demo', folder / 'finetune'])}")
+    print(what_next("Next, try it in the browser", "demo", folder / "finetune"))
 
 
 @contextlib.contextmanager
@@ -88,12 +86,8 @@ def forgotten_unless_begun(folder: Path, first_stage: str) -> Iterator[None]:
             if not any(folder.iterdir()):
                 folder.rmdir()
         elif ended.code > SIGNALLED:
-            print(how_to_go_on(folder))
+            print(what_next("To go on", "train", "--resume", folder))
         raise
-
-
-def how_to_go_on(folder: Path) -> str:
-    return f"To go on:\n  {shell_line(['livt', 'train', '--resume', folder])}"
 
 
 def run_livt(words: list[str]) -> bool:
@@ -188,7 +182,7 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
 
 def read_seconds(train: Dataset, processor: BaseImageProcessor) -> float:
     """Of one image by one process, decoded and resized."""
-    some = train.select(some_rows(train))
+    some = train.select(spread_rows(train, LOOKED_AT))
     began = time.perf_counter()
     list(eval_loader(some, processor, Batches(len(some))))
     return (time.perf_counter() - began) / len(some)

@@ -99,7 +99,7 @@ def test_images_with_several_labels_are_refused_before_anything_is_trained(place
 
 
 def test_unknown_ways_and_a_missing_backbone_are_refused(place):
-    with pytest.raises(LiVTError, match="no way 'heads'; choose from scratch, head, lora, full"):
+    with pytest.raises(LiVTError, match="ways is 'heads'; choose one of scratch, head, lora, full"):
         compared(place, "--ways", "heads")
     with pytest.raises(LiVTError, match="name a backbone to start from"):
         recipe.main([str(place / "pictures")])

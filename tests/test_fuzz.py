@@ -48,7 +48,7 @@ from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
 from livt_hf.runs import Run, parse_training, read_log
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
-from livt_hf.training.checkpoints import Progress, independent_of_processes, save_checkpoint
+from livt_hf.training.checkpoints import Progress, save_checkpoint
 from livt_hf.training.checkpoints import load_checkpoint as go_on
 from livt_hf.tuning import DIGEST_BYTES, KeptFeatures
 
@@ -174,9 +174,9 @@ class Trained:
     def __init__(self, folder: Path):
         AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = Accelerator(cpu=True)
-        independent_of_processes(self.accelerator)
         model = torch.nn.Linear(4, 3)
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        self.parts = {"model.safetensors": model, "optimizer.bin": self.optimizer}
         self.run = Run(folder)
 
 
@@ -184,7 +184,8 @@ def checkpoint(folder: Path) -> None:
     trained = Trained(folder)
     trained.model(torch.ones(2, 4)).sum().backward()
     trained.optimizer.step()
-    save_checkpoint(trained.accelerator, trained.run, vars(Progress(update=2, pending=[0.5])), keep=2)
+    progress = vars(Progress(update=2, pending=[0.5]))
+    save_checkpoint(trained.accelerator, trained.run, trained.parts, progress, keep=2)
 
 
 def kept_features(folder: Path) -> None:
@@ -241,7 +242,7 @@ def comparison(folder: Path) -> None:
 
 def going_on(folder: Path) -> None:
     trained = Trained(folder)
-    Progress(**go_on(trained.accelerator, trained.run))
+    Progress(**go_on(trained.accelerator, trained.run, trained.parts))
 
 
 def planned(folder: Path) -> None:
@@ -308,7 +309,6 @@ KINDS = {
     "state of a checkpoint": Kind(checkpoint, CHECKPOINT + "state.json", going_on),
     "weights of a checkpoint": Kind(checkpoint, CHECKPOINT + "model.safetensors", going_on),
     "optimizer of a checkpoint": Kind(checkpoint, CHECKPOINT + "optimizer.bin", going_on),
-    "random state of a checkpoint": Kind(checkpoint, CHECKPOINT + "random_states_0.pkl", going_on),
     "authors' checkpoint": Kind(
         official, "file.pth", partial(from_official, num_attention_heads=2, class_counts=[5, 3, 2]), alone=True
     ),
@@ -337,8 +337,7 @@ KINDS = {
         for name in ("image.jpg", "image.png", "image.gif", "image.bmp", "image.tiff", "image.webp", "exif.jpg")
         + ("cmyk.jpg", "progressive.jpg", "palette.png", "grey16.png")
     },
-    "features": Kind(kept_features, "*.npy", features),
-    "digests of features": Kind(kept_features, "*.digests", features),
+    "features": Kind(kept_features, "*.safetensors", features),
 }
 
 

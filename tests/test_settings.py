@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features
 
 from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
 from livt_hf.backbones import build_classifier, lent_by_checkpoint
-from livt_hf.commands import check_publishing, resume_message
+from livt_hf.commands import check_publishing, what_next
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import REQUIRED, CommandSettings, command_line, make_parser, option, save_settings
@@ -216,7 +216,7 @@ def test_a_folder_completed_by_the_shell_is_the_same_dataset():
 
 
 def test_a_printed_command_can_be_copied_where_the_folder_has_spaces():
-    message = resume_message(Run(Path("runs/pretrain-my birds-micro/1")), "pretrain")
+    message = what_next("To go on", "pretrain", "--resume", Path("runs/pretrain-my birds-micro/1"))
     assert shlex.split(message.splitlines()[-1])[-2:] == ["--resume", "runs/pretrain-my birds-micro/1"]
 
 
@@ -520,7 +520,7 @@ def test_every_list_of_options_comes_from_their_declarations():
         FinetuneSettings.names("place")
     )
     assert "loss" not in FinetuneSettings.names("place")
-    assert set(DataSettings.names("selects_data")) >= {"dataset", "imbalance_factor", "split_seed", "label_column"}
+    assert set(DataSettings.selecting()) >= {"dataset", "imbalance_factor", "split_seed", "label_column"}
     assert not set(FinetuneSettings.names("free")) & {"loss", "seed", "base_lr", "dataset"}
 
 

@@ -119,9 +119,9 @@ def test_without_a_word_about_the_size_the_numbers_are_those_of_the_checkpoint_s
 def checkpoint(tmp_path):
     """Makes a folder that says which size of a ViT it holds, and nothing more."""
 
-    def make(size: str) -> Path:
+    def make(size: str, **other) -> Path:
         (tmp_path / size).mkdir()
-        sizes = PRESETS[size] | {"model_type": "vit_mae"}
+        sizes = PRESETS[size] | {"model_type": "vit_mae"} | other
         (tmp_path / size / "config.json").write_text(json.dumps(sizes))
         return tmp_path / size
 
@@ -410,6 +410,13 @@ def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_pat
     )
     printed = recipe.command(recipe.SweepSettings.parse(["losses", "--dataset", "org/name", "--seeds", "0", "1"]))
     assert printed == "livt sweep losses --dataset org/name --seeds 0 1"
+
+
+def test_the_recorded_command_of_a_sweep_from_any_checkpoint_is_one_that_runs(sweep, checkpoint, monkeypatch):
+    asked = []
+    monkeypatch.setattr(recipe, "carried_out", lambda plan: asked.append(plan.settings))
+    sweep("tau", "--dataset", "cifar100-lt", "--pretrained", checkpoint("base", hidden_size=24))
+    assert recipe.SweepSettings.parse(shlex.split(recipe.command(asked[0]))[2:]).sweep == "tau"
 
 
 def test_a_dry_run_prints_the_commands_and_starts_nothing(runs, sweep):

@@ -4,13 +4,13 @@ import contextlib
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils.constants import SCALER_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
@@ -18,9 +18,9 @@ from torch import nn
 from livt_hf.errors import LiVTError
 from livt_hf.records import in_words, read_record
 from livt_hf.runs import Run
-from livt_hf.system import flush, rename
+from livt_hf.system import flush, rename, replacing
 
-STATE = "state.json"
+STATE, SCALER = "state.json", "scaler.pt"
 
 
 class CheckpointError(LiVTError):
@@ -42,39 +42,6 @@ class Progress:
     trained_on: str | None = None
 
 
-def independent_of_processes(accelerator: Accelerator) -> None:
-    """Have Accelerate save the bare model, so that a run may go on with another number of processes.
-
-    Left to itself it saves the DDP wrapper's key names.
-    """
-    _keep(accelerator, "model", lambda models: accelerator.unwrap_model(models[0]))
-    accelerator.register_save_state_pre_hook(lambda _models, weights, _folder: weights.clear())
-    accelerator.register_load_state_pre_hook(lambda models, _folder: models.clear())
-
-
-def keep_in_checkpoints(accelerator: Accelerator, module: nn.Module, name: str) -> None:
-    """Have checkpoints hold another module, which no optimizer trains, as `name`.safetensors.
-
-    What goes through Accelerate's `register_for_checkpointing` is unpickled freely on resuming: a run folder from
-    elsewhere could run any code.
-    """
-    _keep(accelerator, name, lambda _models: module)
-
-
-def _keep(accelerator: Accelerator, name: str, module_of: Callable[[list[nn.Module]], nn.Module]) -> None:
-    """`module_of` gets the models that Accelerate prepared."""
-
-    def save(models, _weights, folder):
-        if accelerator.is_main_process:
-            save_model(module_of(models), str(Path(folder, f"{name}.safetensors")))
-
-    def load(models, folder):
-        read_weights(module_of(models), Path(folder, f"{name}.safetensors"))
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-
-
 def checkpoints(run: Run) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = run.checkpoints.glob("step-*") if run.checkpoints.is_dir() else []
@@ -82,27 +49,26 @@ def checkpoints(run: Run) -> list[Path]:
     return sorted((folder for folder in numbered if numbered[folder].isdecimal()), key=lambda f: int(numbered[f]))
 
 
-def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) -> None:
-    """Save model, optimizer, kept modules and random states with `state`, which names the update."""
+def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: dict, keep: int) -> None:
+    """Save `state`, which names the update, and by file name the parts of a training: modules, optimizers and such.
+
+    No process has a state of its own, so a run may go on with another number of them.
+    """
     folder = run.checkpoints / f"step-{state['update']}"
-    if folder.exists():  # the same update of the same run is the same state
-        return
-    writing = run.checkpoints / f".writing-{folder.name}"
-    with saving(f"the checkpoint of update {state['update']}", run, writing):
-        if accelerator.is_main_process:
+    if accelerator.is_main_process and not folder.exists():  # the same update of the same run is the same state
+        with saving(f"the checkpoint of update {state['update']}", run), replacing(folder) as writing:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(writing))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            written = sorted(path for path in writing.rglob("*") if path.is_file())
-            files = {path.relative_to(writing).as_posix(): path.stat().st_size for path in written}
-            sums = {path.relative_to(writing).as_posix(): _checksum(path) for path in written}
+            for name, part in parts.items():
+                if isinstance(part, nn.Module):
+                    save_model(part, str(writing / name))
+                else:
+                    torch.save(part.state_dict(), writing / name)
+            files = {name: (writing / name).stat().st_size for name in parts}
+            sums = {name: _checksum(writing / name) for name in parts}
             (writing / STATE).write_text(json.dumps(state | {"files": files, "checksums": sums}), encoding="utf-8")
-            flush(*writing.rglob("*"), writing)
-            rename(writing, folder)
-            flush(run.checkpoints)
+            flush(*writing.iterdir(), writing)
+        flush(run.checkpoints)
     if accelerator.is_main_process:
         for old in checkpoints(run)[:-keep]:
             # Renamed first: a kill while deleting must not leave half a checkpoint under the name of a whole one.
@@ -110,7 +76,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, state: dict, keep: int) 
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(accelerator: Accelerator, run: Run) -> dict | None:
+def load_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping) -> dict | None:
     """Put everything back as it was at the newest checkpoint; None where there is none."""
     if accelerator.is_main_process and run.checkpoints.is_dir():
         for leftover in [*run.checkpoints.glob(".writing-*"), *run.checkpoints.glob(".removing-*")]:
@@ -130,17 +96,16 @@ def load_checkpoint(accelerator: Accelerator, run: Run) -> dict | None:
                 f"{path} has {wrong}: the checkpoint was damaged after it was written; delete {folder} to go on from "
                 "the one before."
             )
-    scaler = accelerator.scaler
-    if SCALER_NAME not in files:  # written without fp16, on another machine: the scale of the loss begins anew
-        accelerator.scaler = None
     try:
-        accelerator.load_state(str(folder))
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                load_model(part, str(folder / name))
+            elif name in files or name != SCALER:  # without fp16 there was none: the scale of the loss begins anew
+                part.load_state_dict(torch.load(folder / name, map_location="cpu", weights_only=True))
     except Exception as error:  # what torch's unpickler and safetensors make of damage is no short list
         raise CheckpointError(
             f"could not read {folder}: {in_words(error)}; if it is damaged, delete it to go on from the one before."
         ) from error
-    finally:
-        accelerator.scaler = scaler
     return state
 
 
@@ -148,10 +113,9 @@ def read_state(folder: Path) -> dict:
     """What a checkpoint says of itself: the progress of its run, and its files."""
     try:
         hints = get_type_hints(Progress) | {"files": dict[str, int], "checksums": dict[str, int]}
-        state = read_record(folder / STATE, hints)
-        wrong = sorted({"update", "files"} - state.keys()) + sorted(state.keys() - hints)
-        if wrong:
-            raise LiVTError(f"{wrong[0]} is missing or not known")
+        state = read_record(folder / STATE, hints, required=("update", "files"))
+        if unknown := sorted(state.keys() - hints):
+            raise LiVTError(f"{unknown[0]} is not known")
     except LiVTError as error:
         raise CheckpointError(
             f"{folder} has no readable {STATE} ({error}); delete it to go on from the one before."
@@ -160,16 +124,12 @@ def read_state(folder: Path) -> dict:
 
 
 @contextlib.contextmanager
-def saving(what: str, run: Run, writing: Path | None = None) -> Iterator[None]:
-    """Around writing something of a run: a full disk is said, and what was written aside, to `writing`, goes."""
+def saving(what: str, run: Run) -> Iterator[None]:
+    """Around writing something of a run: a full disk is said, and what is still there."""
     try:
         yield
     # torch.save and safetensors report a full disk in their own ways.
     except (OSError, RuntimeError, SafetensorError) as error:
-        if writing is not None and writing.is_dir():
-            shutil.rmtree(writing, ignore_errors=True)
-        elif writing is not None:
-            writing.unlink(missing_ok=True)
         left = checkpoints(run)
         kept = f"the last checkpoint, {left[-1]}, is intact" if left else "there is no checkpoint yet"
         raise CheckpointError(f"could not save {what}: {in_words(error)}; {kept}.") from error

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -26,10 +26,9 @@ from livt_hf.results import Results, duration
 from livt_hf.runs import Run, check_same_images, new_run
 from livt_hf.settings import TrainingSettings
 from livt_hf.training.checkpoints import (
+    SCALER,
     Progress,
     checkpoints,
-    independent_of_processes,
-    keep_in_checkpoints,
     load_checkpoint,
     save_checkpoint,
     saving,
@@ -66,7 +65,6 @@ def make_accelerator(settings: TrainingSettings) -> Accelerator:
     check_distribution(accelerator.distributed_type)
     check_processes(accelerator.num_processes)
     use_all_cores(accelerator.device, settings.threads)
-    independent_of_processes(accelerator)
     return accelerator
 
 
@@ -143,25 +141,25 @@ class Moment:
     rank: int = 0
 
 
+@dataclass(frozen=True)
+class Course:
+    """What is trained on what."""
+
+    module: nn.Module
+    loader: Any
+    loss_of: Callable[[nn.Module, dict, Moment], Tensor]
+
+
 class Loop:
-    """Trains a model: `loss_of(model, batch, moment)` is the stage, everything else is the same for both.
+    """Trains a model: the loss of its course is the stage, everything else is the same for both.
 
     All randomness is keyed (see randomness.py): data by (seed, epoch, image), the rest by (seed, update, process). So
     the state of a run is its weights, its optimizer and the number of the update.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        settings: TrainingSettings,
-        run: Run,
-        model: nn.Module,
-        loader,
-        loss_of: Callable[[nn.Module, dict, Moment], Tensor],
-    ):
-        self.accelerator, self.settings, self.run, self.loader = accelerator, settings, run, loader
-        self.loss_of = loss_of
-        self.per_epoch = loader.updates_per_epoch
+    def __init__(self, accelerator: Accelerator, settings: TrainingSettings, run: Run, course: Course):
+        self.accelerator, self.settings, self.run, self.course = accelerator, settings, run, course
+        self.per_epoch, model = course.loader.updates_per_epoch, course.module
         self.total = settings.epochs * self.per_epoch
         if settings.max_steps is not None:
             self.total = min(self.total, settings.max_steps)
@@ -175,7 +173,6 @@ class Loop:
         self.ema = None
         if settings.ema_decay is not None:
             self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay))
-            keep_in_checkpoints(accelerator, self.ema, "ema")
         self.progress = Progress()
 
     @property
@@ -187,9 +184,16 @@ class Loop:
         """What is measured and published: the moving average where there is one."""
         return self.bare_model if self.ema is None else self.ema.module
 
+    @property
+    def _parts(self) -> dict:
+        """What checkpoints hold beside the progress, by file name."""
+        parts = {"model.safetensors": self.bare_model, "ema.safetensors": self.ema, "optimizer.bin": self.optimizer}
+        parts[SCALER] = self.accelerator.scaler
+        return {name: part for name, part in parts.items() if part is not None}
+
     def resume(self, trained_on: str | None = None) -> None:
         """Continue from the newest checkpoint, if there is one. `trained_on` is the digest of the training images."""
-        state = load_checkpoint(self.accelerator, self.run)
+        state = load_checkpoint(self.accelerator, self.run, self._parts)
         self.progress = Progress(**(state or {}))
         check_same_images(self.run, self.progress.trained_on, trained_on)
         self.progress.trained_on = trained_on
@@ -208,11 +212,13 @@ class Loop:
         seconds_before = self.progress.seconds
         self._begin_window()
         self._said = -math.inf
-        with self._bar() as bar, StopOnSignal(announce=self.accelerator.is_main_process) as stopping:
+        done, hidden = self.progress.update, not self._interactive
+        bar = tqdm(total=self.total, initial=done, unit="update", disable=hidden, dynamic_ncols=True)
+        with bar, StopOnSignal(announce=self.accelerator.is_main_process) as stopping:
             for epoch in range(self.progress.update // self.per_epoch, math.ceil(self.total / self.per_epoch)):
                 before_epoch(epoch)
                 self.model.train()
-                batches = iter(self.loader.epoch(epoch, start_update=self.progress.update % self.per_epoch))
+                batches = iter(self.course.loader.epoch(epoch, start_update=self.progress.update % self.per_epoch))
                 end = min((epoch + 1) * self.per_epoch, self.total)
                 while self.progress.update < end:
                     self.update(batches, epoch)
@@ -230,17 +236,15 @@ class Loop:
         due = time.monotonic() - self._saved > 60 * self.settings.save_minutes
         stop, save = self._agree(wished_to_stop, due)
         finished = self.progress.update == self.total
-        if stop or save or finished or self._at_save_step():
-            self._check_finite()
+        every = self.settings.save_steps
+        if stop or save or finished or (every is not None and self.progress.update % every == 0):
+            self._finite_losses()
             self._check_weights()
-            save_checkpoint(self.accelerator, self.run, vars(self.progress), self.settings.save_total_limit)
+            progress, keep = vars(self.progress), self.settings.save_total_limit
+            save_checkpoint(self.accelerator, self.run, self._parts, progress, keep)
             self._saved = time.monotonic()
         if stop and not finished:
-            raise Interrupted
-
-    def _bar(self) -> tqdm:
-        done, shown = self.progress.update, self._interactive
-        return tqdm(total=self.total, initial=done, unit="update", disable=not shown, dynamic_ncols=True)
+            raise Interrupted(self.settings.stage, "--resume", self.run.whole.folder)
 
     def update(self, batches: Iterable[dict], epoch: int) -> None:
         """One update: all micro-batches, each weighted alike, then one optimizer step."""
@@ -258,7 +262,7 @@ class Loop:
             last = micro == settings.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
                 with accelerator.autocast():
-                    loss = self.loss_of(self.model, batch, moment) / settings.accumulation
+                    loss = self.course.loss_of(self.model, batch, moment) / settings.accumulation
                 accelerator.backward(loss)
             total = total + loss.detach()
         if settings.clip_grad is not None:
@@ -276,20 +280,17 @@ class Loop:
             for buffer in self.final_model.buffers():
                 broadcast(buffer)
 
-    def _settle_losses(self) -> list[float]:
+    def _finite_losses(self) -> list[float]:
         """The pending losses as numbers, averaged over processes; reading them waits for the device."""
         pending = self.progress.pending
         fresh = [loss for loss in pending if isinstance(loss, Tensor)]
         if fresh:
             mean = self.accelerator.reduce(torch.stack(fresh).float(), "mean").tolist()
-            self.progress.pending = [loss for loss in pending if not isinstance(loss, Tensor)] + mean
-        return self.progress.pending
-
-    def _check_finite(self) -> None:
-        losses = self._settle_losses()
-        for offset, loss in enumerate(losses):
+            pending[-len(fresh) :] = mean
+        for offset, loss in enumerate(pending):
             if not math.isfinite(loss):
-                self._diverged(f"the loss became {loss}", self.progress.update - len(losses) + offset + 1)
+                self._diverged(f"the loss became {loss}", self.progress.update - len(pending) + offset + 1)
+        return pending
 
     def _check_weights(self) -> None:
         """A step from a finite loss may still leave the weights infinite: such a checkpoint would be of no use."""
@@ -302,8 +303,7 @@ class Loop:
         raise LiVTError(f"{what} at update {update}; {rest}. Lower base_lr or clip gradients (--clip_grad 1).")
 
     def _log(self) -> dict:
-        self._check_finite()
-        losses, progress, batch = self._settle_losses(), self.progress, self.settings.batch_size
+        losses, progress, batch = self._finite_losses(), self.progress, self.settings.batch_size
         then, since = self._window
         speed, last = (progress.update - since) * batch / (time.perf_counter() - then), progress.update == self.total
         self._begin_window()
@@ -344,10 +344,6 @@ class Loop:
             return list(wishes)
         flags = torch.tensor(wishes, dtype=torch.int64, device=self.accelerator.device)
         return (self.accelerator.reduce(flags, "sum") > 0).tolist()
-
-    def _at_save_step(self) -> bool:
-        every = self.settings.save_steps
-        return every is not None and self.progress.update % every == 0
 
     def _out_of_time(self, started: float) -> bool:
         limit = self.settings.max_hours

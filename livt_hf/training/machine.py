@@ -18,11 +18,7 @@ from livt_hf.errors import LiVTError
 logger = logging.getLogger(__name__)
 
 # Each gives a process a part of the model; the loop, its checkpoints and its evaluations take whole ones.
-_SPLITTING = {
-    DistributedType.FSDP: "FSDP",
-    DistributedType.DEEPSPEED: "DeepSpeed",
-    DistributedType.MEGATRON_LM: "Megatron-LM",
-}
+_SPLITTING = DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM
 
 # For Accelerate: the others wait while the first process looks at every image, not torch's 10 or 30 minutes.
 PATIENT = [InitProcessGroupKwargs(timeout=timedelta(days=1))]
@@ -53,6 +49,15 @@ def _keep_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 
+def check_distribution(kind: DistributedType) -> None:
+    """Refuse launchers that split the model over processes."""
+    if kind in _SPLITTING:
+        raise LiVTError(
+            f"{kind.value} is not supported: every model of the paper fits one GPU, so use DDP, that is plain "
+            "`accelerate launch --num_processes N`, with no such plugin in Accelerate's own config."
+        )
+
+
 def check_processes(num_processes: int) -> None:
     """Refuse processes that were launched together and do not see each other."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
@@ -60,15 +65,6 @@ def check_processes(num_processes: int) -> None:
         raise LiVTError(
             f"{launched} processes were launched and none sees the others: Accelerate wants ACCELERATE_USE_CPU=1 in "
             "the environment for several processes without a GPU."
-        )
-
-
-def check_distribution(distributed_type: DistributedType) -> None:
-    """Refuse launchers that split the model over processes."""
-    if distributed_type in _SPLITTING:
-        raise LiVTError(
-            f"{_SPLITTING[distributed_type]} is not supported: every model of the paper fits one GPU, so use DDP, "
-            "that is plain `accelerate launch --num_processes N`, with no such plugin in Accelerate's own config."
         )
 
 

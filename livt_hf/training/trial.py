@@ -6,24 +6,20 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from livt_hf import budget
 from livt_hf.randomness import kept_rng
 from livt_hf.settings import TrainingSettings
-from livt_hf.training.loop import Loop
+from livt_hf.training.loop import Course, Loop
 
 # Updates of a trial: the first warm up caches and allocators.
 WARM_UP, TIMED = 2, 10
 
 
-def settle(
-    settings: TrainingSettings, accelerator: Accelerator, began: float, model: nn.Module, loader, loss_of: Callable
-) -> None:
+def settle(settings: TrainingSettings, accelerator: Accelerator, began: float, course: Course) -> None:
     """Choose what was left open, by the time that some updates take, and say it.
 
     Of `--hours`, counted from `began`: as many epochs as fit. Of `--compile auto`: whether it pays. The run is then,
@@ -31,9 +27,10 @@ def settle(
     """
     if settings.hours is None and settings.compile != "auto":
         return
+    updates = course.loader.updates_per_epoch
 
     def seconds_of(epoch: int) -> float:
-        return seconds_per_update(settings, accelerator, model, loader, loss_of, epoch) * loader.updates_per_epoch
+        return seconds_per_update(settings, accelerator, course, epoch) * updates
 
     per_epoch = seconds_of(0)
     if settings.hours is not None:
@@ -43,7 +40,7 @@ def settle(
         # The clocks of processes differ, their epochs must not.
         fitting = budget.epochs_within(left, per_epoch, last, per_last)
         if settings.max_steps is not None:
-            fitting = min(fitting, math.ceil(settings.max_steps / loader.updates_per_epoch))
+            fitting = min(fitting, math.ceil(settings.max_steps / updates))
         settings.epochs = int(_gathered(accelerator, fitting).min())
         said = f"epochs that fit into {max(0, left) / 60:.1f} minutes, at {per_epoch:.1f} seconds each"
         if last:
@@ -62,16 +59,14 @@ def can_compile(device: str) -> bool:
     return device != "cpu" or shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def seconds_per_update(
-    settings: TrainingSettings, accelerator: Accelerator, model: nn.Module, loader, loss_of: Callable, epoch: int
-) -> float:
+def seconds_per_update(settings: TrainingSettings, accelerator: Accelerator, course: Course, epoch: int) -> float:
     """The mean over some updates of an epoch by a copy of the model, which is thrown away; on the slowest process."""
     plain = dataclasses.replace(settings, ema_decay=None)
     with kept_rng():
-        loop = Loop(accelerator, plain, None, copy.deepcopy(model), loader, loss_of)
+        loop = Loop(accelerator, plain, None, dataclasses.replace(course, module=copy.deepcopy(course.module)))
         loop.model.train()
         updates = min(WARM_UP + TIMED, loop.per_epoch)
-        batches = iter(loader.epoch(epoch))
+        batches = iter(course.loader.epoch(epoch))
         for update in range(updates):
             if update == min(WARM_UP, updates - 1):
                 began = budget.clock()

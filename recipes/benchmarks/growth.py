@@ -13,7 +13,7 @@ from livt_hf.data import class_counts, exponential_counts, load_long_tailed, lon
 from livt_hf.data.labels import labels_of
 from livt_hf.metrics import LongTailMetrics
 from livt_hf.recipes.benchmarks.launch import launch_ours
-from livt_hf.recipes.benchmarks.measuring import median_seconds, peak_megabytes, say
+from livt_hf.recipes.benchmarks.measuring import compared, median_seconds, peak_megabytes, say
 from livt_hf.training.machine import available_cores
 
 FACTORS = (1, 2, 4, 8)
@@ -54,16 +54,8 @@ def _by_processes(steps: int, factors: tuple[int, ...]) -> dict:
 
 def _row(question: str, times: dict[int, float], memory: dict[int, float]) -> dict:
     slope = np.polyfit(np.log(list(times)), np.log(list(times.values())), 1)[0]
-    return {
-        "question": question,
-        "ours": float(slope),
-        "peer": 1.0,
-        "peer_name": "linear growth",
-        "ratio": None,
-        "unit": "exponent of time",
-        "seconds": times,
-        "megabytes": memory,
-    }
+    (row,) = compared(question, {"ours": float(slope), "linear growth": 1.0}, "exponent of time")
+    return row | {"ratio": None, "seconds": times, "megabytes": memory}
 
 
 def _split(rows: int, classes: int):

@@ -270,7 +270,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = itertools.product(arguments.budgets, arguments.seeds, arguments.only)
     if arguments.row:
         ((minutes, seed, name),) = wanted
-        print(json.dumps(run_row(name, Row(minutes, seed, arguments.source))))
+        use_all_cores(torch.device("cpu"), threads=1)
+        torch.manual_seed(seed)
+        print(json.dumps(PEERS[name][1](Row(minutes, seed, arguments.source))))
         return
     for minutes, seed, name in wanted:
         key = {"entry": name, "budget": minutes, "seed": seed}
@@ -280,12 +282,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}, {minutes:g} core-minutes, seed {seed}: {row['accuracy']:.1f} %", flush=True)
     print(markdown_table(race_table(stored(arguments.output))))
     race_picture(stored(arguments.output), arguments.output.with_suffix(".png"))
-
-
-def run_row(name: str, row: Row) -> dict:
-    use_all_cores(torch.device("cpu"), threads=1)
-    torch.manual_seed(row.seed)
-    return PEERS[name][1](row)
 
 
 def in_own_process(name: str, minutes: float, seed: int, source: str) -> dict:
