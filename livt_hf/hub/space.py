@@ -4,15 +4,14 @@ import logging
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, SpaceCard, SpaceCardData
+from huggingface_hub import CommitInfo, HfApi, SpaceCard, SpaceCardData
 
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import TAGS, template
+from livt_hf.hub.cards import TAGS, render
 from livt_hf.hub.facts import needs_plugin
-from livt_hf.hub.publication import Publication
-from livt_hf.hub.publishing import check_finished, listing, published_files
-from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
-from livt_hf.runs import Run
+from livt_hf.hub.publication import Publication, asking_the_hub
+from livt_hf.hub.publishing import finished_results, listing, make_empty, upload
+from livt_hf.results import Results
 from livt_hf.version import __version__
 
 SDK_VERSION = "6.31.0"  # of Gradio: the newest in which the demo was tried
@@ -24,18 +23,20 @@ serve(start([show("{model}")]))
 '''
 
 
-def prepare_space(run: str | Path, folder: str | Path, publication: Publication) -> Path:
-    """Write to `folder` exactly what `publish_space` would upload: an app, what it needs, a card. It runs as it is."""
-    run, folder = Path(run), Path(folder)
-    check_finished(run)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the Space.")
+def check_space(run: str | Path, publication: Publication) -> Results:
+    """Refuse what no Space can serve, before anything is uploaded. Returns the results of the run."""
+    results = finished_results(Path(run))
     if publication.form != "transformers":
         raise LiVTError(f"a Space serves the transformers form of a model, not {publication.form}; leave --form out.")
-    results = Run(run).results
     if needs_plugin(results):
         raise LiVTError(f"a Space does not have the plugin that registers the loss {results.loss}; leave --space out.")
+    return results
+
+
+def prepare_space(run: str | Path, folder: str | Path, publication: Publication) -> Path:
+    """Write to `folder` exactly what `publish_space` would upload: an app, what it needs, a card. It runs as it is."""
+    folder, results = Path(folder), check_space(run, publication)
+    make_empty(folder)
     (folder / "app.py").write_text(APP.format(model=publication.repo_id), encoding="utf-8")
     (folder / "requirements.txt").write_text(f"livt-hf[demo]>={__version__}\n", encoding="utf-8")
     data = SpaceCardData(
@@ -49,8 +50,7 @@ def prepare_space(run: str | Path, folder: str | Path, publication: Publication)
         tags=["image-classification"] * (results.stage == "finetune") + TAGS,
     )
     words = {"repo_id": publication.repo_id, "private": not publication.public}
-    card = SpaceCard.from_template(data, template_str=template("space"), **words)
-    (folder / "README.md").write_text(f"{str(card).rstrip()}\n", encoding="utf-8")
+    render("space", data, SpaceCard, **words).save(folder / "README.md")
     return folder
 
 
@@ -60,15 +60,11 @@ def publish_space(run: str | Path, publication: Publication, api: HfApi | None =
     with tempfile.TemporaryDirectory() as temporary:
         folder = prepare_space(run, Path(temporary) / "space", publication)
         logging.getLogger(__name__).info("to the %s Space %s:\n%s", publication.visibility, repo_id, listing(folder))
-        try:
-            open_repository(api, publication, "space")
-            files = [CommitOperationAdd(name, path) for name, path in published_files(folder).items()]
-            message = f"Publish with livt_hf {__version__}"
-            return api.create_commit(repo_id, files, repo_type="space", commit_message=message)
-        except LiVTError:
-            raise
-        except HUB_ERRORS as error:
-            raise PublishError(
-                f"the Space {repo_id} was not published ({reason(error)}), the model is; publish the Space later "
-                f"with: {publication.command(run)} --space"
-            ) from error
+        with asking_the_hub(
+            lambda why: (
+                f"the Space {repo_id} was not published ({why}), the model is; publish the Space later with: "
+                f"{publication.command(run)} --space"
+            )
+        ):
+            publication.open(api, "space")
+            return upload(api, folder, publication, "space")
