@@ -32,8 +32,7 @@ from livt_hf.data import eval_processor, load_data
 from livt_hf.demo.classes import ROWS, Classes
 from livt_hf.demo.images import data_of_run
 from livt_hf.demo.mistakes import Predictions, newest_predictions, read_predictions
-from livt_hf.demo.reconstruction import ServedPretraining
-from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
+from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
 from livt_hf.demo.unlabelled import estimate, read_world
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Answers
@@ -176,8 +175,6 @@ def test_a_model_without_class_counts_works_and_says_what_is_missing(tmp_path, t
     assert served.classes is None and "does not know its training prior" in served.caveat
     assert list(served.scores(torch.zeros(3), None)) == [ARGMAX]
     assert served.panels(torch.zeros(3), None).count('class="bar"') == 3
-    with pytest.raises(LiVTError, match="does not know its training prior"):
-        read_world(served, [tmp_path / "image.png"])
 
 
 def test_a_model_that_needs_calibration_says_so_and_estimates_no_prior(tmp_path, tiny):
@@ -346,7 +343,7 @@ def test_names_of_classes_are_no_markup_in_the_words_about_their_errors(served):
     gradio, tabs = pytest.importorskip("gradio"), pytest.importorskip("livt_hf.demo.tabs")
     predictions = {"rule": Predictions(np.arange(2), np.array([1, 2]), np.array([2, 2]), np.array([0.5, 0.6]), "test")}
     with gradio.Blocks():
-        tab = tabs.ErrorsTab(tabs.Shown(served, predictions=predictions))
+        tab = tabs.ErrorsTab(tabs.Shown(served, "model", predictions=predictions))
     taken, right = (tab.choose("rule", None, SimpleNamespace(row_value=[label]))[1] for label in (1, 2))
     assert "Taken for newt &lt;b&gt; (1)." in taken and right.startswith("### newt &lt;b&gt;\n")
 
@@ -362,7 +359,8 @@ def test_an_image_that_is_clicked_is_the_one_shown_whatever_rule_was_chosen_sinc
         for rule, predicted in {"one": [0, 2, 2], "other": [0, 1, 2]}.items()
     }
     with gradio.Blocks():
-        tab = tabs.ErrorsTab(tabs.Shown(served, data=DatasetDict(train=split, test=split), predictions=predictions))
+        data = DatasetDict(train=split, test=split)
+        tab = tabs.ErrorsTab(tabs.Shown(served, "model", data=data, predictions=predictions))
     chosen, _, wrong, _, near = tab.choose("one", None, SimpleNamespace(row_value=[1]))
     tab.rows("other")  # under which no image is wrong
     again = tab.neighbours(chosen, SimpleNamespace(index=0))
@@ -496,6 +494,15 @@ def test_a_public_link_is_made_only_where_it_is_asked_for(app, tmp_path, tiny, m
     demo_command([str(tmp_path)])
     demo_command([str(tmp_path), "--share", "--browser", "no"])
     assert started == [(False, True, True, True), (True, False, False, False)]  # and shows no images of the dataset
+
+
+def test_a_public_link_does_not_tell_where_the_model_lies(app, tmp_path, tiny):
+    path = tmp_path / "jane's clinic" / "runs" / "finetune-x" / "1"
+    save_model(path, tiny)
+    pages = [
+        json.dumps(app.build([app.show(str(path), private=private)]).config, default=str) for private in (True, False)
+    ]
+    assert ["jane" in page for page in pages] == [True, False] and "(local)/finetune-x/1" in pages[1]
 
 
 def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):

@@ -15,16 +15,16 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from livt_hf.data.decoding import some_images
-from livt_hf.demo import bars, tabs
+from livt_hf.demo import serving, tabs
 from livt_hf.demo.images import data_of_run, example_rows
 from livt_hf.demo.mistakes import newest_predictions, read_predictions
-from livt_hf.demo.reconstruction import ServedPretraining
-from livt_hf.demo.serving import ServedClassifier
+from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.demo.tabs import Shown, private_folder
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import is_pretraining
 from livt_hf.evaluation.prediction import find_images
 from livt_hf.evaluation.tables import ANSWERS
+from livt_hf.hub.scrubbing import Scrubber
 
 EXAMPLES = 12
 # The browser itself refuses to load or send anything elsewhere. Gradio needs its inline parts and evaluated functions.
@@ -39,15 +39,20 @@ def show(
     images: str | None = None,
     report: str | None = None,
     device: str | None = None,
-    with_data: bool = True,
+    private: bool = True,
 ) -> Shown:
-    """A model with everything that is found for it; what is missing is said in its notes."""
-    shown = Shown((ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device))
+    """A model with everything that is found for it; what is missing is said in its notes.
+
+    For a public link, where not everybody may see `private` things, it comes without images of its dataset and
+    without the folder it lies in.
+    """
+    served = (ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device)
+    shown = Shown(served, path if private else Scrubber().value(path))
     try:
-        shown.data = data_of_run(path) if with_data else None
+        shown.data = data_of_run(path) if private else None
     except LiVTError as error:
         shown.notes.append(f"No images of its dataset are shown: {error}")
-    if not with_data:
+    if not private and images is None:
         shown.notes.append("No images of its dataset go to a public link; choose examples with --images FOLDER.")
     if images is not None:
         shown.examples = _copied_examples(images)
@@ -95,13 +100,13 @@ def build(models: Sequence[Shown]) -> gr.Blocks:
         else:
             with gr.Tabs():
                 for shown in models:
-                    with gr.Tab(shown.served.path):
+                    with gr.Tab(shown.name):
                         _page(shown)
     return blocks
 
 
 def _page(shown: Shown) -> None:
-    gr.Markdown(f"## {shown.served.path}")
+    gr.Markdown(f"## {shown.name}")
     if shown.served.caveat:
         gr.Markdown(shown.served.caveat)
     with gr.Tabs():
@@ -155,7 +160,7 @@ def start(models: Sequence[Shown], port: int | None = None, share: bool = False,
         run_history=False,
         footer_links=[],
         theme=THEME,
-        css=bars.STYLE + tabs.STYLE,
+        css=serving.STYLE + tabs.STYLE,
         app_kwargs={"middleware": [Middleware(SameOriginOnly)]},
     )
     return blocks

@@ -15,8 +15,7 @@ from gradio.utils import get_upload_folder
 from livt_hf.data.decoding import some_images
 from livt_hf.demo import classes, mistakes, unlabelled
 from livt_hf.demo.images import nearest
-from livt_hf.demo.reconstruction import ServedPretraining
-from livt_hf.demo.serving import ServedClassifier
+from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.errors import LiVTError
 from livt_hf.reports import reliability_diagram
 from livt_hf.reports.page import plain_markdown
@@ -45,6 +44,7 @@ class Shown:
     """A model of the demo, and what can be shown beside it: image files to pick, its data, saved predictions."""
 
     served: ServedClassifier | ServedPretraining
+    name: str
     examples: list[Path] = field(default_factory=list)
     data: DatasetDict | None = None
     predictions: dict[str, mistakes.Predictions] | None = None
@@ -272,7 +272,7 @@ class ErrorsTab:
         picture = private_folder() / "reliability.png"
         diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
         if data is None:
-            return chosen, words + "\n\nImages cannot be shown: the data of this model is not here.", [], diagram, []
+            return chosen, words + "\n\nIts images are not shown here.", [], diagram, []
         rows = predictions.wrong(label)[:SHOWN]
         captions = [names[predictions.predicted[row]] for row in rows]
         wrong = gallery(data, predictions.split, predictions.index[rows], captions)

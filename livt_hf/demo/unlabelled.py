@@ -40,10 +40,10 @@ class Estimate:
     warning: str | None  # why it must not be used
 
 
-def estimate(posterior: Tensor, source: Tensor, seed: int = 0) -> Estimate:
+def estimate(posterior: Tensor, source: Tensor) -> Estimate:
     """The class prior of images from their training posteriors (B, C), with its uncertainty by the bootstrap."""
     found = estimate_prior(posterior, source)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     times = int(np.clip(RESAMPLED // posterior.numel(), FEWEST_RESAMPLES, RESAMPLES))
     drawn = [torch.from_numpy(rng.integers(len(posterior), size=len(posterior))) for _ in range(times)]
     again = torch.stack([estimate_prior(posterior[rows], source).prior for rows in drawn])  # (times, C)
@@ -110,10 +110,10 @@ class World:
 
 
 def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
-    """Classify files once. What has no image's name is left out; what cannot be read is left out and counted."""
-    if served.classes is None or served.classes.several:
-        why = served.caveat or "Its images may have several labels each, and a prior is estimated for one label."
-        raise LiVTError(f"no prior can be estimated with this model. {why}")
+    """Classify files once, with a model of one label per image that gives probabilities under a prior.
+
+    What has no image's name is left out; what cannot be read is left out and counted.
+    """
     if served.doubt:
         raise LiVTError(f"no prior can be estimated with this model: {served.doubt}; calibrate it (livt calibrate).")
     suffixes = image_suffixes()
