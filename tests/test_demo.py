@@ -30,7 +30,6 @@ from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
 from livt_hf.data import eval_processor, load_data
 from livt_hf.demo.classes import ROWS, Classes
-from livt_hf.demo.images import data_of_run
 from livt_hf.demo.mistakes import Predictions, newest_predictions, read_predictions
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
 from livt_hf.demo.unlabelled import estimate, read_world
@@ -512,11 +511,11 @@ def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):
             app.show(str(tmp_path / "model"), images=str(tmp_path / folder))
 
 
-def test_the_data_of_a_run_that_trained_on_a_stream_are_not_loaded(tmp_path):
+def test_the_data_of_a_run_that_trained_on_a_stream_are_not_loaded(app, tmp_path):
     save_settings(PretrainSettings(dataset="larger/than-the-disk", streaming=True), tmp_path / "arguments.yaml")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(LiVTError, match="was trained on a stream, .* show images with --images"):
-        data_of_run(str(tmp_path))
+        app.data_of_run(str(tmp_path))
 
 
 def test_a_model_that_is_no_run_is_shown_with_what_is_missing(app, tmp_path, tiny):

@@ -9,22 +9,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gradio as gr
+import numpy as np
 from datasets import DatasetDict
 from PIL import Image
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from livt_hf.data import load_data
 from livt_hf.data.decoding import some_images
+from livt_hf.data.labels import labels_of
 from livt_hf.demo import serving, tabs
-from livt_hf.demo.images import data_of_run, example_rows
 from livt_hf.demo.mistakes import newest_predictions, read_predictions
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.demo.tabs import Shown, private_folder
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import is_pretraining
+from livt_hf.evaluation.models import is_pretraining, lent_by_run
 from livt_hf.evaluation.prediction import find_images
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.hub.scrubbing import Scrubber
+from livt_hf.runs import Run
+from livt_hf.settings import EvalSettings
 
 EXAMPLES = 12
 # The browser itself refuses to load or send anything elsewhere. Gradio needs its inline parts and evaluated functions.
@@ -63,6 +67,16 @@ def show(
     return shown
 
 
+def data_of_run(path: str) -> DatasetDict:
+    """The data a finished run was trained on; any other model is refused, and a stream, which may not fit."""
+    run = Run(Path(path))
+    if not run.finished:
+        raise LiVTError(f"{path} is not the folder of a finished run; show other images with --images FOLDER.")
+    if run.arguments.get("streaming"):
+        raise LiVTError(f"{path} was trained on a stream, which is not read as a whole; show images with --images.")
+    return load_data(EvalSettings.parse([path], inherit=lent_by_run))
+
+
 def _add_predictions(shown: Shown, path: str, report: str | None) -> None:
     try:
         predictions = newest_predictions(Path(path)) if report is None else Path(report, ANSWERS)
@@ -84,8 +98,14 @@ def _copied_examples(folder: str) -> list[Path]:
 
 
 def _written_examples(data: DatasetDict) -> list[Path]:
-    """Test images from head to tail, as files."""
-    folder, rows = private_folder(), example_rows(data, EXAMPLES)
+    """Test images from head to tail, as files: one of each of some classes, spread evenly over the frequencies."""
+    train, test = labels_of(data["train"]), labels_of(data["test"])
+    classes = np.unique(test.values)
+    counts = np.bincount(train.values, minlength=classes.max() + 1)[classes]
+    places = np.linspace(0, len(classes) - 1, min(EXAMPLES, len(classes))).astype(int)
+    chosen = classes[np.argsort(-counts, kind="stable")][places]
+    rows = test.images[[np.flatnonzero(test.values == label)[0] for label in chosen]].tolist()
+    folder = private_folder()
     paths = [folder / f"test-{row}.png" for row in rows]
     for path, image in zip(paths, some_images(data["test"], rows), strict=True):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from livt_hf.data import read_rgb
-from livt_hf.data.decoding import BrokenImageError
+from livt_hf.data.decoding import BrokenImageError, some_images
+from livt_hf.data.labels import labels_of
 from livt_hf.demo.classes import Classes
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import (
@@ -31,6 +33,7 @@ from livt_hf.long_tail.priors import Prior
 from livt_hf.reports.style import GROUP_COLOURS
 
 TOP = 5
+COMPARED = 400  # training images, at most, that an image is compared with: a few seconds on a laptop
 SIDE = 256  # pixels that a small image is enlarged to
 GREY = "#777777"  # of a model that does not know how many training images a class had
 STYLE = """
@@ -82,6 +85,17 @@ class ServedClassifier:
         pixels = self.predictor.processor(list(images), return_tensors="pt")["pixel_values"]
         seen = pooled_features(self.model, pixels.to(self.predictor.device))
         return torch.nn.functional.normalize(seen.float(), dim=-1).cpu()
+
+    def nearest(self, train: Dataset, image: Tensor, labels: Sequence[int], count: int) -> list[tuple]:
+        """The training images of some classes most like an image, as (row, label, cosine), the nearest first."""
+        known, share = labels_of(train).values, max(1, COMPARED // len(labels))
+        rows = np.concatenate([np.flatnonzero(known == label)[:share] for label in labels])
+        if not len(rows):
+            return []
+        features = [self.features(some_images(train, rows[i : i + 64])) for i in range(0, len(rows), 64)]
+        cosines = torch.cat(features) @ self.features([image])[0]
+        best = cosines.argsort(descending=True)[:count].tolist()
+        return [(int(rows[i]), int(known[rows[i]]), cosines[i].item()) for i in best]
 
     def posterior(self, logits: Tensor, prior: Prior) -> Tensor:
         """Class probabilities (B, C) of logits (B, C) under a prior."""

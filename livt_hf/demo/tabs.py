@@ -14,7 +14,6 @@ from gradio.utils import get_upload_folder
 
 from livt_hf.data.decoding import some_images
 from livt_hf.demo import classes, mistakes, unlabelled
-from livt_hf.demo.images import nearest
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.errors import LiVTError
 from livt_hf.reports import reliability_diagram
@@ -286,7 +285,8 @@ class ErrorsTab:
         predictions, data, names = self.shown.predictions[rule], self.shown.data, self.served.names
         row = predictions.wrong(label)[place]
         [image] = some_images(data[predictions.split], [predictions.index[row]])
-        found = nearest(self.served, data, image, [label, int(predictions.predicted[row])], NEIGHBOURS)
+        classes = [label, int(predictions.predicted[row])]
+        found = self.served.nearest(data["train"], image, classes, NEIGHBOURS)
         captions = [f"{cosine:.2f} {names[label]}" for _, label, cosine in found]
         return gallery(data, "train", [index for index, _, _ in found], captions)
 

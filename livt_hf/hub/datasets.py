@@ -14,13 +14,12 @@ from livt_hf.data.labels import class_feature
 from livt_hf.data.sources import with_defaults
 from livt_hf.errors import LiVTError
 from livt_hf.hub.cards import TAGS, render
-from livt_hf.hub.facts import CHOOSING
+from livt_hf.hub.facts import CHOOSING, data_choices
 from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.metrics import group_sizes
 from livt_hf.reports.page import markdown_table
 from livt_hf.results import number
 from livt_hf.settings import DataSettings
-from livt_hf.system import shell_line
 
 LISTED_CLASSES = 1000  # with more classes than this, the card lists the largest and the smallest only
 RULES = {
@@ -44,9 +43,8 @@ class Origin:
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     """The origin of a dataset that was loaded with these settings, and lies where they say."""
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).exists()
-    made, told = with_defaults(settings, benchmark), settings.said_of_data()
-    chosen = [word for name in CHOOSING if name in told for word in (f"--{name}", told[name])]
-    rule = [f"The images were chosen by `{shell_line(chosen)}`."] if chosen else []
+    made, chosen = with_defaults(settings, benchmark), data_choices(vars(settings), CHOOSING)
+    rule = [f"The images were chosen by `{chosen}`."] if chosen else []
     if not chosen and made.rule is None:
         rule.append("The training images are those of the dataset.")
     if is_carved(splits, "test"):

@@ -1,4 +1,4 @@
-"""From a finished run to a repository on the Hub: what is uploaded, in which form, in one commit."""
+"""From a finished run to a repository on the Hub, and to a Gradio Space: what is uploaded, in one commit each."""
 
 import logging
 import shutil
@@ -6,14 +6,22 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    SpaceCard,
+    SpaceCardData,
+    get_token,
+)
 from transformers import PreTrainedModel
 
 from livt_hf.conversion import save_timm, to_beit
 from livt_hf.errors import LiVTError, perhaps_meant
 from livt_hf.evaluation.models import class_names, head_of, is_multi_label, load_checkpoint, load_processor
-from livt_hf.hub.cards import eval_result_files, model_card
-from livt_hf.hub.facts import hub_ids, loss_spec
+from livt_hf.hub.cards import TAGS, eval_result_files, model_card, render
+from livt_hf.hub.facts import hub_ids, loss_spec, needs_plugin
 from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.hub.scrubbing import TEXTS, Scrubber, named_places, refuse_secrets
 from livt_hf.metrics import THRESHOLDS
@@ -36,9 +44,16 @@ ROUNDED = 0.02  # by how much two measurements of one model may differ
 # What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind, and pictures
 # that are no longer asked for must go.
 REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/", "reconstructions.png")
+SDK_VERSION = "6.31.0"  # of Gradio: the newest in which the demo was tried
+APP = '''"""The demo of {model}. On your own machine: pip install -r requirements.txt, then python app.py."""
+
+from livt_hf.demo.app import serve, show, start
+
+serve(start([show("{model}")]))
+'''
 
 
-def finished_results(run: Path) -> Results:
+def _finished_results(run: Path) -> Results:
     """What a run came to; a folder is refused unless everything that a publication is made from is there."""
     if Run(run).fold(1).finished:
         raise LiVTError(
@@ -56,7 +71,7 @@ def finished_results(run: Path) -> Results:
     return Run(run).results
 
 
-def make_empty(folder: Path) -> None:
+def _make_empty(folder: Path) -> None:
     """Make a folder, or be sure that it holds nothing that was not meant to be uploaded."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -70,9 +85,9 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     Pictures that are made of images of the dataset are left out unless the publication asks for them.
     """
     run, folder = Path(run), Path(folder)
-    results = finished_results(run)
+    results = _finished_results(run)
     publication = publication.licensed(results)
-    make_empty(folder)
+    _make_empty(folder)
     model = _write_model(run, folder, results, publication.form)
     head = head_of(model)
     counts, names = (None, []) if head is None else (head.settings.class_counts, class_names(model))
@@ -97,13 +112,13 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
 
 def listing(folder: Path) -> str:
     """The files of a publication with their sizes, one per line."""
-    files = published_files(folder)
+    files = _published_files(folder)
     sizes = {name: f"{path.stat().st_size:,}" for name, path in files.items()}
     width = max(map(len, sizes.values()))
     return "\n".join(f"{size:>{width}} bytes  {name}" for name, size in sizes.items())
 
 
-def published_files(folder: Path) -> dict[str, Path]:
+def _published_files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -122,7 +137,7 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
             )
         ):
             before = publication.open(api)
-            commit = upload(api, folder, publication)
+            commit = _upload(api, folder, publication)
     if publication.tag:
         with asking_the_hub(
             lambda why: (
@@ -135,14 +150,61 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
     return commit
 
 
-def upload(api: HfApi, folder: Path, publication: Publication, repo_type: str = "model") -> CommitInfo:
+def _upload(api: HfApi, folder: Path, publication: Publication, repo_type: str = "model") -> CommitInfo:
     """All files of a folder as one commit: not `upload_folder`, which may make several of it."""
-    repo_id, files = publication.repo_id, published_files(folder)
+    repo_id, files = publication.repo_id, _published_files(folder)
     there = api.list_repo_files(repo_id, repo_type=repo_type)
     operations = [CommitOperationAdd(name, path) for name, path in files.items()]
     operations += [CommitOperationDelete(name) for name in there if name.startswith(REPLACED) and name not in files]
     message = f"Publish with livt_hf {__version__}"
     return api.create_commit(repo_id, operations, repo_type=repo_type, commit_message=message)
+
+
+def check_space(run: str | Path, publication: Publication) -> Results:
+    """Refuse what no Space can serve, before anything is uploaded. Returns the results of the run."""
+    results = _finished_results(Path(run))
+    if publication.form != "transformers":
+        raise LiVTError(f"a Space serves the transformers form of a model, not {publication.form}; leave --form out.")
+    if needs_plugin(results):
+        raise LiVTError(f"a Space does not have the plugin that registers the loss {results.loss}; leave --space out.")
+    return results
+
+
+def prepare_space(run: str | Path, folder: str | Path, publication: Publication) -> Path:
+    """Write to `folder` exactly what `publish_space` would upload: an app, what it needs, a card. It runs as it is."""
+    folder, results = Path(folder), check_space(run, publication)
+    _make_empty(folder)
+    (folder / "app.py").write_text(APP.format(model=publication.repo_id), encoding="utf-8")
+    (folder / "requirements.txt").write_text(f"livt-hf[demo]>={__version__}\n", encoding="utf-8")
+    data = SpaceCardData(
+        title=publication.name,
+        sdk="gradio",
+        sdk_version=SDK_VERSION,
+        python_version="3.11",
+        app_file="app.py",
+        license=publication.licensed(results).license,
+        models=[publication.repo_id],
+        tags=["image-classification"] * (results.stage == "finetune") + TAGS,
+    )
+    words = {"repo_id": publication.repo_id, "private": not publication.public}
+    render("space", data, SpaceCard, **words).save(folder / "README.md")
+    return folder
+
+
+def publish_space(run: str | Path, publication: Publication, api: HfApi | None = None) -> CommitInfo:
+    """Upload the Space of a model that is published under the same name, as one commit."""
+    api, repo_id = api or HfApi(library_name="livt_hf"), publication.repo_id
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = prepare_space(run, Path(temporary) / "space", publication)
+        logger.info("to the %s Space %s:\n%s", publication.visibility, repo_id, listing(folder))
+        with asking_the_hub(
+            lambda why: (
+                f"the Space {repo_id} was not published ({why}), the model is; publish the Space later with: "
+                f"{publication.command(run)} --space"
+            )
+        ):
+            publication.open(api, "space")
+            return _upload(api, folder, publication, "space")
 
 
 def _write_model(run: Path, folder: Path, results: Results, form: str) -> PreTrainedModel:

@@ -16,7 +16,6 @@ from livt_hf.records import write_values
 from livt_hf.reports import (
     accuracy_by_frequency,
     best_and_worst,
-    best_and_worst_classes,
     confused_classes,
     html_report,
     markdown_table,
@@ -24,7 +23,7 @@ from livt_hf.reports import (
     training_curves,
 )
 from livt_hf.reports.comparison import CLASSES, write_classes
-from livt_hf.reports.shifts import accuracy_by_shift, shift_rows
+from livt_hf.reports.curves import accuracy_by_shift, shift_rows
 from livt_hf.reports.verdict import first_screen, first_screen_text
 from livt_hf.results import percent
 from livt_hf.runs import FOLD, LOG, Run, runs_folder
@@ -82,10 +81,15 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
 
 
 def _of_one_label(folder: Path, found: Findings, dataset: Dataset) -> tuple[Pictures, Tables]:
-    per_class, summary = found.per_class, found.summary
+    per_class, summary, labels = found.per_class, found.summary, labels_of(dataset).values
+
+    def samples(label: int) -> list[np.ndarray]:
+        rows = np.flatnonzero(labels == label)[:SAMPLES].tolist()
+        return [image.permute(1, 2, 0).numpy() for image in some_images(dataset, rows)]
+
     pictures = {
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
-        "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
+        "Best and worst classes": best_and_worst(per_class, samples, folder / "classes.png"),
         "Most confused classes": confused_classes(found.pairs[:20], folder / "confused.png"),
     }
     for number, (rule, metric) in enumerate(found.measured.items()):
@@ -168,17 +172,3 @@ def _group_rows(summary: dict) -> list[dict]:
         {"classes": group} | {column: percent(metrics[name]) for column, name in zip(columns, row, strict=True)}
         for group, row in names.items()
     ]
-
-
-def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:
-    """A few test images of each class that the report shows."""
-    labels = labels_of(dataset).values
-    chosen = {
-        label: np.flatnonzero(labels == label)[:SAMPLES].tolist()
-        for ids in best_and_worst_classes(per_class)
-        for label in ids
-    }
-    return {
-        label: [image.permute(1, 2, 0).numpy() for image in some_images(dataset, rows)]
-        for label, rows in chosen.items()
-    }
