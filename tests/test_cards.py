@@ -399,4 +399,4 @@ def test_the_papers_row_of_another_size_is_found_by_size():
 
 def test_an_unknown_table_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="loss-on-vit"):
-        paper_table("tab:nothing")
+        paper_table("nothing")

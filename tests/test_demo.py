@@ -30,7 +30,6 @@ from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
 from livt_hf.data import eval_processor, load_data
 from livt_hf.demo.classes import ROWS, Classes
-from livt_hf.demo.mistakes import Predictions, newest_predictions, read_predictions
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
 from livt_hf.demo.unlabelled import estimate, read_world
 from livt_hf.errors import LiVTError
@@ -41,6 +40,7 @@ from livt_hf.long_tail.priors import class_prior
 from livt_hf.options import save_settings
 from livt_hf.recipes.demo import main as demo_command
 from livt_hf.recipes.publish import main as publish_command
+from livt_hf.reports.mistakes import Predictions, newest_predictions, read_predictions
 from livt_hf.settings import PretrainSettings
 
 ROOT = Path(__file__).parents[1]

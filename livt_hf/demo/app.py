@@ -19,7 +19,6 @@ from livt_hf.data import load_data
 from livt_hf.data.decoding import some_images
 from livt_hf.data.labels import labels_of
 from livt_hf.demo import serving, tabs
-from livt_hf.demo.mistakes import newest_predictions, read_predictions
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.demo.tabs import Shown, private_folder
 from livt_hf.errors import LiVTError
@@ -27,6 +26,7 @@ from livt_hf.evaluation.models import is_pretraining, lent_by_run
 from livt_hf.evaluation.prediction import find_images
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.hub.scrubbing import Scrubber
+from livt_hf.reports.mistakes import newest_predictions, read_predictions
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
 
@@ -181,7 +181,7 @@ def start(models: Sequence[Shown], port: int | None = None, share: bool = False,
         footer_links=[],
         theme=THEME,
         css=serving.STYLE + tabs.STYLE,
-        app_kwargs={"middleware": [Middleware(SameOriginOnly)]},
+        app_kwargs={"middleware": [Middleware(same_origin_only)]},
     )
     return blocks
 
@@ -192,16 +192,15 @@ def serve(blocks: gr.Blocks) -> None:
     blocks.block_thread()
 
 
-class SameOriginOnly:
-    """Sends the policy with every answer."""
+def same_origin_only(app: ASGIApp) -> ASGIApp:
+    """Sends the policy with every answer of an app."""
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def with_policy(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
             await send(message)
 
-        await self.app(scope, receive, with_policy)
+        await app(scope, receive, with_policy)
+
+    return answer

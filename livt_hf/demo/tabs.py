@@ -13,10 +13,10 @@ from datasets import DatasetDict
 from gradio.utils import get_upload_folder
 
 from livt_hf.data.decoding import some_images
-from livt_hf.demo import classes, mistakes, unlabelled
+from livt_hf.demo import classes, unlabelled
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.errors import LiVTError
-from livt_hf.reports import reliability_diagram
+from livt_hf.reports import mistakes, reliability_diagram
 from livt_hf.reports.page import plain_markdown
 
 SHOWN = 24  # wrong images of a class

@@ -167,12 +167,9 @@ def model_card(
 
 def _refuse_gaps(results: Results) -> None:
     """Every finished run has said what a card is made of; a file that does not was damaged."""
-    said = vars(results)
-    needed = ["model_size", "parameters", "image_size"]
-    if results.stage == "pretrain":
-        said, needed = said | results.metrics, [*needed, "mask_ratio", "loss", "zero_prediction_loss"]
-    else:
-        needed += ["loss", "tau", "epoch", "epochs"]
+    said = vars(results) | results.metrics  # where the loss of a pretraining is
+    needed = ("mask_ratio", "zero_prediction_loss") if results.stage == "pretrain" else ("tau", "epoch", "epochs")
+    needed = ("model_size", "parameters", "image_size", "loss", *needed)
     missing = [name for name in needed if said.get(name) is None]
     if missing:
         raise LiVTError(f"the results of the run do not say its {missing[0]}; put back a copy of its results.json.")
