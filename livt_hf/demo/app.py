@@ -51,7 +51,7 @@ def show(
     without the folder it lies in.
     """
     served = (ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device)
-    shown = Shown(served, path if private else Scrubber().value(path))
+    shown = Shown(served, path if private else Scrubber([path] * Path(path).exists()).text(path))
     try:
         shown.data = data_of_run(path) if private else None
     except LiVTError as error:
