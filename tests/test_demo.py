@@ -31,12 +31,12 @@ from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTrainin
 from livt_hf.data import eval_processor, load_data
 from livt_hf.demo.classes import ROWS, Classes
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
-from livt_hf.demo.unlabelled import estimate, read_world
+from livt_hf.demo.unlabelled import World, interval, read_world
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Answers
 from livt_hf.evaluation.tables import ANSWERS, write_answers
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
-from livt_hf.long_tail.priors import class_prior
+from livt_hf.long_tail.priors import class_prior, estimate_prior
 from livt_hf.options import save_settings
 from livt_hf.recipes.demo import main as demo_command
 from livt_hf.recipes.publish import main as publish_command
@@ -246,16 +246,18 @@ def sure_posteriors(shares, images, rng):
 
 def test_the_estimate_finds_the_shares_of_clear_images_within_its_interval():
     shares = [0.2, 0.3, 0.5]
-    found = estimate(sure_posteriors(shares, 2000, np.random.default_rng(0)), class_prior([1, 1, 1]))
+    told = sure_posteriors(shares, 2000, np.random.default_rng(0)), class_prior([1, 1, 1])
+    found, (low, high) = estimate_prior(*told), interval(*told)
     assert found.prior.tolist() == pytest.approx(shares, abs=0.03)
-    assert (found.low <= found.prior).all() and (found.prior <= found.high).all()
-    assert found.warning is None
+    assert (low <= found.prior).all() and (found.prior <= high).all()
+    assert found.reliable
 
 
-def test_an_estimate_that_the_images_do_not_bear_out_is_warned_of():
-    rng = np.random.default_rng(0)
-    posterior = torch.from_numpy(rng.dirichlet(np.ones(50) * 0.9, size=40))  # noise of a model that knows nothing
-    assert "Do not trust this estimate" in estimate(posterior, class_prior([1] * 50)).warning
+def test_an_estimate_that_the_images_do_not_bear_out_is_warned_of(tmp_path, tiny):
+    save_model(tmp_path, tiny, counts=[9] * 50, names=[f"class {i}" for i in range(50)])
+    noise = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))  # of a model that knows nothing
+    world = World(ServedClassifier(str(tmp_path)), [], noise, {})
+    assert not world.estimate.reliable and "Do not trust this estimate" in world.words()
 
 
 def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_cannot_read(served, tmp_path):

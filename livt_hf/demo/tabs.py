@@ -207,7 +207,7 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
     @refusing
     def look(paths):
         world = unlabelled.read_world(shown.served, paths or [])
-        usable, files = world.estimate.warning is None, [written(world.to_csv(), "predictions.csv")]
+        usable, files = world.estimate.reliable, [written(world.to_csv(), "predictions.csv")]
         if usable:
             files.append(written(shown.served.classes.to_json(world.frequencies), "prior.json"))
         rows = world.prior_rows(), world.change_rows()[: classes.ROWS]

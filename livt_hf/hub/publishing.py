@@ -28,7 +28,8 @@ from livt_hf.metrics import THRESHOLDS
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.records import read_record
 from livt_hf.reports.biases import class_distribution
-from livt_hf.reports.evaluation import NUMBERS
+from livt_hf.reports.comparison import NUMBERS
+from livt_hf.reports.evaluation import WITHOUT_IMAGES
 from livt_hf.results import EACH_LABEL, Results
 from livt_hf.runs import ARGUMENTS, LOG, RESULTS, Run
 from livt_hf.system import shell_line
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_SIZE = "5GB"
 PICTURES = (".png", ".svg", ".jpg")
 COUNTS_PICTURE = "class_counts.png"
-MEASURED = Path("report", "evaluation.json")
+MEASURED = Path("report", NUMBERS)
 ROUNDED = 0.02  # by how much two measurements of one model may differ
 # What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind, and pictures
 # that are no longer asked for must go.
@@ -160,53 +161,6 @@ def _upload(api: HfApi, folder: Path, publication: Publication, repo_type: str =
     return api.create_commit(repo_id, operations, repo_type=repo_type, commit_message=message)
 
 
-def check_space(run: str | Path, publication: Publication) -> Results:
-    """Refuse what no Space can serve, before anything is uploaded. Returns the results of the run."""
-    results = _finished_results(Path(run))
-    if publication.form != "transformers":
-        raise LiVTError(f"a Space serves the transformers form of a model, not {publication.form}; leave --form out.")
-    if needs_plugin(results):
-        raise LiVTError(f"a Space does not have the plugin that registers the loss {results.loss}; leave --space out.")
-    return results
-
-
-def prepare_space(run: str | Path, folder: str | Path, publication: Publication) -> Path:
-    """Write to `folder` exactly what `publish_space` would upload: an app, what it needs, a card. It runs as it is."""
-    folder, results = Path(folder), check_space(run, publication)
-    _make_empty(folder)
-    (folder / "app.py").write_text(APP.format(model=publication.repo_id), encoding="utf-8")
-    (folder / "requirements.txt").write_text(f"livt-hf[demo]>={__version__}\n", encoding="utf-8")
-    data = SpaceCardData(
-        title=publication.name,
-        sdk="gradio",
-        sdk_version=SDK_VERSION,
-        python_version="3.11",
-        app_file="app.py",
-        license=publication.licensed(results).license,
-        models=[publication.repo_id],
-        tags=["image-classification"] * (results.stage == "finetune") + TAGS,
-    )
-    words = {"repo_id": publication.repo_id, "private": not publication.public}
-    render("space", data, SpaceCard, **words).save(folder / "README.md")
-    return folder
-
-
-def publish_space(run: str | Path, publication: Publication, api: HfApi | None = None) -> CommitInfo:
-    """Upload the Space of a model that is published under the same name, as one commit."""
-    api, repo_id = api or HfApi(library_name="livt_hf"), publication.repo_id
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = prepare_space(run, Path(temporary) / "space", publication)
-        logger.info("to the %s Space %s:\n%s", publication.visibility, repo_id, listing(folder))
-        with asking_the_hub(
-            lambda why: (
-                f"the Space {repo_id} was not published ({why}), the model is; publish the Space later with: "
-                f"{publication.command(run)} --space"
-            )
-        ):
-            publication.open(api, "space")
-            return _upload(api, folder, publication, "space")
-
-
 def _write_model(run: Path, folder: Path, results: Results, form: str) -> PreTrainedModel:
     """The weights in the form others can load. They are read for it, so that nothing damaged is published."""
     if results.stage == "finetune":
@@ -232,7 +186,7 @@ def _chosen_records(run: Path, results: Results, with_pictures: bool) -> dict[Pa
     report = _report_on(run, results)
     shown = [] if report is None else sorted(report.glob("*"))
     chosen = [run / name for name in (RESULTS, ARGUMENTS, LOG)]
-    chosen += [path for path in shown if any(map(path.match, NUMBERS))]
+    chosen += [path for path in shown if any(map(path.match, WITHOUT_IMAGES))]
     if with_pictures:  # everything that a browser shows; the counts picture is drawn anew
         found = [*sorted(run.glob("*")), *shown]
         chosen += [path for path in found if path.suffix in (*PICTURES, ".html") and path.name != COUNTS_PICTURE]
@@ -283,3 +237,50 @@ def _copy_records(run: Path, folder: Path, files: dict[Path, Path], known: set[s
             scrubber.file(path, folder / name)
         else:
             shutil.copyfile(path, folder / name)
+
+
+def check_space(run: str | Path, publication: Publication) -> Results:
+    """Refuse what no Space can serve, before anything is uploaded. Returns the results of the run."""
+    results = _finished_results(Path(run))
+    if publication.form != "transformers":
+        raise LiVTError(f"a Space serves the transformers form of a model, not {publication.form}; leave --form out.")
+    if needs_plugin(results):
+        raise LiVTError(f"a Space does not have the plugin that registers the loss {results.loss}; leave --space out.")
+    return results
+
+
+def prepare_space(run: str | Path, folder: str | Path, publication: Publication) -> Path:
+    """Write to `folder` exactly what `publish_space` would upload: an app, what it needs, a card. It runs as it is."""
+    folder, results = Path(folder), check_space(run, publication)
+    _make_empty(folder)
+    (folder / "app.py").write_text(APP.format(model=publication.repo_id), encoding="utf-8")
+    (folder / "requirements.txt").write_text(f"livt-hf[demo]>={__version__}\n", encoding="utf-8")
+    data = SpaceCardData(
+        title=publication.name,
+        sdk="gradio",
+        sdk_version=SDK_VERSION,
+        python_version="3.11",
+        app_file="app.py",
+        license=publication.licensed(results).license,
+        models=[publication.repo_id],
+        tags=["image-classification"] * (results.stage == "finetune") + TAGS,
+    )
+    words = {"repo_id": publication.repo_id, "private": not publication.public}
+    render("space", data, SpaceCard, **words).save(folder / "README.md")
+    return folder
+
+
+def publish_space(run: str | Path, publication: Publication, api: HfApi | None = None) -> CommitInfo:
+    """Upload the Space of a model that is published under the same name, as one commit."""
+    api, repo_id = api or HfApi(library_name="livt_hf"), publication.repo_id
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = prepare_space(run, Path(temporary) / "space", publication)
+        logger.info("to the %s Space %s:\n%s", publication.visibility, repo_id, listing(folder))
+        with asking_the_hub(
+            lambda why: (
+                f"the Space {repo_id} was not published ({why}), the model is; publish the Space later with: "
+                f"{publication.command(run)} --space"
+            )
+        ):
+            publication.open(api, "space")
+            return _upload(api, folder, publication, "space")

@@ -22,7 +22,7 @@ from livt_hf.reports import (
     reliability_diagram,
     training_curves,
 )
-from livt_hf.reports.comparison import CLASSES, write_classes
+from livt_hf.reports.comparison import CLASSES, NUMBERS, write_classes
 from livt_hf.reports.curves import accuracy_by_shift, shift_rows
 from livt_hf.reports.verdict import first_screen, first_screen_text
 from livt_hf.results import percent
@@ -34,8 +34,8 @@ SAMPLES = 6
 FOLD_METRICS = ("accuracy", "map", "mean_class_accuracy", "macro_f1", *GROUPS, "auroc", "ece")
 _SHARES = ("accuracy", "precision", "recall", "f1", "auroc", "average_precision", "confidence")
 # The files of a report that show numbers and no image of the dataset: they may be published without asking.
-NUMBERS = ("evaluation.json", "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
-NUMBERS += ("shifts.png",)
+WITHOUT_IMAGES = (NUMBERS, "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
+WITHOUT_IMAGES += ("shifts.png",)
 
 
 def choose_folder(settings: EvalSettings) -> Path:
@@ -67,10 +67,8 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
     if logs:
         pictures["Training"] = training_curves(logs, folder / "training.png")
     title, text, page = f"{settings.model} on {settings.dataset} ({settings.split})", [], ""
-    if several:
-        write_values(folder / "evaluation.json", found.summary | {"classes": found.per_class})
-    else:
-        write_values(folder / "evaluation.json", found.summary)
+    write_values(folder / NUMBERS, found.summary | ({"classes": found.per_class} if several else {}))
+    if not several:
         write_classes(found.per_class, folder / CLASSES)
         facts, names = facts_of(image_facts(dataset, settings.split), found.index), class_feature(dataset).names
         write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
