@@ -488,10 +488,11 @@ FEW = {(step, way) for step, way in zip(STEPS, (429, "page", 500, "silent", "sil
 )
 def test_a_hub_that_goes_wrong_publishes_nothing_and_the_next_try_all(run, hub, where, how, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("livt_hf.hub.publication.SECONDS_OF_SILENCE", 0.05)
     hub.fail(where, how)
-    with pytest.raises(PublishError, match="org/livt was not published .*publish it later with: livt publish"):
-        put(run, hub)
+    with monkeypatch.context() as patch:
+        patch.setattr("livt_hf.hub.publication.SECONDS_OF_SILENCE", 0.05)
+        with pytest.raises(PublishError, match="org/livt was not published .*publish it later with: livt publish"):
+            put(run, hub)
     assert not hub.repos or set(hub.files("org/livt")) == {".gitattributes"}
     hub.recover()
     put(run, hub)

@@ -5,15 +5,8 @@ from importlib.resources import files
 from pathlib import Path, PurePosixPath
 
 import yaml
-from huggingface_hub import (
-    CardData,
-    EvalResult,
-    EvalResultEntry,
-    ModelCard,
-    ModelCardData,
-    RepoCard,
-    eval_result_entries_to_yaml,
-)
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub.repocard import CardData, RepoCard
 
 from livt_hf.errors import LiVTError
 from livt_hf.hub.facts import (
@@ -265,10 +258,8 @@ def _results_sections(results: Results, arguments: Mapping) -> dict:
     ]
     paper = _paper_row(results, arguments)
     if paper:
-        label, printed = (
-            f"the paper, ViT-{paper['model_size'].capitalize()} at {paper['image_size']} px",
-            fractions(paper),
-        )
+        printed = fractions(paper)
+        label = f"the paper, ViT-{paper['model_size'].capitalize()} at {paper['image_size']} px"
         rows.append([label, *_percents(printed, ACCURACY_COLUMNS)])
         if "ece" in printed:
             calibration.append(["the paper, softmax(z)", *_percents(printed, ("ece", "mce"))])

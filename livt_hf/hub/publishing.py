@@ -6,15 +6,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from huggingface_hub import (
-    CommitInfo,
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    SpaceCard,
-    SpaceCardData,
-    get_token,
-)
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.repocard import SpaceCard, SpaceCardData
 from transformers import PreTrainedModel
 
 from livt_hf.conversion import save_timm, to_beit
@@ -128,8 +121,7 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
     api = api or HfApi(library_name="livt_hf")
     with tempfile.TemporaryDirectory() as temporary:
         folder = prepare_publication(run, Path(temporary) / "publication", publication)
-        what = f"to the {publication.visibility} repository {publication.repo_id}:\n{listing(folder)}"
-        logger.info(what)
+        logger.info("to the %s repository %s:\n%s", publication.visibility, publication.repo_id, listing(folder))
         before = None
         with asking_the_hub(
             lambda why: (
