@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             load_plugin(lent_plugin(Path(path)))
     with private_files():
         chosen = {"images": settings.images, "report": settings.report, "device": settings.device}
-        models = [show(path, **chosen, with_data=not settings.share) for path in settings.models]
+        models = [show(path, **chosen, private=not settings.share) for path in settings.models]
         for note in (note for shown in models for note in shown.notes):
             print(note)
         serve(start(models, settings.port, settings.share, settings.browser))

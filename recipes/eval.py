@@ -66,8 +66,8 @@ from livt_hf.metrics import long_tail_metrics, shot_groups
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
+from livt_hf.reports.curves import shift_rows
 from livt_hf.reports.evaluation import choose_folder, write_report
-from livt_hf.reports.shifts import shift_rows
 from livt_hf.results import EACH_LABEL, percent, provenance
 from livt_hf.settings import EvalSettings
 from livt_hf.stages import shared_batches

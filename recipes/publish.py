@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from livt_hf.commands import run_command
-from livt_hf.hub import Publication, listing, prepare_publication, prepare_space, publish, publish_space
+from livt_hf.hub import Publication, check_space, listing, prepare_publication, prepare_space, publish, publish_space
 from livt_hf.recipes.settings import PublishSettings
 from livt_hf.runs import lent_plugin_of
 
@@ -22,6 +22,8 @@ def main(argv=None):
     settings = PublishSettings.parse(argv, inherit=lent_plugin_of("run"))
     names = ("repo_id", "license", "form", "public", "with_pictures", "tag")
     publication = Publication(**{name: getattr(settings, name) for name in names})
+    if settings.space:
+        check_space(settings.run, publication)
     if settings.folder or settings.dry_run:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(settings.folder or f"{temporary}/publication")

@@ -132,6 +132,12 @@ def test_a_multi_label_card_reports_precision_and_no_accuracy():
     assert "accuracy, %" not in card.text and 'prior="uniform"' not in card.text
 
 
+def test_a_run_whose_test_images_have_none_of_its_labels_has_a_card_without_numbers():
+    metrics = {"map": None, "many": None, "medium": None, "few": None, "num_images": 50}
+    card = card_of(replace(RESULTS, dataset="photos", dataset_local=True, metrics=metrics, posterior=None))
+    assert row_of(card, "this model") == ["-"] * 4 and not card.data.eval_results
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_card_says_of_each_loss_what_its_spec_says(loss):
     results = replace(RESULTS, loss=loss)
@@ -280,6 +286,8 @@ def test_no_leaderboard_gets_numbers_of_images_or_classes_that_an_option_chose(n
         ({}, {"bias": "ce"}),
         ({}, {"test_prior": "prior.json"}),
         ({}, {"sampler": "balanced"}),
+        ({}, {"tune": "head"}),
+        ({"loss": "ldam"}, {"normalised_classifier": True, "drw_start": 0.8}),
     ],
 )
 def test_the_paper_is_not_quoted_beside_another_experiment(results, arguments):
@@ -391,4 +399,4 @@ def test_the_papers_row_of_another_size_is_found_by_size():
 
 def test_an_unknown_table_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="loss-on-vit"):
-        paper_table("tab:nothing")
+        paper_table("nothing")

@@ -30,19 +30,17 @@ from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
 from livt_hf.data import eval_processor, load_data
 from livt_hf.demo.classes import ROWS, Classes
-from livt_hf.demo.images import data_of_run
-from livt_hf.demo.mistakes import Predictions, newest_predictions, read_predictions
-from livt_hf.demo.reconstruction import ServedPretraining
-from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
-from livt_hf.demo.unlabelled import estimate, read_world
+from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
+from livt_hf.demo.unlabelled import World, interval, read_world
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Answers
 from livt_hf.evaluation.tables import ANSWERS, write_answers
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
-from livt_hf.long_tail.priors import class_prior
+from livt_hf.long_tail.priors import class_prior, estimate_prior
 from livt_hf.options import save_settings
 from livt_hf.recipes.demo import main as demo_command
 from livt_hf.recipes.publish import main as publish_command
+from livt_hf.reports.mistakes import Predictions, newest_predictions, read_predictions
 from livt_hf.settings import PretrainSettings
 
 ROOT = Path(__file__).parents[1]
@@ -176,8 +174,6 @@ def test_a_model_without_class_counts_works_and_says_what_is_missing(tmp_path, t
     assert served.classes is None and "does not know its training prior" in served.caveat
     assert list(served.scores(torch.zeros(3), None)) == [ARGMAX]
     assert served.panels(torch.zeros(3), None).count('class="bar"') == 3
-    with pytest.raises(LiVTError, match="does not know its training prior"):
-        read_world(served, [tmp_path / "image.png"])
 
 
 def test_a_model_that_needs_calibration_says_so_and_estimates_no_prior(tmp_path, tiny):
@@ -250,16 +246,18 @@ def sure_posteriors(shares, images, rng):
 
 def test_the_estimate_finds_the_shares_of_clear_images_within_its_interval():
     shares = [0.2, 0.3, 0.5]
-    found = estimate(sure_posteriors(shares, 2000, np.random.default_rng(0)), class_prior([1, 1, 1]))
+    told = sure_posteriors(shares, 2000, np.random.default_rng(0)), class_prior([1, 1, 1])
+    found, (low, high) = estimate_prior(*told), interval(*told)
     assert found.prior.tolist() == pytest.approx(shares, abs=0.03)
-    assert (found.low <= found.prior).all() and (found.prior <= found.high).all()
-    assert found.warning is None
+    assert (low <= found.prior).all() and (found.prior <= high).all()
+    assert found.reliable
 
 
-def test_an_estimate_that_the_images_do_not_bear_out_is_warned_of():
-    rng = np.random.default_rng(0)
-    posterior = torch.from_numpy(rng.dirichlet(np.ones(50) * 0.9, size=40))  # noise of a model that knows nothing
-    assert "Do not trust this estimate" in estimate(posterior, class_prior([1] * 50)).warning
+def test_an_estimate_that_the_images_do_not_bear_out_is_warned_of(tmp_path, tiny):
+    save_model(tmp_path, tiny, counts=[9] * 50, names=[f"class {i}" for i in range(50)])
+    noise = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))  # of a model that knows nothing
+    world = World(ServedClassifier(str(tmp_path)), [], noise, {})
+    assert not world.estimate.reliable and "Do not trust this estimate" in world.words()
 
 
 def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_cannot_read(served, tmp_path):
@@ -346,7 +344,7 @@ def test_names_of_classes_are_no_markup_in_the_words_about_their_errors(served):
     gradio, tabs = pytest.importorskip("gradio"), pytest.importorskip("livt_hf.demo.tabs")
     predictions = {"rule": Predictions(np.arange(2), np.array([1, 2]), np.array([2, 2]), np.array([0.5, 0.6]), "test")}
     with gradio.Blocks():
-        tab = tabs.ErrorsTab(tabs.Shown(served, predictions=predictions))
+        tab = tabs.ErrorsTab(tabs.Shown(served, "model", predictions=predictions))
     taken, right = (tab.choose("rule", None, SimpleNamespace(row_value=[label]))[1] for label in (1, 2))
     assert "Taken for newt &lt;b&gt; (1)." in taken and right.startswith("### newt &lt;b&gt;\n")
 
@@ -362,7 +360,8 @@ def test_an_image_that_is_clicked_is_the_one_shown_whatever_rule_was_chosen_sinc
         for rule, predicted in {"one": [0, 2, 2], "other": [0, 1, 2]}.items()
     }
     with gradio.Blocks():
-        tab = tabs.ErrorsTab(tabs.Shown(served, data=DatasetDict(train=split, test=split), predictions=predictions))
+        data = DatasetDict(train=split, test=split)
+        tab = tabs.ErrorsTab(tabs.Shown(served, "model", data=data, predictions=predictions))
     chosen, _, wrong, _, near = tab.choose("one", None, SimpleNamespace(row_value=[1]))
     tab.rows("other")  # under which no image is wrong
     again = tab.neighbours(chosen, SimpleNamespace(index=0))
@@ -498,6 +497,19 @@ def test_a_public_link_is_made_only_where_it_is_asked_for(app, tmp_path, tiny, m
     assert started == [(False, True, True, True), (True, False, False, False)]  # and shows no images of the dataset
 
 
+def test_a_public_link_does_not_tell_where_the_model_lies(app, tmp_path, tiny, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("jane's clinic", "runs", "finetune-x", "1")
+    save_model(path, tiny)
+
+    def page(path: Path, private: bool) -> str:
+        return json.dumps(app.build([app.show(str(path), private=private)]).config, default=str)
+
+    assert "jane's clinic" in page(path, private=True)
+    for named in (path, path.resolve()):
+        assert "(local)/finetune-x/1" in page(named, private=False) and "jane" not in page(named, private=False)
+
+
 def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):
     save_model(tmp_path / "model", tiny)
     for folder in ("model", "nowhere"):
@@ -505,11 +517,11 @@ def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):
             app.show(str(tmp_path / "model"), images=str(tmp_path / folder))
 
 
-def test_the_data_of_a_run_that_trained_on_a_stream_are_not_loaded(tmp_path):
+def test_the_data_of_a_run_that_trained_on_a_stream_are_not_loaded(app, tmp_path):
     save_settings(PretrainSettings(dataset="larger/than-the-disk", streaming=True), tmp_path / "arguments.yaml")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(LiVTError, match="was trained on a stream, .* show images with --images"):
-        data_of_run(str(tmp_path))
+        app.data_of_run(str(tmp_path))
 
 
 def test_a_model_that_is_no_run_is_shown_with_what_is_missing(app, tmp_path, tiny):

@@ -23,7 +23,6 @@ from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTrainin
 from livt_hf.conversion import to_beit
 from livt_hf.data import Batches, eval_loader, eval_processor, load_data, load_long_tailed, load_to_measure
 from livt_hf.data.labels import digest_of
-from livt_hf.demo.mistakes import read_predictions
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import (
     balanced_by_counts,
@@ -40,6 +39,7 @@ from livt_hf.options import save_settings
 from livt_hf.recipes.calibrate import main as calibrate
 from livt_hf.recipes.eval import main, write_prior
 from livt_hf.recipes.predict import main as predict
+from livt_hf.reports.mistakes import read_predictions
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings

@@ -36,9 +36,7 @@ from livt_hf.hub import (
     publish,
     publish_dataset,
 )
-from livt_hf.hub.repository import visible
 from livt_hf.hub.scrubbing import Scrubber, refuse_secrets
-from livt_hf.hub.space import prepare_space
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings
 from livt_hf.recipes.publish import main
@@ -427,6 +425,16 @@ def test_a_published_pretraining_run_is_a_stock_vitmae(pretraining_run, tmp_path
     assert card.data.pipeline_tag == "image-feature-extraction" and "0.580" in card.text
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:99])])
+def test_a_run_without_its_weights_or_with_half_of_them_is_not_published(run, pretraining_run, hub, tmp_path, damage):
+    for whole in (run, pretraining_run):
+        broken = shutil.copytree(whole, tmp_path / whole.parent.name)
+        damage(broken / "model.safetensors")
+        with pytest.raises(LiVTError, match=str(broken)):
+            put(broken, hub)
+    assert not hub.repos
+
+
 def test_a_repository_is_private_unless_it_is_asked_to_be_public(run, hub):
     put(run, hub)
     assert HfApi(endpoint=hub.endpoint, token=TOKEN).model_info("org/livt").private
@@ -480,10 +488,11 @@ FEW = {(step, way) for step, way in zip(STEPS, (429, "page", 500, "silent", "sil
 )
 def test_a_hub_that_goes_wrong_publishes_nothing_and_the_next_try_all(run, hub, where, how, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("livt_hf.hub.repository.SECONDS_OF_SILENCE", 0.05)
     hub.fail(where, how)
-    with pytest.raises(PublishError, match="org/livt was not published .*publish it later with: livt publish"):
-        put(run, hub)
+    with monkeypatch.context() as patch:
+        patch.setattr("livt_hf.hub.publication.SECONDS_OF_SILENCE", 0.05)
+        with pytest.raises(PublishError, match="org/livt was not published .*publish it later with: livt publish"):
+            put(run, hub)
     assert not hub.repos or set(hub.files("org/livt")) == {".gitattributes"}
     hub.recover()
     put(run, hub)
@@ -499,7 +508,7 @@ def test_a_commit_whose_answer_is_lost_is_not_called_invisible(run, hub, monkeyp
     before = hub.repo("org/livt").commits[0].oid
     publication, api = Publication("org/livt"), HfApi(endpoint=hub.endpoint, token=TOKEN)
     hub.fail("/api/models/org/livt", 500)
-    assert visible(api, publication, before) == "whether the run is visible there could not be asked"
+    assert publication.visible(api, before) == "whether the run is visible there could not be asked"
 
 
 def test_a_line_that_recovers_needs_no_second_try(run, hub, monkeypatch):
@@ -593,8 +602,9 @@ def test_the_command_loads_the_plugin_that_the_run_was_trained_with(run, tmp_pat
     with pytest.raises(LiVTError, match="'my_ce', which is not registered.* --plugin"):
         prepare_publication(own, tmp_path / "out", Publication("org/livt"))
     main([str(own), "org/livt", "--folder", str(tmp_path / "publication")])
+    monkeypatch.setattr("livt_hf.recipes.publish.publish", lambda *_: pytest.fail("was uploaded"))
     with pytest.raises(LiVTError, match="does not have the plugin that registers the loss my_ce; leave --space out"):
-        prepare_space(own, tmp_path / "space", Publication("org/livt"))
+        main([str(own), "org/livt", "--space"])
     LOSSES.pop("my_ce")
     card = (tmp_path / "publication" / "README.md").read_text()
     assert "loss `my_ce`, tau 1," in card and "The loss `my_ce` is not part of livt_hf: before" in card

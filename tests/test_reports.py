@@ -121,12 +121,11 @@ def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
     metrics, pairs = measured(10, images_per_class=5)
     table = metrics.per_class()
     picture = np.random.default_rng(0).random((8, 8, 3))
-    samples = {i: [picture] * 3 for i in range(10)}
     paths = [
         reports.reliability_diagram(metrics.bins, tmp_path / "new" / "reliability.png"),
         reports.accuracy_by_frequency(table, tmp_path / "accuracy.png"),
         reports.confused_classes(pairs[:5], tmp_path / "confused.png"),
-        reports.best_and_worst(table, samples, tmp_path / "classes.png"),
+        reports.best_and_worst(table, lambda label: [picture] * 3, tmp_path / "classes.png"),
         reports.bias_curves(tmp_path / "curves.png"),
         reports.bias_by_gamma(tmp_path / "gamma.png"),
         reports.class_distribution([9, 4, 1], tmp_path / "distribution.png"),
@@ -190,6 +189,13 @@ def test_the_best_and_the_worst_classes_are_those_of_highest_and_lowest_accuracy
     assert reports.best_and_worst_classes(rows, 1) == ([2], [3])
     assert reports.best_and_worst_classes(rows, 5) == ([2, 4], [3, 0])
     assert reports.best_and_worst_classes(rows[:1], 5) == ([0], [])
+
+
+def test_five_of_the_best_classes_are_shown_also_beside_fewer_that_err(figures):
+    rows = [row | {"name": "x", "count": 9, "group": "few"} for row in accuracies(*[(4, 4)] * 9, (1, 4), (0, 4))]
+    reports.best_and_worst(rows, lambda label: [np.zeros((8, 8, 3))], "x.png")
+    words = [text.get_text().split("\n")[0] for text in figures[0].axes[0].texts]
+    assert words == [*(f"best {place}" for place in range(1, 6)), "worst 1", "worst 2"]
 
 
 def test_among_classes_of_equal_accuracy_those_with_the_most_test_images_come_first():

@@ -485,3 +485,7 @@ def test_the_picture_of_sizes_has_a_line_for_each_loss_and_start(tmp_path, monke
     figures.main(["sizes", str(tmp_path / "sizes.png"), *(str(tmp_path / str(number)) for number in range(4))])
     assert (tmp_path / "sizes.png").exists()
     assert drawn == [("bal_bce", (22, 86), (50, 60)), ("ce", (86,), (40,)), ("ce, from scratch", (86,), (30,))]
+    Run(tmp_path / "0").write_results(Results(stage="pretrain", dataset="glyphs", metrics={"loss": 0.5}))
+    for figure, number in {"sizes": "0", "reconstructions": "1"}.items():
+        with pytest.raises(LiVTError, match=f"{figure} needs .* runs; .*/{number} is of the other stage"):
+            figures.main([figure, str(tmp_path / "x.png"), str(tmp_path / number)])

@@ -188,7 +188,8 @@ def test_two_models_on_the_same_images_differ_by_chance_only_where_one_of_them_i
     for name, right in {"one": 700, "other": 735}.items():
         answers = {PAPER: Answers((index >= right).long(), torch.ones(1000))}
         write_report(tmp_path / name, right / 1000)
-        write_answers(tmp_path / name / ANSWERS, index, {"label": ["a"] * 1000}, answers, ["a", "b"])
+        facts = {"label": ["a"] * 1000, "split": ["test"] * 1000}
+        write_answers(tmp_path / name / ANSWERS, index, facts, answers, ["a", "b"])
     main(["--compare", "one", "other", "--report", "paired"])
     assert "the second is better, by more than chance could make (1.1 points)." in capsys.readouterr().out
     (tmp_path / "one" / ANSWERS).unlink()

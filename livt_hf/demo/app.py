@@ -9,22 +9,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gradio as gr
+import numpy as np
 from datasets import DatasetDict
 from PIL import Image
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from livt_hf.data import load_data
 from livt_hf.data.decoding import some_images
-from livt_hf.demo import bars, tabs
-from livt_hf.demo.images import data_of_run, example_rows
-from livt_hf.demo.mistakes import newest_predictions, read_predictions
-from livt_hf.demo.reconstruction import ServedPretraining
-from livt_hf.demo.serving import ServedClassifier
+from livt_hf.data.labels import labels_of
+from livt_hf.demo import serving, tabs
+from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.demo.tabs import Shown, private_folder
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import is_pretraining
+from livt_hf.evaluation.models import is_pretraining, lent_by_run
 from livt_hf.evaluation.prediction import find_images
 from livt_hf.evaluation.tables import ANSWERS
+from livt_hf.hub.scrubbing import Scrubber
+from livt_hf.reports.mistakes import newest_predictions, read_predictions
+from livt_hf.runs import Run
+from livt_hf.settings import EvalSettings
 
 EXAMPLES = 12
 # The browser itself refuses to load or send anything elsewhere. Gradio needs its inline parts and evaluated functions.
@@ -39,15 +43,20 @@ def show(
     images: str | None = None,
     report: str | None = None,
     device: str | None = None,
-    with_data: bool = True,
+    private: bool = True,
 ) -> Shown:
-    """A model with everything that is found for it; what is missing is said in its notes."""
-    shown = Shown((ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device))
+    """A model with everything that is found for it; what is missing is said in its notes.
+
+    For a public link, where not everybody may see `private` things, it comes without images of its dataset and
+    without the folder it lies in.
+    """
+    served = (ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device)
+    shown = Shown(served, path if private else Scrubber([path] * Path(path).exists()).text(path))
     try:
-        shown.data = data_of_run(path) if with_data else None
+        shown.data = data_of_run(path) if private else None
     except LiVTError as error:
         shown.notes.append(f"No images of its dataset are shown: {error}")
-    if not with_data:
+    if not private and images is None:
         shown.notes.append("No images of its dataset go to a public link; choose examples with --images FOLDER.")
     if images is not None:
         shown.examples = _copied_examples(images)
@@ -56,6 +65,16 @@ def show(
     if isinstance(shown.served, ServedClassifier):
         _add_predictions(shown, path, report)
     return shown
+
+
+def data_of_run(path: str) -> DatasetDict:
+    """The data a finished run was trained on; any other model is refused, and a stream, which may not fit."""
+    run = Run(Path(path))
+    if not run.finished:
+        raise LiVTError(f"{path} is not the folder of a finished run; show other images with --images FOLDER.")
+    if run.arguments.get("streaming"):
+        raise LiVTError(f"{path} was trained on a stream, which is not read as a whole; show images with --images.")
+    return load_data(EvalSettings.parse([path], inherit=lent_by_run))
 
 
 def _add_predictions(shown: Shown, path: str, report: str | None) -> None:
@@ -79,8 +98,14 @@ def _copied_examples(folder: str) -> list[Path]:
 
 
 def _written_examples(data: DatasetDict) -> list[Path]:
-    """Test images from head to tail, as files."""
-    folder, rows = private_folder(), example_rows(data, EXAMPLES)
+    """Test images from head to tail, as files: one of each of some classes, spread evenly over the frequencies."""
+    train, test = labels_of(data["train"]), labels_of(data["test"])
+    classes = np.unique(test.values)
+    counts = np.bincount(train.values, minlength=classes.max() + 1)[classes]
+    places = np.linspace(0, len(classes) - 1, min(EXAMPLES, len(classes))).astype(int)
+    chosen = classes[np.argsort(-counts, kind="stable")][places]
+    rows = test.images[[np.flatnonzero(test.values == label)[0] for label in chosen]].tolist()
+    folder = private_folder()
     paths = [folder / f"test-{row}.png" for row in rows]
     for path, image in zip(paths, some_images(data["test"], rows), strict=True):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
@@ -95,13 +120,13 @@ def build(models: Sequence[Shown]) -> gr.Blocks:
         else:
             with gr.Tabs():
                 for shown in models:
-                    with gr.Tab(shown.served.path):
+                    with gr.Tab(shown.name):
                         _page(shown)
     return blocks
 
 
 def _page(shown: Shown) -> None:
-    gr.Markdown(f"## {shown.served.path}")
+    gr.Markdown(f"## {shown.name}")
     if shown.served.caveat:
         gr.Markdown(shown.served.caveat)
     with gr.Tabs():
@@ -155,8 +180,8 @@ def start(models: Sequence[Shown], port: int | None = None, share: bool = False,
         run_history=False,
         footer_links=[],
         theme=THEME,
-        css=bars.STYLE + tabs.STYLE,
-        app_kwargs={"middleware": [Middleware(SameOriginOnly)]},
+        css=serving.STYLE + tabs.STYLE,
+        app_kwargs={"middleware": [Middleware(same_origin_only)]},
     )
     return blocks
 
@@ -167,16 +192,15 @@ def serve(blocks: gr.Blocks) -> None:
     blocks.block_thread()
 
 
-class SameOriginOnly:
-    """Sends the policy with every answer."""
+def same_origin_only(app: ASGIApp) -> ASGIApp:
+    """Sends the policy with every answer of an app."""
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def with_policy(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
             await send(message)
 
-        await self.app(scope, receive, with_policy)
+        await app(scope, receive, with_policy)
+
+    return answer

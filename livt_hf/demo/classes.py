@@ -75,7 +75,7 @@ class Classes:
         result = frequencies.copy()
         for label, name, _, cell, _ in rows:
             number = _number(cell)
-            if number is None:
+            if not 0 <= number < np.inf:
                 raise LiVTError(f"the frequency of {name} is {cell!r}; it must be a number, 0 or more.")
             if number != _shown(frequencies[int(label)]):
                 result[int(label)] = number
@@ -100,9 +100,9 @@ def _shown(number: float) -> float:
     return float(f"{number:.6g}")
 
 
-def _number(cell) -> float | None:
+def _number(cell) -> float:
+    """As somebody typed it; NaN where it is none."""
     try:
-        number = float(cell)
+        return float(cell)
     except (TypeError, ValueError):
-        return None
-    return number if np.isfinite(number) and number >= 0 else None
+        return np.nan

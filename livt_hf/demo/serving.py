@@ -1,21 +1,55 @@
-"""A classifier behind the demo: an image costs one forward pass, and every prior after that a softmax."""
+"""The models behind the demo: a classifier, and a pretrained encoder and decoder.
 
+A classifier sees an image once, and every prior after that costs a softmax.
+"""
+
+import html
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor
 
-from livt_hf.data.decoding import BrokenImageError
-from livt_hf.demo.bars import Bar, panels
+from livt_hf.data import read_rgb
+from livt_hf.data.decoding import BrokenImageError, some_images
+from livt_hf.data.labels import labels_of
 from livt_hf.demo.classes import Classes
-from livt_hf.evaluation.models import head_of, is_multi_label, why_no_posterior, why_uncalibrated
+from livt_hf.errors import LiVTError
+from livt_hf.evaluation.models import (
+    choose_device,
+    head_of,
+    is_multi_label,
+    load_checkpoint,
+    load_processor,
+    why_no_posterior,
+    why_uncalibrated,
+)
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.anatomy import pooled_features
 from livt_hf.long_tail.priors import Prior
+from livt_hf.reports.style import GROUP_COLOURS
 
 TOP = 5
+COMPARED = 400  # training images, at most, that an image is compared with: a few seconds on a laptop
+SIDE = 256  # pixels that a small image is enlarged to
+GREY = "#777777"  # of a model that does not know how many training images a class had
+STYLE = """
+.panels { display: flex; flex-wrap: wrap; gap: 1rem; }
+.panel { flex: 1 1 12rem; min-width: 0; }
+.panel h4 { margin: 0; font-size: 1rem; }
+.panel p { margin: 0 0 .4rem; font-size: .8rem; opacity: .75; min-height: 2.4em; }
+.bar { margin: .35rem 0; }
+.bar .words { display: flex; justify-content: space-between; gap: .5rem; font-size: .9rem; }
+.bar .words span { white-space: nowrap; }
+.bar .name { overflow: hidden; text-overflow: ellipsis; }
+.bar .track { background: rgba(128, 128, 128, .18); border-radius: 3px; }
+.bar .fill { height: .6rem; border-radius: 3px; min-width: 1px; }
+.bar .note { font-size: .75rem; opacity: .75; }
+@media (max-width: 600px) { .panel:last-child { order: -1; } }  /* a phone shows first what the slider moves */
+"""
 ARGMAX, UNIFORM, YOURS = "argmax z", "All classes equal", "Your world"
 WORDS = {
     ARGMAX: "The paper's rule: rank by the logits z. Bars are a score, not a probability.",
@@ -28,7 +62,6 @@ class ServedClassifier:
     """A classifier with its image processor, and its classes where it gives probabilities under a prior."""
 
     def __init__(self, path: str, device: str | None = None):
-        self.path = path
         self.predictor = Predictor(path, device=device)
         self.predictor.rule = lambda logits: logits  # kept as they are: priors come later
         self.model, self.names = self.predictor.model, self.predictor.labels
@@ -53,6 +86,17 @@ class ServedClassifier:
         seen = pooled_features(self.model, pixels.to(self.predictor.device))
         return torch.nn.functional.normalize(seen.float(), dim=-1).cpu()
 
+    def nearest(self, train: Dataset, image: Tensor, labels: Sequence[int], count: int) -> list[tuple]:
+        """The training images of some classes most like an image, as (row, label, cosine), the nearest first."""
+        known, share = labels_of(train).values, max(1, COMPARED // len(labels))
+        rows = np.concatenate([np.flatnonzero(known == label)[:share] for label in labels])
+        if not len(rows):
+            return []
+        features = [self.features(some_images(train, rows[i : i + 64])) for i in range(0, len(rows), 64)]
+        cosines = torch.cat(features) @ self.features([image])[0]
+        best = cosines.argsort(descending=True)[:count].tolist()
+        return [(int(rows[i]), int(known[rows[i]]), cosines[i].item()) for i in best]
+
     def posterior(self, logits: Tensor, prior: Prior) -> Tensor:
         """Class probabilities (B, C) of logits (B, C) under a prior."""
         return head_of(self.model).posterior(logits.to(self.predictor.device), prior).cpu()
@@ -72,16 +116,53 @@ class ServedClassifier:
         return {rule: answer[0] for rule, answer in scores.items()}
 
     def panels(self, logits: Tensor | None, frequencies: np.ndarray | None) -> str:
-        """The most probable classes of an image under each rule, as HTML."""
+        """The most probable classes of an image in HTML: one panel of bars per rule."""
         if logits is None:
             return "<p>Drop an image, or pick one of the examples.</p>"
-        scores = self.scores(logits, frequencies)
-        return panels({rule: (WORDS[rule], self._bars(answer)) for rule, answer in scores.items()})
+        panels = []
+        for rule, scores in self.scores(logits, frequencies).items():
+            best = scores.topk(min(TOP, len(scores)))
+            bars = "".join(map(self._bar, best.indices.tolist(), best.values.tolist()))
+            panels.append(f'<div class="panel"><h4>{rule}</h4><p>{WORDS[rule]}</p>{bars}</div>')
+        return f'<div class="panels">{"".join(panels)}</div>'
 
-    def _bars(self, scores: Tensor) -> list[Bar]:
-        best = scores.topk(min(TOP, len(scores)))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        if self.classes is None:
-            return [Bar(self.names[label], value) for label, value in pairs]
-        groups, counts = self.classes.groups, self.classes.counts
-        return [Bar(self.names[i], p, groups[i], f"{groups[i]}: {int(counts[i]):,} in training") for i, p in pairs]
+    def _bar(self, label: int, score: float) -> str:
+        """The score of a class in the colour of its group."""
+        name, colour, note = html.escape(self.names[label]), GREY, ""
+        if self.classes is not None:
+            group = self.classes.groups[label]
+            colour, note = GROUP_COLOURS[group], f"{group}: {int(self.classes.counts[label]):,} in training"
+        return (
+            f'<div class="bar" data-value="{score:.6f}"><div class="words"><span class="name" title="{name}">{name}'
+            f'</span><span>{100 * score:.1f} %</span></div><div class="track"><div class="fill" '
+            f'style="width: {100 * score:.2f}%; background: {colour}"></div></div>'
+            f'<div class="note">{note}</div></div>'
+        )
+
+
+class ServedPretraining:
+    """A ViTMAE checkpoint with its image processor: hide patches of an image and see what the model makes of them."""
+
+    caveat = None
+
+    def __init__(self, path: str, device: str | None = None):
+        self.device = choose_device(device)
+        self.model, self.processor = load_checkpoint(path).to(self.device), load_processor(path)
+        self._one_ratio = threading.Lock()  # the share of hidden patches is a setting of the model
+
+    def reconstruct(self, path: str | Path, ratio: float, seed: int | None) -> list[np.ndarray]:
+        """The image as the model sees it, with hidden patches, and reconstructed; height x width x 3 in 0..1."""
+        if seed is None or not 0 <= seed < 2**63:
+            raise LiVTError("the seed must be a whole number from 0 to 2^63 - 1; type one into its box.")
+        visible = int(self.model.num_patches * (1 - ratio))
+        if not 0 < visible < self.model.num_patches:
+            raise LiVTError(f"a mask ratio of {ratio:g} leaves {visible} of {self.model.num_patches} patches visible.")
+        pixels = self.processor(read_rgb(path), return_tensors="pt")["pixel_values"].to(self.device)
+        noise = torch.rand(1, self.model.num_patches, generator=torch.Generator().manual_seed(seed))
+        with self._one_ratio:
+            self.model.config.mask_ratio = ratio
+            masked, reconstruction = self.model.reconstruct(pixels, noise.to(self.device))
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (self.processor.image_mean, self.processor.image_std))
+        pictures = [(tensor[0].cpu() * std + mean).clamp(0, 1) for tensor in (pixels, masked, reconstruction)]
+        times = max(1, SIDE // pixels.shape[-1])  # small images are enlarged with their pixels left visible
+        return [picture.permute(1, 2, 0).numpy().repeat(times, 0).repeat(times, 1) for picture in pictures]

@@ -13,12 +13,10 @@ from datasets import DatasetDict
 from gradio.utils import get_upload_folder
 
 from livt_hf.data.decoding import some_images
-from livt_hf.demo import classes, mistakes, unlabelled
-from livt_hf.demo.images import nearest
-from livt_hf.demo.reconstruction import ServedPretraining
-from livt_hf.demo.serving import ServedClassifier
+from livt_hf.demo import classes, unlabelled
+from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.errors import LiVTError
-from livt_hf.reports import reliability_diagram
+from livt_hf.reports import mistakes, reliability_diagram
 from livt_hf.reports.page import plain_markdown
 
 SHOWN = 24  # wrong images of a class
@@ -45,6 +43,7 @@ class Shown:
     """A model of the demo, and what can be shown beside it: image files to pick, its data, saved predictions."""
 
     served: ServedClassifier | ServedPretraining
+    name: str
     examples: list[Path] = field(default_factory=list)
     data: DatasetDict | None = None
     predictions: dict[str, mistakes.Predictions] | None = None
@@ -208,7 +207,7 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
     @refusing
     def look(paths):
         world = unlabelled.read_world(shown.served, paths or [])
-        usable, files = world.estimate.warning is None, [written(world.to_csv(), "predictions.csv")]
+        usable, files = world.estimate.reliable, [written(world.to_csv(), "predictions.csv")]
         if usable:
             files.append(written(shown.served.classes.to_json(world.frequencies), "prior.json"))
         rows = world.prior_rows(), world.change_rows()[: classes.ROWS]
@@ -272,7 +271,7 @@ class ErrorsTab:
         picture = private_folder() / "reliability.png"
         diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
         if data is None:
-            return chosen, words + "\n\nImages cannot be shown: the data of this model is not here.", [], diagram, []
+            return chosen, words + "\n\nIts images are not shown here.", [], diagram, []
         rows = predictions.wrong(label)[:SHOWN]
         captions = [names[predictions.predicted[row]] for row in rows]
         wrong = gallery(data, predictions.split, predictions.index[rows], captions)
@@ -286,7 +285,8 @@ class ErrorsTab:
         predictions, data, names = self.shown.predictions[rule], self.shown.data, self.served.names
         row = predictions.wrong(label)[place]
         [image] = some_images(data[predictions.split], [predictions.index[row]])
-        found = nearest(self.served, data, image, [label, int(predictions.predicted[row])], NEIGHBOURS)
+        classes = [label, int(predictions.predicted[row])]
+        found = self.served.nearest(data["train"], image, classes, NEIGHBOURS)
         captions = [f"{cosine:.2f} {names[label]}" for _, label, cosine in found]
         return gallery(data, "train", [index for index, _, _ in found], captions)
 

@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,25 +29,13 @@ UNUSABLE = (
 )
 
 
-@dataclass
-class Estimate:
-    """The prior of some images (C,) with the interval that 90 % of the resamples lie in."""
-
-    prior: Tensor
-    low: Tensor
-    high: Tensor
-    warning: str | None  # why it must not be used
-
-
-def estimate(posterior: Tensor, source: Tensor, seed: int = 0) -> Estimate:
-    """The class prior of images from their training posteriors (B, C), with its uncertainty by the bootstrap."""
-    found = estimate_prior(posterior, source)
-    rng = np.random.default_rng(seed)
+def interval(posterior: Tensor, source: Tensor) -> Tensor:
+    """The bounds (2, C) of the middle 90 % of the priors that resampled images have, by their posteriors (B, C)."""
+    rng = np.random.default_rng(0)
     times = int(np.clip(RESAMPLED // posterior.numel(), FEWEST_RESAMPLES, RESAMPLES))
     drawn = [torch.from_numpy(rng.integers(len(posterior), size=len(posterior))) for _ in range(times)]
     again = torch.stack([estimate_prior(posterior[rows], source).prior for rows in drawn])  # (times, C)
-    low, high = again.quantile(torch.tensor([0.05, 0.95], dtype=again.dtype), dim=0)
-    return Estimate(found.prior, low, high, None if found.reliable else UNUSABLE)
+    return again.quantile(torch.tensor([0.05, 0.95], dtype=again.dtype), dim=0)
 
 
 class World:
@@ -57,7 +44,8 @@ class World:
     def __init__(self, served: ServedClassifier, files: Sequence[Path], logits: Tensor, broken: dict[Path, str]):
         self.served, self.files, self.broken = served, files, broken
         self.source = head_of(served.model).prior.cpu()
-        self.estimate = estimate(served.training_posterior(logits), self.source)
+        posterior = served.training_posterior(logits)
+        self.estimate, self.bounds = estimate_prior(posterior, self.source), interval(posterior, self.source)
         self.before = served.posterior(logits, "uniform").max(-1)
         self.after = served.posterior(logits, self.estimate.prior).max(-1)
 
@@ -78,15 +66,14 @@ class World:
             lines.append(f"{len(self.broken):,} files could not be read, the first is {first.name}.")
         if len(self.files) < len(self.served.names):
             lines.append(f"Few images for {len(self.served.names):,} classes: look at how wide the intervals are.")
-        if self.estimate.warning:
-            lines.append(f"⚠️ **{self.estimate.warning}**")
+        if not self.estimate.reliable:
+            lines.append(f"⚠️ **{UNUSABLE}**")
         return "\n\n".join(lines)
 
     def prior_rows(self) -> list[list]:
         """The classes with the largest estimated shares, in percent."""
-        found = self.estimate
-        parts = (self.source, found.prior, found.low, found.high)
-        order = found.prior.argsort(descending=True, stable=True)[:ROWS]
+        parts = (self.source, self.estimate.prior, *self.bounds)
+        order = self.estimate.prior.argsort(descending=True, stable=True)[:ROWS]
         columns = [self.served.names[i] for i in order.tolist()], *((100 * part[order]).tolist() for part in parts)
         return [
             [name, round(trained, 3), round(share, 3), f"{low:.3g} to {high:.3g}"]
@@ -110,10 +97,10 @@ class World:
 
 
 def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
-    """Classify files once. What has no image's name is left out; what cannot be read is left out and counted."""
-    if served.classes is None or served.classes.several:
-        why = served.caveat or "Its images may have several labels each, and a prior is estimated for one label."
-        raise LiVTError(f"no prior can be estimated with this model. {why}")
+    """Classify files once, with a model of one label per image that gives probabilities under a prior.
+
+    What has no image's name is left out; what cannot be read is left out and counted.
+    """
     if served.doubt:
         raise LiVTError(f"no prior can be estimated with this model: {served.doubt}; calibrate it (livt calibrate).")
     suffixes = image_suffixes()

@@ -2,15 +2,21 @@
 
 from livt_hf.hub.cards import eval_result_files, model_card
 from livt_hf.hub.datasets import Origin, dataset_card, origin_of, publish_dataset
-from livt_hf.hub.publication import Publication
-from livt_hf.hub.publishing import listing, prepare_publication, publish
-from livt_hf.hub.repository import PublishError
-from livt_hf.hub.space import prepare_space, publish_space
+from livt_hf.hub.publication import Publication, PublishError
+from livt_hf.hub.publishing import (
+    check_space,
+    listing,
+    prepare_publication,
+    prepare_space,
+    publish,
+    publish_space,
+)
 
 __all__ = [
     "Origin",
     "Publication",
     "PublishError",
+    "check_space",
     "dataset_card",
     "eval_result_files",
     "listing",

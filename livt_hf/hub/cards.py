@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub.repocard import CardData, RepoCard
 
 from livt_hf.errors import LiVTError
 from livt_hf.hub.facts import (
@@ -34,14 +35,21 @@ CITATION = """\
   year      = {2023}
 }"""
 # Settings in which the paper's rows agree, by their names in arguments.yaml: a run that differs is another experiment.
-PAPER_SETTINGS = {"pooling": ("mean",), "bias": ("bce",), "test_prior": ("uniform", "none")}
-PAPER_SETTINGS |= {"sampler": ("natural",), "class_weights": (None,)}
+PAPER_SETTINGS = {
+    "tune": (None, "full"),
+    "pooling": ("mean",),
+    "bias": ("bce",),
+    "test_prior": ("uniform", "none"),
+    "sampler": ("natural",),
+    "class_weights": (None,),
+    "normalised_classifier": (False,),
+    "drw_start": (None,),
+}
 PAPER_TAUS = {"places-lt": (1.0, 1.05)}  # 1.05 is the appendix's; everywhere else 1
 LOSS_TITLES = {"bal_bce": "balanced binary cross-entropy", "bce": "binary cross-entropy", "ce": "cross-entropy"}
 LOSS_TITLES |= {"bal_ce": "balanced cross-entropy"}
 EQUAL = "every class is equally frequent"
 ACCURACY_COLUMNS = (*GROUPS, "accuracy")
-PRECISION_COLUMNS = (*GROUPS, "map")
 # The settings that a card lists.
 TOLD = ("model_size", "patch_size", "tune", "epochs", "batch_size", "optimizer", "base_lr", "weight_decay")
 TOLD += ("layer_decay", "drop_path", "keep_ratio", "mask_ratio", "decode_ratio", "loss", "tau", "test_prior", "mixup")
@@ -61,10 +69,6 @@ METRIC_TITLES = {
 MULTI_LABEL_TITLES = {"map": ("mean_average_precision", "Mean average precision")} | {
     group: ("mean_average_precision", f"{group.capitalize()}-shot mean average precision") for group in GROUPS
 }
-
-
-def template(name: str) -> str:
-    return (files("livt_hf.hub") / "templates" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def measured(results: Results) -> dict[str, tuple[str, str, float]]:
@@ -156,21 +160,18 @@ def model_card(
 
 def _refuse_gaps(results: Results) -> None:
     """Every finished run has said what a card is made of; a file that does not was damaged."""
-    said = vars(results)
-    needed = ["model_size", "parameters", "image_size"]
-    if results.stage == "pretrain":
-        said, needed = said | results.metrics, [*needed, "mask_ratio", "loss", "zero_prediction_loss"]
-    else:
-        needed += ["loss", "tau", "epoch", "epochs"]
+    said = vars(results) | results.metrics  # where the loss of a pretraining is
+    needed = ("mask_ratio", "zero_prediction_loss") if results.stage == "pretrain" else ("tau", "epoch", "epochs")
+    needed = ("model_size", "parameters", "image_size", "loss", *needed)
     missing = [name for name in needed if said.get(name) is None]
     if missing:
         raise LiVTError(f"the results of the run do not say its {missing[0]}; put back a copy of its results.json.")
 
 
-def render(name: str, data: ModelCardData, /, **context) -> ModelCard:
+def render(name: str, data: CardData, kind: type[RepoCard] = ModelCard, /, **context) -> RepoCard:
     """Fill a template; parsing the result checks the metadata (model-index included) as the Hub's client does."""
-    card = ModelCard.from_template(data, template_str=template(name), **context)
-    return ModelCard(f"{str(card).rstrip()}\n")
+    template = (files("livt_hf.hub") / "templates" / f"{name}.md").read_text(encoding="utf-8")
+    return kind(f"{str(kind.from_template(data, template_str=template, **context)).rstrip()}\n")
 
 
 def card_data(
@@ -186,7 +187,7 @@ def card_data(
         pipeline_tag="image-classification" if classifier else "image-feature-extraction",
         tags=tags + [f"arxiv:{PAPER_URL.rsplit('/', 1)[-1]}"],
         datasets=[hub_id] if hub_id else None,
-        metrics=[next(iter(measured(results).values()))[0]] if classifier else None,
+        metrics=[kind for kind, *_ in measured(results).values()][:1] if classifier else None,
         model_name=model_name,
         eval_results=eval_results(results, chosen, **(source or {})) if classifier else None,
         **extra,
@@ -247,7 +248,7 @@ def _world(head: LongTailHead, shares: str, form: str) -> str | None:
 def _results_sections(results: Results, arguments: Mapping) -> dict:
     sections = dict(evaluation=_evaluation(results))
     if "map" in results.metrics:
-        rows = [["this model", *(percent(results.metrics[name]) for name in PRECISION_COLUMNS)]]
+        rows = [["this model", *_percents(results.metrics, (*GROUPS, "map"))]]
         return sections | dict(measure="mean average precision", accuracy_rows=rows, multi_label=True)
     rows = [[f"this model, {rule}", *_percents(values, ACCURACY_COLUMNS)] for rule, values in results.rules.items()]
     scored = {PAPER: "softmax(z), the authors' convention"}
@@ -257,10 +258,11 @@ def _results_sections(results: Results, arguments: Mapping) -> dict:
     ]
     paper = _paper_row(results, arguments)
     if paper:
+        printed = fractions(paper)
         label = f"the paper, ViT-{paper['model_size'].capitalize()} at {paper['image_size']} px"
-        rows.append([label, *_printed(paper, ACCURACY_COLUMNS)])
-        if "ece" in paper:
-            calibration.append(["the paper, softmax(z)", *_printed(paper, ("ece", "mce"))])
+        rows.append([label, *_percents(printed, ACCURACY_COLUMNS)])
+        if "ece" in printed:
+            calibration.append(["the paper, softmax(z)", *_percents(printed, ("ece", "mce"))])
     sections |= dict(measure="top-1 accuracy", accuracy_rows=rows, calibration_rows=calibration)
     return sections | dict(paper_note=_paper_note(paper) if paper else None)
 
@@ -269,9 +271,9 @@ def _percents(metrics: Mapping, names: Sequence[str]) -> list[str]:
     return [percent(metrics.get(name)) for name in names]
 
 
-def _printed(paper: Mapping, names: Sequence[str]) -> list[str]:
-    """Numbers of the paper, which are in percent already."""
-    return ["-" if paper.get(name) is None else f"{paper[name]:.1f}" for name in names]
+def fractions(paper: Mapping) -> dict[str, float]:
+    """The numbers of a row of the paper, which prints percent."""
+    return {name: round(paper[name] / 100, 4) for name in (*ACCURACY_COLUMNS, "ece", "mce") if name in paper}
 
 
 def _measured_on(results: Results) -> str:

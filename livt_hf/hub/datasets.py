@@ -13,15 +13,13 @@ from livt_hf.data.decoding import stored_paths
 from livt_hf.data.labels import class_feature
 from livt_hf.data.sources import with_defaults
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import TAGS, template
-from livt_hf.hub.facts import CHOOSING
-from livt_hf.hub.publication import Publication
-from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason
+from livt_hf.hub.cards import TAGS, render
+from livt_hf.hub.facts import CHOOSING, data_choices
+from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.metrics import group_sizes
 from livt_hf.reports.page import markdown_table
 from livt_hf.results import number
 from livt_hf.settings import DataSettings
-from livt_hf.system import shell_line
 
 LISTED_CLASSES = 1000  # with more classes than this, the card lists the largest and the smallest only
 RULES = {
@@ -45,9 +43,8 @@ class Origin:
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     """The origin of a dataset that was loaded with these settings, and lies where they say."""
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).exists()
-    made, told = with_defaults(settings, benchmark), settings.said_of_data()
-    chosen = [word for name in CHOOSING if name in told for word in (f"--{name}", told[name])]
-    rule = [f"The images were chosen by `{shell_line(chosen)}`."] if chosen else []
+    made, chosen = with_defaults(settings, benchmark), data_choices(vars(settings), CHOOSING)
+    rule = [f"The images were chosen by `{chosen}`."] if chosen else []
     if not chosen and made.rule is None:
         rule.append("The training images are those of the dataset.")
     if is_carved(splits, "test"):
@@ -98,9 +95,10 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
     if publication.license and not source:
         terms = f"The images are published under the licence {publication.license}."
     taken = f", taken from [{source}](https://huggingface.co/datasets/{source})" if source else ""
-    card = DatasetCard.from_template(
+    return render(
+        "dataset",
         data,
-        template_str=template("dataset"),
+        DatasetCard,
         title=publication.name,
         repo_id=publication.repo_id,
         summary=f"A long-tailed image classification dataset of {len(names):,} classes{taken}. Made with livt_hf.",
@@ -110,7 +108,6 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
         class_table=markdown_table(_class_rows(names, counts)),
         terms=terms,
     )
-    return DatasetCard(f"{str(card).rstrip()}\n")
 
 
 def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origin) -> str:
@@ -122,8 +119,8 @@ def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origi
     card = dataset_card(splits, publication, origin)
     api, repo_id = HfApi(library_name="livt_hf"), publication.repo_id
     visible = f"nothing of the dataset is visible in {repo_id}"
-    try:
-        open_repository(api, publication, "dataset")
+    with asking_the_hub(lambda why: f"{visible} ({why}); run the same command again to complete it."):
+        publication.open(api, "dataset")
         # The card goes first: push_to_hub adds the features and files to its metadata, in the same commit as the data.
         api.upload_file(
             path_or_fileobj=str(card).encode(), path_in_repo="README.md", repo_id=repo_id, repo_type="dataset",
@@ -131,10 +128,6 @@ def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origi
         )  # fmt: skip
         visible = f"in {repo_id}, which is {publication.visibility}, the card is complete and the data may be in part"
         splits.push_to_hub(repo_id, private=not publication.public, commit_message="Data")
-    except LiVTError:
-        raise
-    except HUB_ERRORS as error:
-        raise PublishError(f"{visible} ({reason(error)}); run the same command again to complete it.") from error
     return f"{api.endpoint}/datasets/{repo_id}"
 
 

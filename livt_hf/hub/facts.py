@@ -1,6 +1,6 @@
 """What the records of a run say about its dataset and its loss, in the words of cards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from livt_hf.data.benchmarks import BENCHMARKS
@@ -48,9 +48,9 @@ def needs_plugin(results: Results) -> bool:
     return results.loss is not None and results.loss not in PACKAGED
 
 
-def data_choices(arguments: Mapping) -> str:
+def data_choices(arguments: Mapping, names: Sequence[str] = (*CHOOSING, *READING)) -> str:
     """The options by which a run's data differ from what their publisher means by them; empty where they do not."""
-    told = DataSettings(**{name: arguments[name] for name in (*CHOOSING, *READING) if name in arguments})
+    told = DataSettings(**{name: arguments[name] for name in names if name in arguments})
     return shell_line([word for name, value in told.said_of_data().items() for word in (f"--{name}", value)])
 
 

@@ -21,12 +21,11 @@ def _tables() -> dict[str, list[dict]]:
 
 
 def paper_table(label: str) -> list[dict]:
-    """The rows of one table by its LaTeX label (with or without `tab:`), numbers in percent as printed."""
+    """The rows of one table by its LaTeX label, numbers in percent as printed."""
     tables = _tables()
-    label = label.removeprefix("tab:")
     if label not in tables:
         raise LiVTError(f"the paper has no result table {label!r}; it has {', '.join(tables)}.")
-    return [dict(row) for row in tables[label]]
+    return tables[label]
 
 
 def paper_result(

@@ -1,6 +1,5 @@
-"""From a finished run to a repository on the Hub: what is uploaded, in which form, in one commit."""
+"""From a finished run to a repository on the Hub, and to a Gradio Space: what is uploaded, in one commit each."""
 
-import fnmatch
 import logging
 import shutil
 import tempfile
@@ -8,21 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.repocard import SpaceCard, SpaceCardData
 from transformers import PreTrainedModel
 
 from livt_hf.conversion import save_timm, to_beit
 from livt_hf.errors import LiVTError, perhaps_meant
-from livt_hf.evaluation.models import class_names, is_multi_label, load_checkpoint, load_processor
-from livt_hf.hub.cards import eval_result_files, model_card
-from livt_hf.hub.facts import hub_ids, loss_spec
-from livt_hf.hub.publication import Publication
-from livt_hf.hub.repository import HUB_ERRORS, PublishError, open_repository, reason, visible
+from livt_hf.evaluation.models import class_names, head_of, is_multi_label, load_checkpoint, load_processor
+from livt_hf.hub.cards import TAGS, eval_result_files, model_card, render
+from livt_hf.hub.facts import hub_ids, loss_spec, needs_plugin
+from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.hub.scrubbing import TEXTS, Scrubber, named_places, refuse_secrets
 from livt_hf.metrics import THRESHOLDS
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.records import read_record
 from livt_hf.reports.biases import class_distribution
-from livt_hf.reports.evaluation import NUMBERS
+from livt_hf.reports.comparison import NUMBERS
+from livt_hf.reports.evaluation import WITHOUT_IMAGES
 from livt_hf.results import EACH_LABEL, Results
 from livt_hf.runs import ARGUMENTS, LOG, RESULTS, Run
 from livt_hf.system import shell_line
@@ -33,15 +33,22 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_SIZE = "5GB"
 PICTURES = (".png", ".svg", ".jpg")
 COUNTS_PICTURE = "class_counts.png"
-MEASURED = Path("report", "evaluation.json")
+MEASURED = Path("report", NUMBERS)
 ROUNDED = 0.02  # by how much two measurements of one model may differ
 # What a publication replaces as a whole: a smaller model must not leave shards of its predecessor behind, and pictures
 # that are no longer asked for must go.
 REPLACED = ("model.safetensors", "model-", ".eval_results/", "report/", "reconstructions.png")
+SDK_VERSION = "6.31.0"  # of Gradio: the newest in which the demo was tried
+APP = '''"""The demo of {model}. On your own machine: pip install -r requirements.txt, then python app.py."""
+
+from livt_hf.demo.app import serve, show, start
+
+serve(start([show("{model}")]))
+'''
 
 
-def check_finished(run: Path) -> None:
-    """Refuse a folder unless everything that a publication is made from is there."""
+def _finished_results(run: Path) -> Results:
+    """What a run came to; a folder is refused unless everything that a publication is made from is there."""
     if Run(run).fold(1).finished:
         raise LiVTError(
             f"{run} is a cross-validation, which has no model of its own; publish one of its folds, such as "
@@ -55,24 +62,29 @@ def check_finished(run: Path) -> None:
             f"{run} is not a finished run: it has no {', no '.join(missing)}; give the folder of a finished run, or "
             "finish this one with --resume."
         )
+    return Run(run).results
+
+
+def _make_empty(folder: Path) -> None:
+    """Make a folder, or be sure that it holds nothing that was not meant to be uploaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise LiVTError(f"{folder} is not empty; give an empty or a new folder.")
 
 
 def prepare_publication(run: str | Path, folder: str | Path, publication: Publication) -> Path:
     """Write to `folder` exactly what `publish` would upload: no optimiser state, no absolute path, no token.
 
-    A classifier becomes a stock BEiT that plain transformers serves, or a timm model. Pictures that are made of images
-    of the dataset are left out unless the publication asks for them.
+    A classifier becomes a stock BEiT that plain transformers serves, or a timm model; a pretraining is a stock ViTMAE.
+    Pictures that are made of images of the dataset are left out unless the publication asks for them.
     """
     run, folder = Path(run), Path(folder)
-    check_finished(run)
-    results = Run(run).results
+    results = _finished_results(run)
     publication = publication.licensed(results)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise LiVTError(f"{folder} is not empty; give an empty or a new folder for the publication.")
+    _make_empty(folder)
     model = _write_model(run, folder, results, publication.form)
-    head = None if model is None else model.head
-    counts, names = (None, []) if model is None else (head.settings.class_counts, class_names(model))
+    head = head_of(model)
+    counts, names = (None, []) if head is None else (head.settings.class_counts, class_names(model))
     records = _chosen_records(run, results, publication.with_pictures)
     _copy_records(run, folder, records, hub_ids(results), names)
     if counts:
@@ -94,13 +106,13 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
 
 def listing(folder: Path) -> str:
     """The files of a publication with their sizes, one per line."""
-    files = published_files(folder)
+    files = _published_files(folder)
     sizes = {name: f"{path.stat().st_size:,}" for name, path in files.items()}
     width = max(map(len, sizes.values()))
     return "\n".join(f"{size:>{width}} bytes  {name}" for name, size in sizes.items())
 
 
-def published_files(folder: Path) -> dict[str, Path]:
+def _published_files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -109,63 +121,50 @@ def publish(run: str | Path, publication: Publication, api: HfApi | None = None)
     api = api or HfApi(library_name="livt_hf")
     with tempfile.TemporaryDirectory() as temporary:
         folder = prepare_publication(run, Path(temporary) / "publication", publication)
-        what = f"to the {publication.visibility} repository {publication.repo_id}:\n{listing(folder)}"
-        logger.info(what)
+        logger.info("to the %s repository %s:\n%s", publication.visibility, publication.repo_id, listing(folder))
         before = None
-        try:
-            before = open_repository(api, publication)
-            commit = _upload(api, folder, publication)
-        except LiVTError:
-            raise
-        except HUB_ERRORS as error:
-            raise PublishError(
-                f"{publication.repo_id} was not published ({reason(error)}): {visible(api, publication, before)}. "
+        with asking_the_hub(
+            lambda why: (
+                f"{publication.repo_id} was not published ({why}): {publication.visible(api, before)}. "
                 f"The run itself is complete; publish it later with: {publication.command(run)}"
-            ) from error
+            )
+        ):
+            before = publication.open(api)
+            commit = _upload(api, folder, publication)
     if publication.tag:
-        _tag(api, publication, commit)
+        with asking_the_hub(
+            lambda why: (
+                f"{publication.repo_id} is published and {publication.visibility} ({commit.commit_url}), but "
+                f"the tag {publication.tag} was not set ({why}); set it with: "
+                f"hf repos tag create {publication.repo_id} {publication.tag} --revision {commit.oid}"
+            )
+        ):
+            api.create_tag(publication.repo_id, tag=publication.tag, revision=commit.oid)
     return commit
 
 
-def _upload(api: HfApi, folder: Path, publication: Publication) -> CommitInfo:
-    repo_id = publication.repo_id
-    files = published_files(folder)
-    stale = [name for name in api.list_repo_files(repo_id) if name.startswith(REPLACED) and name not in files]
+def _upload(api: HfApi, folder: Path, publication: Publication, repo_type: str = "model") -> CommitInfo:
+    """All files of a folder as one commit: not `upload_folder`, which may make several of it."""
+    repo_id, files = publication.repo_id, _published_files(folder)
+    there = api.list_repo_files(repo_id, repo_type=repo_type)
     operations = [CommitOperationAdd(name, path) for name, path in files.items()]
-    operations += [CommitOperationDelete(name) for name in stale]
-    # Not upload_folder, which may split a folder into several commits.
-    return api.create_commit(repo_id, operations, commit_message=f"Publish with livt_hf {__version__}")
+    operations += [CommitOperationDelete(name) for name in there if name.startswith(REPLACED) and name not in files]
+    message = f"Publish with livt_hf {__version__}"
+    return api.create_commit(repo_id, operations, repo_type=repo_type, commit_message=message)
 
 
-def _tag(api: HfApi, publication: Publication, commit: CommitInfo) -> None:
-    try:
-        api.create_tag(publication.repo_id, tag=publication.tag, revision=commit.oid)
-    except HUB_ERRORS as error:
-        raise PublishError(
-            f"{publication.repo_id} is published and {publication.visibility} "
-            f"({commit.commit_url}), but the tag {publication.tag} was not set ({reason(error)}); set it with: "
-            f"hf repos tag create {publication.repo_id} {publication.tag} --revision {commit.oid}"
-        ) from error
-
-
-def _write_model(run: Path, folder: Path, results: Results, form: str) -> PreTrainedModel | None:
-    """The weights in the form others can load. Returns the model, if it is a classifier."""
-    if results.stage == "pretrain":
-        if form != "transformers":
-            raise LiVTError(f"a pretraining run has no {form} form; publish the fine-tuned classifier instead.")
-        for pattern in ("config.json", "preprocessor_config.json", "model*.safetensors", "model*.index.json"):
-            for path in run.glob(pattern):
-                shutil.copyfile(path, folder / path.name)
-        return None
-    loss_spec(results)  # a loss that is not registered is refused before the model asks for it
+def _write_model(run: Path, folder: Path, results: Results, form: str) -> PreTrainedModel:
+    """The weights in the form others can load. They are read for it, so that nothing damaged is published."""
+    if results.stage == "finetune":
+        loss_spec(results)  # a loss that is not registered is refused before the model asks for it
     model, processor = load_checkpoint(str(run)), load_processor(str(run))
     livit = isinstance(model, LiViTForImageClassification)
     if form == "timm":
         if not livit:
-            raise LiVTError(f"{run} holds a {type(model).__name__}; only a LiViT has a timm form of its own.")
+            raise LiVTError(f"{run} holds a {type(model).__name__}; only a LiViT classifier has a form for timm.")
         save_timm(model, folder, processor)
     else:
-        # Every other classifier is of a stock class already.
+        # Every other model is of a stock class already.
         (to_beit(model) if livit else model).save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(folder)
     return model
@@ -177,10 +176,12 @@ def _chosen_records(run: Path, results: Results, with_pictures: bool) -> dict[Pa
     Without `with_pictures` only files are chosen of which it is known that they show numbers.
     """
     report = _report_on(run, results)
-    files = [run / name for name in (RESULTS, ARGUMENTS, LOG)]
     shown = [] if report is None else sorted(report.glob("*"))
-    pictures = [path for path in sorted(run.glob("*")) + shown if _is_picture(path)] if with_pictures else []
-    chosen = dict.fromkeys([*files, *(path for path in shown if _shows_numbers(path)), *pictures])
+    chosen = [run / name for name in (RESULTS, ARGUMENTS, LOG)]
+    chosen += [path for path in shown if any(map(path.match, WITHOUT_IMAGES))]
+    if with_pictures:  # everything that a browser shows; the counts picture is drawn anew
+        found = [*sorted(run.glob("*")), *shown]
+        chosen += [path for path in found if path.suffix in (*PICTURES, ".html") and path.name != COUNTS_PICTURE]
     return {
         (MEASURED.parent / path.name if path.parent == report else path.relative_to(run)): path
         for path in chosen
@@ -230,10 +231,48 @@ def _copy_records(run: Path, folder: Path, files: dict[Path, Path], known: set[s
             shutil.copyfile(path, folder / name)
 
 
-def _shows_numbers(path: Path) -> bool:
-    return any(fnmatch.fnmatch(path.name, pattern) for pattern in NUMBERS)
+def check_space(run: str | Path, publication: Publication) -> Results:
+    """Refuse what no Space can serve, before anything is uploaded. Returns the results of the run."""
+    results = _finished_results(Path(run))
+    if publication.form != "transformers":
+        raise LiVTError(f"a Space serves the transformers form of a model, not {publication.form}; leave --form out.")
+    if needs_plugin(results):
+        raise LiVTError(f"a Space does not have the plugin that registers the loss {results.loss}; leave --space out.")
+    return results
 
 
-def _is_picture(path: Path) -> bool:
-    """Everything that a browser shows; the counts picture is drawn anew."""
-    return path.suffix in (*PICTURES, ".html") and path.name != COUNTS_PICTURE
+def prepare_space(run: str | Path, folder: str | Path, publication: Publication) -> Path:
+    """Write to `folder` exactly what `publish_space` would upload: an app, what it needs, a card. It runs as it is."""
+    folder, results = Path(folder), check_space(run, publication)
+    _make_empty(folder)
+    (folder / "app.py").write_text(APP.format(model=publication.repo_id), encoding="utf-8")
+    (folder / "requirements.txt").write_text(f"livt-hf[demo]>={__version__}\n", encoding="utf-8")
+    data = SpaceCardData(
+        title=publication.name,
+        sdk="gradio",
+        sdk_version=SDK_VERSION,
+        python_version="3.11",
+        app_file="app.py",
+        license=publication.licensed(results).license,
+        models=[publication.repo_id],
+        tags=["image-classification"] * (results.stage == "finetune") + TAGS,
+    )
+    words = {"repo_id": publication.repo_id, "private": not publication.public}
+    render("space", data, SpaceCard, **words).save(folder / "README.md")
+    return folder
+
+
+def publish_space(run: str | Path, publication: Publication, api: HfApi | None = None) -> CommitInfo:
+    """Upload the Space of a model that is published under the same name, as one commit."""
+    api, repo_id = api or HfApi(library_name="livt_hf"), publication.repo_id
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = prepare_space(run, Path(temporary) / "space", publication)
+        logger.info("to the %s Space %s:\n%s", publication.visibility, repo_id, listing(folder))
+        with asking_the_hub(
+            lambda why: (
+                f"the Space {repo_id} was not published ({why}), the model is; publish the Space later with: "
+                f"{publication.command(run)} --space"
+            )
+        ):
+            publication.open(api, "space")
+            return _upload(api, folder, publication, "space")

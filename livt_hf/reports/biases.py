@@ -43,7 +43,7 @@ def class_distribution(
     if sizes[0] > 10 * max(sizes[-1], 1):
         ax.set_yscale("log")
         ax.set_ylim(bottom=0.7)
-    label_classes(ax, order if names is None else [names[i] for i in order], len(sizes))
+    label_classes(ax, order if names is None else [names[i] for i in order])
     if biases and sizes[-1] > 0:
         right = ax.twinx()
         right.spines["top"].set_visible(False)

@@ -4,7 +4,7 @@ They draw what `livt_hf.metrics` tells: `LongTailMetrics.bins`, `LongTailMetrics
 `confusions`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +90,7 @@ def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, measur
             label=f"{group}: {level:.1f}",
         )  # fmt: skip
     ax.set_ylim(0 if named else -3, 103)
-    label_classes(ax, [row["name"] for row in rows], len(rows))
+    label_classes(ax, [row["name"] for row in rows])
     if named:  # names need the room below the axis
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     else:
@@ -143,20 +143,14 @@ def best_and_worst_classes(per_class: Sequence[Mapping], number: int = 5) -> tup
     return best, worst
 
 
-def best_and_worst(per_class: Sequence[Mapping], samples: Mapping[int, Sequence], path: str | Path) -> Path:
-    """The five best and the five worst classes of those with samples, with one row of images per class.
-
-    `samples` maps class ids (say, those of `best_and_worst_classes`) to images; up to six of a class are shown.
-    """
-    by_id = {row["class"]: row for row in per_class if len(samples.get(row["class"], ()))}
-    best, worst = best_and_worst_classes(list(by_id.values()))
-    if not best and not worst:
-        raise LiVTError("samples name no class with test images; give images of the classes to be shown.")
-    rows = []
+def best_and_worst(per_class: Sequence[Mapping], samples: Callable[[int], Sequence], path: str | Path) -> Path:
+    """The five best and the five worst classes, with one row of images per class, which `samples(class)` gives."""
+    by_id, rows = {row["class"]: row for row in per_class}, []
+    best, worst = best_and_worst_classes(per_class)
     for word, colour, ids in (("best", BLUE, best), ("worst", VERMILLION, worst)):
         for place, i in enumerate(ids, start=1):
             row = by_id[i]
             words = [f"{word} {place}", shorten(row["name"], 24), f"{100 * row['accuracy']:.0f} % of {row['images']}"]
             words.append(f"{row['count']:,} in training ({row['group']})")
-            rows.append(("\n".join(words), colour, list(samples[i])[:6]))
+            rows.append(("\n".join(words), colour, samples(i)))
     return labelled_rows(rows, path)

@@ -5,15 +5,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import numpy as np
 
-from livt_hf.data.tables import reading_table
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.metrics import THRESHOLDS
 from livt_hf.records import in_words, read_record
+from livt_hf.reports.mistakes import read_predictions
 from livt_hf.reports.page import html_report
 from livt_hf.results import percent
 from livt_hf.runs import Run
@@ -130,22 +128,15 @@ def _paired_noise(one: Report, other: Report) -> float | None:
 
     None where a report has no predictions, or they are of other images.
     """
-    tables = [_predictions(one), _predictions(other)]
-    if None in tables or not tables[0].drop(["prediction"]).equals(tables[1].drop(["prediction"])):
+    paths, names = [report.folder / ANSWERS for report in (one, other)], [row["name"] for row in one.classes]
+    if not all(path.is_file() for path in paths):
         return None
-    first, second = (pc.equal(table["prediction"], table["label"]).fill_null(False).to_numpy() for table in tables)
-    only_first, only_second, images = (first & ~second).sum(), (second & ~first).sum(), len(first)
-    return 1.96 * math.sqrt(only_first + only_second - (only_first - only_second) ** 2 / images) / images
-
-
-def _predictions(report: Report) -> pa.Table | None:
-    """What the rule that the model is judged by said of each image, in the order of the dataset."""
-    path, column = report.folder / ANSWERS, f"prediction ({next(iter(report.summary['rules']))})"
-    if not path.is_file():
+    first, second = (next(iter(read_predictions(path, names).values())) for path in paths)
+    same = np.array_equal(first.index, second.index) and np.array_equal(first.label, second.label)
+    if not same or not len(first.index):
         return None
-    with reading_table(path):
-        table = pq.read_table(path, columns=["index", "label", column])
-    return table.rename_columns(["index", "label", "prediction"]).sort_by("index")
+    gains, images = second.right.astype(int) - first.right, len(first.right)
+    return 1.96 * math.sqrt(abs(gains).sum() - gains.sum() ** 2 / images) / images
 
 
 def _metric_rows(one: Report, other: Report) -> list[dict]:

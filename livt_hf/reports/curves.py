@@ -1,5 +1,6 @@
-"""Curves: of training runs over time, and of results over a swept setting."""
+"""Curves: of training runs over time, of results over a swept setting, and over test sets that are shifted."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from matplotlib.lines import Line2D
 
 from livt_hf.errors import LiVTError
 from livt_hf.reports.style import GROUP_COLOURS, GROUP_MARKERS, GROUP_NAMES, PALETTE, new_figure, plain, save, shorten
+from livt_hf.results import percent
 from livt_hf.runs import read_log
 
 _LINES = ("-", "--", ":", "-.")
@@ -123,6 +125,39 @@ def sweep_plot(rows: Sequence[Mapping], path: str | Path, xlabel: str, title: st
         )
         names.append("paper")
     figure.legend(handles, names, loc="outside right center", frameon=False)
+    return save(figure, path)
+
+
+def _shift_name(imbalance: float) -> str:
+    if abs(imbalance) == 1:
+        return "balanced"
+    return f"{abs(imbalance):g} {'forward' if imbalance > 0 else 'backward'}"
+
+
+def _rules(shifts: Sequence[Mapping]) -> list[str]:
+    return list(dict.fromkeys(name for shift in shifts for name in shift["rules"]))
+
+
+def shift_rows(shifts: Sequence[Mapping]) -> list[dict]:
+    """One row per test set: its images and the accuracy of each rule; a dash where no prior could be estimated."""
+    return [
+        {"test set": _shift_name(shift["imbalance"]), "images": shift["num_images"]}
+        | {name: percent(shift["rules"].get(name, {}).get("accuracy")) for name in _rules(shifts)}
+        for shift in shifts
+    ]
+
+
+def accuracy_by_shift(shifts: Sequence[Mapping], path: str | Path) -> Path:
+    """Accuracy on every test set, one line per rule; `shifts` are those of `evaluation.json`, forward to backward."""
+    figure = new_figure(8, 4.5)
+    ax = plain(figure.add_subplot(), xlabel="imbalance of the test set", ylabel="accuracy (%)")
+    for name, marker, colour in zip(_rules(shifts), itertools.cycle("os^Dv"), itertools.cycle(PALETTE), strict=False):
+        shares = _column([shift["rules"].get(name, {}) for shift in shifts], "accuracy")
+        places = np.flatnonzero(~np.isnan(shares))
+        ax.plot(places, 100 * shares[places], marker=marker, color=colour, label=name, alpha=0.85)
+    ax.set_xticks(range(len(shifts)), [_shift_name(shift["imbalance"]) for shift in shifts], rotation=30, ha="right")
+    ax.set_ylim(bottom=0)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return save(figure, path)
 
 

@@ -16,15 +16,14 @@ from livt_hf.records import write_values
 from livt_hf.reports import (
     accuracy_by_frequency,
     best_and_worst,
-    best_and_worst_classes,
     confused_classes,
     html_report,
     markdown_table,
     reliability_diagram,
     training_curves,
 )
-from livt_hf.reports.comparison import CLASSES, write_classes
-from livt_hf.reports.shifts import accuracy_by_shift, shift_rows
+from livt_hf.reports.comparison import CLASSES, NUMBERS, write_classes
+from livt_hf.reports.curves import accuracy_by_shift, shift_rows
 from livt_hf.reports.verdict import first_screen, first_screen_text
 from livt_hf.results import percent
 from livt_hf.runs import FOLD, LOG, Run, runs_folder
@@ -35,8 +34,8 @@ SAMPLES = 6
 FOLD_METRICS = ("accuracy", "map", "mean_class_accuracy", "macro_f1", *GROUPS, "auroc", "ece")
 _SHARES = ("accuracy", "precision", "recall", "f1", "auroc", "average_precision", "confidence")
 # The files of a report that show numbers and no image of the dataset: they may be published without asking.
-NUMBERS = ("evaluation.json", "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
-NUMBERS += ("shifts.png",)
+WITHOUT_IMAGES = (NUMBERS, "report.md", "frequency.png", "confused.png", "reliability-*.png", "training.png")
+WITHOUT_IMAGES += ("shifts.png",)
 
 
 def choose_folder(settings: EvalSettings) -> Path:
@@ -68,10 +67,8 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
     if logs:
         pictures["Training"] = training_curves(logs, folder / "training.png")
     title, text, page = f"{settings.model} on {settings.dataset} ({settings.split})", [], ""
-    if several:
-        write_values(folder / "evaluation.json", found.summary | {"classes": found.per_class})
-    else:
-        write_values(folder / "evaluation.json", found.summary)
+    write_values(folder / NUMBERS, found.summary | ({"classes": found.per_class} if several else {}))
+    if not several:
         write_classes(found.per_class, folder / CLASSES)
         facts, names = facts_of(image_facts(dataset, settings.split), found.index), class_feature(dataset).names
         write_answers(folder / ANSWERS, found.index, facts, found.answers, names)
@@ -82,10 +79,15 @@ def write_report(folder: Path, settings: EvalSettings, found: Findings, dataset:
 
 
 def _of_one_label(folder: Path, found: Findings, dataset: Dataset) -> tuple[Pictures, Tables]:
-    per_class, summary = found.per_class, found.summary
+    per_class, summary, labels = found.per_class, found.summary, labels_of(dataset).values
+
+    def samples(label: int) -> list[np.ndarray]:
+        rows = np.flatnonzero(labels == label)[:SAMPLES].tolist()
+        return [image.permute(1, 2, 0).numpy() for image in some_images(dataset, rows)]
+
     pictures = {
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),
-        "Best and worst classes": best_and_worst(per_class, _samples(dataset, per_class), folder / "classes.png"),
+        "Best and worst classes": best_and_worst(per_class, samples, folder / "classes.png"),
         "Most confused classes": confused_classes(found.pairs[:20], folder / "confused.png"),
     }
     for number, (rule, metric) in enumerate(found.measured.items()):
@@ -168,17 +170,3 @@ def _group_rows(summary: dict) -> list[dict]:
         {"classes": group} | {column: percent(metrics[name]) for column, name in zip(columns, row, strict=True)}
         for group, row in names.items()
     ]
-
-
-def _samples(dataset: Dataset, per_class: list[dict]) -> dict[int, list[np.ndarray]]:
-    """A few test images of each class that the report shows."""
-    labels = labels_of(dataset).values
-    chosen = {
-        label: np.flatnonzero(labels == label)[:SAMPLES].tolist()
-        for ids in best_and_worst_classes(per_class)
-        for label in ids
-    }
-    return {
-        label: [image.permute(1, 2, 0).numpy() for image in some_images(dataset, rows)]
-        for label, rows in chosen.items()
-    }

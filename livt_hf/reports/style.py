@@ -5,10 +5,9 @@ no global list of figures grows, and pictures can be drawn from any thread.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
@@ -87,13 +86,13 @@ def shade_groups(ax: Axes, groups: Sequence[str]) -> None:
             ax.texts[-1].set(color=GROUP_COLOURS[name], fontsize=9)
 
 
-def label_classes(ax: Axes, names: Iterable[object], num_classes: int) -> None:
+def label_classes(ax: Axes, names: Sequence[object]) -> None:
     """Name the classes under the axis when there is room for all of them."""
-    ax.set_xlim(-0.5, num_classes - 0.5)
-    if num_classes > NAMED:
+    ax.set_xlim(-0.5, len(names) - 0.5)
+    if len(names) > NAMED:
         ax.set_xlabel("class, by number of training images")
         return
     labels = [shorten(name, 18) for name in names]
-    crowded = num_classes * (max(map(len, labels)) + 1) > 90  # letters beside each other on one line
-    ax.set_xticks(np.arange(num_classes), labels, rotation=90 if crowded else 0, parse_math=False)
+    crowded = len(labels) * (max(map(len, labels)) + 1) > 90  # letters beside each other on one line
+    ax.set_xticks(range(len(labels)), labels, rotation=90 if crowded else 0, parse_math=False)
     ax.tick_params(axis="x", labelsize=9)

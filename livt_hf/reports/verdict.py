@@ -35,11 +35,8 @@ def groups(findings: Findings) -> list[dict]:
     """How often each group of classes is right, with its interval; groups without classes are left out."""
     first, counted = _first(findings), [row["group"] for row in _classes(findings)]
     numbers, intervals = first.compute(), next(iter(findings.summary["intervals"].values()))
-    sizes = (
-        f"more than {first.many_above}",
-        f"{first.few_below} to {first.many_above}",
-        f"fewer than {first.few_below}",
-    )
+    many, few = first.many_above, first.few_below
+    sizes = (f"more than {many}", f"{few} to {many}", f"fewer than {few}")
     return [
         {"group": name, "classes": counted.count(name), "words": f"{size} training images"}
         | {"accuracy": numbers[name], "interval": intervals.get(name)}
@@ -79,8 +76,8 @@ def doubtful(findings: Findings) -> list[dict]:
 
 def actions(findings: Findings) -> list[str]:
     """What would help most, the most promising first."""
-    found = [*_better_rule(findings), *_more_labels(findings), *_calibration(findings), *_more_training(findings)]
-    found += [*_look_alikes(findings), *_larger_test(findings)]
+    kinds = (_better_rule, _more_labels, _calibration, _more_training, _look_alikes, _larger_test)
+    found = [action for kind in kinds for action in kind(findings)]
     return [words for worth, words in sorted(found, key=lambda action: -action[0]) if worth >= WORTH][:ACTIONS]
 
 
@@ -123,24 +120,21 @@ def _calibration(findings: Findings) -> list[tuple[float, str]]:
 
 
 def _more_training(findings: Findings) -> list[tuple[float, str]]:
-    many = _first(findings).compute()["many"]
+    first = _first(findings)
+    many = first.compute()["many"]
     if many is None or many > 0.7:
         return []
-    words = "Train longer, or start from a better pretraining: even classes with more than"
-    return [
-        ((1 - many) / 2, f"{words} {_first(findings).many_above} training images are right in only {percent(many)} %.")
-    ]
+    words = f"Train longer, or start from a better pretraining: even classes with more than {first.many_above}"
+    return [((1 - many) / 2, f"{words} training images are right in only {percent(many)} %.")]
 
 
 def _look_alikes(findings: Findings) -> list[tuple[float, str]]:
-    images = _first(findings).num_images
-    pairs = [pair for pair in findings.pairs[:50] if pair["share"] >= CONFUSED]
-    if not pairs:
+    pair = next((pair for pair in findings.pairs[:50] if pair["share"] >= CONFUSED), None)
+    if pair is None:
         return []
-    pair = pairs[0]
     words = f"Look at images of {pair['label_name']} and {pair['predicted_name']} side by side:"
     words += f" {pair['images']} of the first are taken for the second. Are the labels right?"
-    return [(pair["images"] / images, words)]
+    return [(pair["images"] / _first(findings).num_images, words)]
 
 
 def _larger_test(findings: Findings) -> list[tuple[float, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import ACCURACY_COLUMNS, CITATION, EQUAL, PAPER_URL, card_data, count_row, render
+from livt_hf.hub.cards import ACCURACY_COLUMNS, CITATION, EQUAL, PAPER_URL, card_data, count_row, fractions, render
 from livt_hf.hub.facts import dataset_names
 from livt_hf.hub.paper import paper_result
 from livt_hf.results import Results, percent
@@ -86,8 +86,7 @@ LICENSE = dict(license="other", license_name="livt-authors-terms", license_link=
 def _classifier_card(results: Results, common: dict) -> ModelCard:
     dataset, size, title = results.dataset, results.image_size, dataset_names(results)[0]
     paper = paper_result(dataset, image_size=size)
-    printed = [metric for metric in (*ACCURACY_COLUMNS, "ece", "mce") if metric in paper]
-    results.metrics = metrics = {metric: round(paper[metric] / 100, 4) for metric in printed}
+    results.metrics = metrics = fractions(paper)
     tables = dict.fromkeys([paper["table"], paper.get("calibration_table", paper["table"])])
     source = dict(source_name=f"The paper, {' and '.join(f'table {table}' for table in tables)}", source_url=PAPER_URL)
     base_model = f"{common['repo_id'].removesuffix('-384')}-mgp"

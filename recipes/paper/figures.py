@@ -26,16 +26,12 @@ from livt_hf.runs import LOG, RESULTS, Run
 from livt_hf.settings import PretrainSettings
 
 
-def biases(folder: Path) -> list[Path]:
-    return [bias_curves(folder / "bias-over-prior.png"), bias_by_gamma(folder / "bias-over-gamma.png")]
-
-
-def curves(file: Path, runs: list[Run]) -> list[Path]:
-    return [training_curves({str(run.folder): run.folder / LOG for run in runs}, file)]
+def curves(file: Path, runs: list[Run]) -> Path:
+    return training_curves({str(run.folder): run.folder / LOG for run in runs}, file)
 
 
 @torch.no_grad()
-def reconstructions(file: Path, runs: list[Run]) -> list[Path]:
+def reconstructions(file: Path, runs: list[Run]) -> Path:
     """One column per run; images, masks and processor are those of the first run's data."""
     images = held_out_images(load_data(PretrainSettings(**runs[0].settings_of(PretrainSettings))), 8)
     processor = AutoImageProcessor.from_pretrained(runs[0].folder)
@@ -45,10 +41,10 @@ def reconstructions(file: Path, runs: list[Run]) -> list[Path]:
         raise LiVTError(f"the runs differ in image size, patch size or mask ratio {sorted(sizes)}: no common masks.")
     first, *others = [reconstruction_rows(model, images, processor, seed=0) for model in models]
     rows = [[*row, *(other[number][2] for other in others)] for number, row in enumerate(first)]
-    return [reconstruction_sheet(rows, file, ["image", "masked", *(str(run.folder) for run in runs)])]
+    return reconstruction_sheet(rows, file, ["image", "masked", *(str(run.folder) for run in runs)])
 
 
-def sizes(file: Path, runs: list[Run]) -> list[Path]:
+def sizes(file: Path, runs: list[Run]) -> Path:
     """One line per loss and start, as the paper has them for LiVT, MAE and what is trained from scratch."""
     lines = defaultdict(list)
     for results in (run.results for run in runs):
@@ -59,10 +55,11 @@ def sizes(file: Path, runs: list[Run]) -> list[Path]:
     for (label, points), colour in zip(lines.items(), itertools.cycle(PALETTE), strict=False):
         ax.plot(*zip(*sorted(points), strict=True), marker="o", color=colour, label=label)
     ax.legend(frameon=False)
-    return [save(figure, file)]
+    return save(figure, file)
 
 
 OF_RUNS = {"curves": curves, "reconstructions": reconstructions, "sizes": sizes}
+STAGES = {"reconstructions": "pretrain", "sizes": "finetune"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,16 +70,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     runs = [Run(folder) for folder in arguments.runs]
     if arguments.figure == "biases":
-        written = biases(arguments.output)
-    else:
-        if not runs:
-            raise LiVTError(f"{arguments.figure} needs the folder of at least one run.")
-        needed = LOG if arguments.figure == "curves" else RESULTS
-        for run in runs:
-            if not (run.folder / needed).exists():
-                raise LiVTError(f"{run.folder} has no {needed}: name the folder of a run, runs/GROUP/NUMBER.")
-        written = OF_RUNS[arguments.figure](arguments.output, runs)
-    print("\n".join(str(path) for path in written))
+        print(bias_curves(arguments.output / "bias-over-prior.png"))
+        print(bias_by_gamma(arguments.output / "bias-over-gamma.png"))
+        return
+    if not runs:
+        raise LiVTError(f"{arguments.figure} needs the folder of at least one run.")
+    needed = LOG if arguments.figure == "curves" else RESULTS
+    for run in runs:
+        if not (run.folder / needed).exists():
+            raise LiVTError(f"{run.folder} has no {needed}: name the folder of a run, runs/GROUP/NUMBER.")
+        if arguments.figure in STAGES and run.results.stage != STAGES[arguments.figure]:
+            raise LiVTError(
+                f"{arguments.figure} needs {STAGES[arguments.figure]} runs; {run.folder} is of the other stage."
+            )
+    print(OF_RUNS[arguments.figure](arguments.output, runs))
 
 
 if __name__ == "__main__":

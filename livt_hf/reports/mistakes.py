@@ -103,6 +103,7 @@ def read_predictions(path: Path, names: list[str]) -> dict[str, Predictions]:
     rules = [match["rule"] for match in matched if match]
     if not {"index", "label", "split"} <= set(table.column_names) or not rules:
         raise LiVTError(f"{path} is no table of predictions of a report; write one with: livt eval MODEL")
+    table = table.sort_by("index")  # several processes write their images one after another
     return {rule: _under(table, rule, names, path) for rule in rules}
 
 
