@@ -80,7 +80,7 @@ def load_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping) -> dict 
     """Put everything back as it was at the newest checkpoint; None where there is none."""
     if accelerator.is_main_process and run.checkpoints.is_dir():
         for leftover in [*run.checkpoints.glob(".writing-*"), *run.checkpoints.glob(".removing-*")]:
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()  # weights of --select best
     found = checkpoints(run)
     if not found:
         return None
