@@ -316,7 +316,7 @@ KINDS = {
     "prior in a list": Kind(numbers, "listed.yaml", prior, alone=True),
     "class counts": Kind(numbers, "named.json", positive, alone=True),
     "class weights": Kind(numbers, "listed.yaml", positive, alone=True),
-    "list of a conversion": Kind(numbers, "list.json", lambda path: convert.read_list(str(path)), alone=True),
+    "names of a conversion": Kind(numbers, "list.json", lambda path: convert.read_names(str(path)), alone=True),
     "config of a command": Kind(
         numbers, "config.yaml", lambda path: FinetuneSettings(**read_settings(FinetuneSettings, path)), alone=True
     ),
