@@ -19,7 +19,7 @@ from livt_hf.data import load_data
 from livt_hf.data.labels import is_multi_label
 from livt_hf.errors import LiVTError
 from livt_hf.pretrained import read_config
-from livt_hf.recipes.paper.sweeps import Variant, summarise, table_rows
+from livt_hf.recipes.ablations import Variant, summarise, table_rows
 from livt_hf.recipes.settings import CompareSettings, SweepSettings, as_words
 from livt_hf.recipes.sweep import Plan, carried_out
 from livt_hf.recipes.train import scratch_within, unmixed

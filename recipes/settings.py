@@ -26,7 +26,7 @@ STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
 
 
 def sweep_names() -> tuple[str, ...]:
-    from livt_hf.recipes.paper.sweeps import SWEEPS  # imports torch
+    from livt_hf.recipes.ablations import SWEEPS  # imports torch
 
     return tuple(SWEEPS)
 

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from livt_hf.backbones import lent_by_checkpoint
 from livt_hf.commands import run_command
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.recipes.paper.sweeps import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
+from livt_hf.recipes.ablations import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
 from livt_hf.recipes.settings import CONFIGS, STAGES, SweepSettings, as_words
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot

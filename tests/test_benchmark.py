@@ -1,4 +1,4 @@
-"""recipes/benchmark.py runs and says what it measured. Nothing here is a test of speed."""
+"""recipes/benchmarks/run.py runs and says what it measured. Nothing here is a test of speed."""
 
 import importlib
 import json
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from livt_hf.recipes import benchmark as recipe
+from livt_hf.recipes.benchmarks import run as recipe
 
 ROW = {"question", "ours", "peer", "peer_name", "ratio", "unit"}
 
 
 @pytest.fixture
 def benchmark(monkeypatch, tmp_path, capsys):
-    """recipes/benchmark.py --quick in this process on one core; returns its rows and what it printed."""
+    """recipes/benchmarks/run.py --quick in this process on one core; returns its rows and what it printed."""
     monkeypatch.setattr(recipe, "available_cores", lambda: 1)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS has none
 

@@ -18,7 +18,7 @@ from livt_hf.hub.paper import paper_table
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.recipes import sweep
-from livt_hf.recipes.paper.sweeps import SWEEPS
+from livt_hf.recipes.ablations import SWEEPS
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.training.optim import scaled_lr

@@ -23,8 +23,8 @@ from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings, command_line
 from livt_hf.recipes import cli, convert
+from livt_hf.recipes.ablations import REPORTED
 from livt_hf.recipes.paper import tables
-from livt_hf.recipes.paper.sweeps import REPORTED
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"

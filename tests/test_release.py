@@ -20,14 +20,15 @@ def test_the_changelog_begins_with_the_version_of_the_package():
     assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == __version__
 
 
-def test_every_folder_with_code_is_a_package_of_the_wheel():
-    roots = {"livt_hf": ROOT / "livt_hf", "livt_hf.recipes": ROOT / "recipes"}
-    found = {
-        ".".join([name, *path.parent.relative_to(root).parts])
-        for name, root in roots.items()
-        for path in root.rglob("*.py")
-    }
-    assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+def test_the_wheel_has_every_package_of_the_library_and_the_commands_without_research():
+    library = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "livt_hf").rglob("*.py")}
+    assert {*library, "livt_hf.recipes"} == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_no_shipped_module_imports_research():
+    shipped = [*(ROOT / "livt_hf").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+    pattern = re.compile(r"^\s*(from|import) livt_hf\.recipes\.(paper|benchmarks)\b", re.MULTILINE)
+    assert [path.name for path in shipped if pattern.search(path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.slow
@@ -47,5 +48,5 @@ def test_the_sdist_holds_the_project_and_the_wheel_what_runs(tmp_path):
     with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl") as archive:
         wheel = {path for path in archive.namelist() if not path.startswith(f"{name}.dist-info")}
     run = [path for path in tracked if path.startswith("livt_hf/")]
-    run += [f"livt_hf/{path}" for path in tracked if re.match(r"recipes/.*\.(py|yaml)$", path)]
+    run += [f"livt_hf/{path}" for path in tracked if re.match(r"recipes/([^/]+\.py|configs/.*\.yaml)$", path)]
     assert wheel == set(run)

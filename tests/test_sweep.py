@@ -20,8 +20,8 @@ from livt_hf.configuration_livit import PRESETS
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.options import save_settings
 from livt_hf.recipes import sweep as recipe
+from livt_hf.recipes.ablations import DEIT, MAE, SWEEPS, VIT, Sweep, Variant, summarise, table_rows
 from livt_hf.recipes.paper import figures
-from livt_hf.recipes.paper.sweeps import DEIT, MAE, SWEEPS, VIT, Sweep, Variant, summarise, table_rows
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, PretrainSettings

@@ -30,7 +30,7 @@ from livt_hf.long_tail.calibration import Calibration, fit_calibration
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.metrics import LongTailMetrics
 from livt_hf.recipes import cli, sweep, train
-from livt_hf.recipes.paper.sweeps import SWEEPS
+from livt_hf.recipes.ablations import SWEEPS
 from livt_hf.settings import DataSettings
 from livt_hf.system import flush, outlive_ctrl_c, rename, shell_line, shell_words
 

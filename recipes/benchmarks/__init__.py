@@ -1,1 +1,1 @@
-"""What `recipes/benchmark.py` measures."""
+"""What `recipes/benchmarks/run.py` measures."""

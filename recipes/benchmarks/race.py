@@ -1,7 +1,7 @@
 """Accuracy against processor time on CIFAR-100-LT: we and what a user would pick instead, each from scratch.
 
-    python recipes/benchmark.py race --source FOLDER                   # everything: 25 hours of one core
-    python recipes/benchmark.py race --source FOLDER --only ours resnet32 --budgets 5 15 --seeds 0
+    python recipes/benchmarks/run.py race --source FOLDER                   # everything: 25 hours of one core
+    python recipes/benchmarks/run.py race --source FOLDER --only ours resnet32 --budgets 5 15 --seeds 0
 
 Every entry gets the same core-minutes: the processor time of its own process, with start-up, decoding and all stages,
 without evaluation. Its schedule ends with its budget. One process trains one row on one thread; a row is stored when

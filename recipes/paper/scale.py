@@ -6,9 +6,9 @@
 Operations and activations are counted on tensors without data that go through our own models, forward and backward
 under bfloat16 autocast. Hours are operations over a rate, and two rates are shown: the one of the authors' log, which
 includes their input pipeline, and the given share of a GPU's peak, which its cores may not be able to feed: each
-prepares as many images per second as `recipes/benchmark.py data` recorded, and whichever takes longer, computing or
-preparing, is the time. Beside what the paper does stands what saves computation: `--decode_ratio` in the first stage,
-`--keep_ratio` in the second. What `--compile` gains is not among it: that cannot be counted.
+prepares as many images per second as `recipes/benchmarks/run.py data` recorded, and whichever takes longer, computing
+or preparing, is the time. Beside what the paper does stands what saves computation: `--decode_ratio` in the first
+stage, `--keep_ratio` in the second. What `--compile` gains is not among it: that cannot be counted.
 """
 
 import argparse

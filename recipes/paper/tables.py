@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from livt_hf.metrics import GROUPS
+from livt_hf.recipes.ablations import table_rows
 from livt_hf.recipes.benchmarks.measuring import ratio_words
 from livt_hf.recipes.benchmarks.race import race_table
-from livt_hf.recipes.paper.sweeps import table_rows
 from livt_hf.records import read_values
 from livt_hf.reports import markdown_table
 
@@ -80,7 +80,7 @@ def scale_section(_which: str, _page: Path) -> str:
 
 
 def race_section(_which: str, page: Path) -> str:
-    """The rows of `recipes/benchmark.py race --output recipes/results/race.json`, and its picture."""
+    """The rows of `recipes/benchmarks/run.py race --output recipes/results/race.json`, and its picture."""
     path = RESULTS / "race.json"
     if not path.exists():
         return ""

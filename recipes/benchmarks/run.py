@@ -1,9 +1,9 @@
 """How fast it is, against named peers in the same run.
 
-    python recipes/benchmark.py data            # input pipelines and splits
-    python recipes/benchmark.py pretrain        # MGP steps; also: finetune, launch, predict, metrics, growth, demo
-    python recipes/benchmark.py all --output benchmark.json
-    python recipes/benchmark.py race --help     # accuracy against processor time: hours, not minutes
+    python recipes/benchmarks/run.py data            # input pipelines and splits
+    python recipes/benchmarks/run.py pretrain        # MGP steps; also finetune, launch, predict, metrics, growth, demo
+    python recipes/benchmarks/run.py all --output benchmark.json
+    python recipes/benchmarks/run.py race --help     # accuracy against processor time: hours, not minutes
 
 Ratios above 1 are in our favour; each is the median of several independent runs, with their range, and a range that
 has 1 in it is called no difference. A question takes less than five minutes on two cores and says what it measures
@@ -80,7 +80,7 @@ def answered(name: str, quick: bool, runs: int) -> list[dict]:
         for run in range(runs):
             print(f"{name}, run {run + 1} of {runs}", file=sys.stderr, flush=True)
             words = [name, "--runs", "1", "--output", f"{folder}/rows.json", *["--quick"] * quick]
-            command = [sys.executable, "-m", "livt_hf.recipes.benchmark", *words]
+            command = [sys.executable, "-m", "livt_hf.recipes.benchmarks.run", *words]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             rows = read_values(Path(folder, "rows.json"))
             found.append({(row["question"], row["peer_name"]): row for row in rows})
