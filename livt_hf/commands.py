@@ -61,9 +61,6 @@ def run_command(main: Callable[[], None]) -> None:
 
 def _prepare_to_speak(first: bool) -> None:
     """Have our own messages shown, and of the libraries' those that somebody can do something about."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream.encoding.lower() != "utf-8":  # a pipe on Windows, which has no letters for most names of classes
-            stream.reconfigure(encoding="utf-8")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for ours in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
         logging.getLogger(ours).setLevel(logging.INFO if first else logging.ERROR)

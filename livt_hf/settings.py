@@ -108,7 +108,7 @@ class DataSettings(CommandSettings):
                     "the name of the dataset is empty: name a benchmark, a folder, a table or a Hub dataset."
                 )
             # As shells complete folders; runs are found by this name.
-            self.dataset = self.dataset.rstrip(f"/{os.sep}") or "/"
+            self.dataset = self.dataset.rstrip("/") or "/"
             if Path(self.dataset).name in ("", ".."):  # of the folder one works in
                 self.dataset = os.path.abspath(self.dataset)
         if self.fold is not None:

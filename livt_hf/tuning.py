@@ -37,7 +37,6 @@ from livt_hf.plugins import find_module
 from livt_hf.runs import runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import shared_batches
-from livt_hf.system import rename
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +248,7 @@ class KeptFeatures:
         try:
             listed = torch.frombuffer(joined, dtype=torch.uint8)
             save_file({"features": torch.from_numpy(features), "digests": listed}, writing)
-            rename(writing, place)
+            writing.rename(place)
         except (OSError, SafetensorError) as error:
             writing.unlink(missing_ok=True)
             raise LiVTError(

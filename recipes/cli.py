@@ -168,7 +168,6 @@ def fitting_processes(command: str, argv: Sequence[str], devices: int | None = N
     """
     from livt_hf.long_tail.losses import LOSSES
     from livt_hf.runs import lent_by_pretraining, parse_training
-    from livt_hf.system import LAUNCHES_SEVERAL
     from livt_hf.training.machine import available_cores
 
     lends = {"finetune": lent_by_pretraining, "pretrain": lambda _: {}}
@@ -179,7 +178,7 @@ def fitting_processes(command: str, argv: Sequence[str], devices: int | None = N
         return 1  # an update may take fewer images than the config says
     share = settings.batch_size // settings.accumulation
     pairs = 2 if command == "finetune" and (settings.mixup or settings.cutmix) else 1  # mixup pairs images
-    cores = min(available_cores(), MOST_PROCESSES) if LAUNCHES_SEVERAL and settings.threads is None else 1
+    cores = min(available_cores(), MOST_PROCESSES) if settings.threads is None else 1
     most = cores if devices is None else devices
     return next((number for number in range(most, 1, -1) if share % (number * pairs) == 0), 1)
 

@@ -45,7 +45,7 @@ from livt_hf.results import duration
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.stages import LOOKED_AT, some_sizes, spread_rows
-from livt_hf.system import SENDS_SIGNALS, shell_words
+from livt_hf.system import shell_words
 from livt_hf.training.machine import available_cores, use_all_cores
 
 
@@ -97,8 +97,7 @@ def run_livt(words: list[str]) -> bool:
     wishes = signal.SIGINT, signal.SIGTERM
 
     def pass_on(wish: int, _frame) -> None:
-        if SENDS_SIGNALS:
-            command.send_signal(wish)
+        command.send_signal(wish)
 
     before = {wish: signal.signal(wish, pass_on) for wish in wishes}
     status = command.wait()

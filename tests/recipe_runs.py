@@ -53,8 +53,7 @@ def free_port() -> int:
 
 
 def _recipe(name: str, argv: list[str], output: str, environment: dict, sabotage: Callable | None, arguments: tuple):
-    if hasattr(os, "setpgrp"):
-        os.setpgrp()
+    os.setpgrp()
     multiprocessing.set_start_method(METHODS[0], force=True)  # as in a process that no server forked
     os.environ.update(environment)
     datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])

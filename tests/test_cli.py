@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from needs import needs_unix
 from recipe_runs import TINY, make_pictures
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -167,7 +166,6 @@ def test_several_processes_that_were_asked_for_are_launched_without_an_accelerat
     assert cli.several_on_cpus(["--num_processes", "1"]) == ["--num_processes", "1"]
 
 
-@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "threads"),
@@ -206,7 +204,6 @@ def test_a_stage_launched_by_livt_trains_and_names_the_next_command(pictures, tm
     assert f"livt finetune --pretrained {tmp_path / 'run'}" in answer.stdout
 
 
-@needs_unix
 @pytest.mark.parametrize(("where", "trace"), [("with ended_by_ctrl_c():", False), ("if True:", True)])
 def test_ctrl_c_ends_the_process_without_a_trace_during_imports_and_raises_after_them(where, trace):
     lines = ["import os, signal", "from livt_hf.recipes.cli import ended_by_ctrl_c"]

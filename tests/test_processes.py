@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from needs import needs_launcher, needs_unix
 from recipe_runs import RECIPES, TINY, RecipeRun, free_port, make_pictures, slow_saving, weights_of
 from safetensors.torch import load_file
 
@@ -81,7 +80,6 @@ def test_accumulating_two_micro_batches_equals_one_batch(start, alone):
     assert_close_runs(start("finetune", "accumulated", "--accumulation", 2).finish().folder, alone)
 
 
-@needs_launcher
 def test_two_launched_processes_equal_one(workplace, alone):
     folder = workplace / "launched"
     options = ["--dataset", str(workplace / "pictures"), *FINETUNE, "--output_dir", str(folder)]
@@ -108,7 +106,6 @@ def test_two_processes_pretrain_like_one(start):
     assert_close_runs(two.finish().folder, one.finish().folder)
 
 
-@needs_unix
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_processes(start, alone, first, second):
     name = f"from-{first}-to-{second}"
@@ -121,7 +118,6 @@ def test_a_run_goes_on_with_another_number_of_processes(start, alone, first, sec
     assert_close_runs(folder, alone)
 
 
-@needs_unix
 def test_a_signal_to_one_process_stops_all(start):
     run = start("finetune", "one-signal", processes=2)
     run.wait_for(lambda: run.logged() >= 1)
@@ -169,7 +165,6 @@ def test_a_folder_that_another_machine_does_not_see_is_refused(start):
     assert not run.logged()
 
 
-@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_launched_run_saves_itself_when_the_whole_group_is_signalled(start, workplace, alone, number):
@@ -192,7 +187,6 @@ def test_a_launched_run_saves_itself_when_the_whole_group_is_signalled(start, wo
     assert_close_runs(start("finetune", folder.name, "--resume").finish().folder, alone)
 
 
-@needs_unix
 @pytest.mark.slow
 def test_two_processes_killed_while_saving_go_on(start, alone):
     run = start("finetune", "killed-together", "--save_steps", 1, processes=2, sabotage=(slow_saving, 0.2))
@@ -256,7 +250,6 @@ def on_one_process(start, alone):
     return {"pretrain": pretrained, "finetune": alone}
 
 
-@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 @pytest.mark.parametrize("launcher", ["accelerate.sh", "torchrun.sh"])
@@ -290,7 +283,6 @@ esac
 """
 
 
-@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 def test_a_preempted_slurm_job_is_queued_again_and_ends_like_one_process(workplace, cluster, on_one_process, stage):

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from needs import needs_linux, needs_unix
+from needs import needs_linux
 from recipe_runs import (
     RECIPES,
     TINY,
@@ -105,14 +105,12 @@ def killed_at_random_moments(start, stage: str, name: str, seed: int, kills: int
     return start(stage, name, "--resume").finish().folder
 
 
-@needs_unix
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(start, uninterrupted, stage):
     folder = killed_at_random_moments(start, stage, "killed", seed=0, kills=2)
     assert_same_run(folder, uninterrupted[stage])
 
 
-@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
 @pytest.mark.parametrize("stage", STAGES)
@@ -193,7 +191,6 @@ def test_a_run_that_is_under_way_is_not_resumed_by_a_second_process(start, unint
     assert_same_run(third.finish().folder, uninterrupted["pretrain"])
 
 
-@needs_unix
 @pytest.mark.parametrize(
     ("stage", "number", "more"),
     [
@@ -222,14 +219,12 @@ def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(
     assert_same_run(run.folder, uninterrupted[stage])
 
 
-@needs_unix
 def test_a_run_killed_before_its_first_checkpoint_starts_again(start, uninterrupted):
     killed = start("pretrain", "early", sabotage=(kill_at, "replace", "/checkpoints", 1))
     assert killed.wait() == -signal.SIGKILL
     assert_same_run(start("pretrain", "early", "--resume").finish().folder, uninterrupted["pretrain"])
 
 
-@needs_unix
 def test_a_finished_run_and_another_setting_are_not_resumed(start, uninterrupted):
     again = start("pretrain", "uninterrupted", "--resume", output=uninterrupted["pretrain"].with_suffix(".no"))
     assert again.wait() == 1
@@ -243,7 +238,6 @@ def test_a_finished_run_and_another_setting_are_not_resumed(start, uninterrupted
     assert "Traceback" not in other.printed
 
 
-@needs_unix
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_launched_runs_killed_and_interrupted_end_like_one_that_was_not(workplace, uninterrupted, stage):

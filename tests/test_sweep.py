@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 from matplotlib.axes import Axes
-from needs import needs_unix
 from recipe_runs import RECIPES, TINY, make_pictures
 
 from livt_hf.backbones import lent_by_checkpoint
@@ -362,7 +361,6 @@ def test_the_threads_of_a_stage_may_be_chosen(runs, sweep, tmp_path):
     assert Run(tmp_path / "sweeps" / "glyphs" / "bft" / "loss=ce_seed=0").arguments["threads"] == 7
 
 
-@needs_unix
 def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_begins_no_more(sweep, monkeypatch):
     begun = []
 

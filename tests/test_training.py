@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import accelerate.tracking
 import pytest
@@ -18,12 +16,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, LoggerType
-from needs import needs_unix
 from torch import nn
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results
-from livt_hf.runs import Run, check_resumable, read_log
+from livt_hf.runs import Run, check_resumable
 from livt_hf.settings import PretrainSettings
 from livt_hf.training.checkpoints import CheckpointError, checkpoints
 from livt_hf.training.loop import Course, Loop, make_accelerator, open_run
@@ -413,16 +410,6 @@ def test_processes_wait_a_day_for_the_first_one(tmp_path, monkeypatch):
     assert made[0]["kwargs_handlers"][0].timeout == datetime.timedelta(days=1)
 
 
-def test_the_speed_of_an_update_is_measured_where_the_clock_of_the_run_stands_still(tmp_path, monkeypatch):
-    """On Windows it ticks 64 times a second."""
-    loop = make_loop(settings(tmp_path / "run", log_steps=1, max_steps=2))
-    clocks = SimpleNamespace(monotonic=lambda: 1.0, perf_counter=time.perf_counter)
-    monkeypatch.setattr("livt_hf.training.loop.time", clocks)
-    loop.fit()
-    assert all(line["images_per_second"] > 0 for line in read_log(loop.run.folder / "log.jsonl"))
-
-
-@needs_unix
 @pytest.mark.parametrize(("trial", "able"), [("exit 0", True), ("exit 1", False), ("kill -ILL $$", False)])
 def test_bf16_on_a_cpu_is_believed_only_after_a_trial(tmp_path, monkeypatch, trial, able):
     """Some CPUs announce bf16 and die of an illegal instruction, so the trial has a process of its own."""

@@ -11,7 +11,6 @@ import timm
 import torch
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Image
-from needs import needs_unix
 from PIL import Image as Pictures
 from recipe_runs import RecipeRun, make_pictures
 from safetensors.torch import load_file, save_file
@@ -125,7 +124,6 @@ def test_a_backbone_is_fine_tuned_saved_as_its_own_class_and_measured_as_in_trai
     assert run.results.model_type == stock.config.model_type
 
 
-@needs_unix
 @pytest.mark.parametrize("family", [resnet, dinov2])
 def test_on_several_processes_what_is_measured_is_what_is_saved(pictures, tmp_path, family):
     """Batch statistics are each process's own, and a mask token gets no gradient to wait for."""

@@ -155,9 +155,7 @@ def private_files() -> Iterator[None]:
 def check_port(port: int) -> None:
     """Refuse a port that is taken, before a model is loaded."""
     with socket.socket() as probe:
-        # A port that was left a moment ago is free. Windows would with this word share one that is in use.
-        if not hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was left a moment ago is free
         try:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:

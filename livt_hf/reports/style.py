@@ -19,9 +19,9 @@ YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 DPI = 120
 NAMED = 40  # up to so many classes have room for a bar and a name each
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-# What Linux, macOS and Windows have for letters of East Asia, which matplotlib's own font lacks.
+# Fonts of Linux and macOS with East Asian letters, which matplotlib's own font lacks.
 EAST_ASIAN = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Zen Hei", "PingFang SC")
-EAST_ASIAN += ("Hiragino Sans", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic")
+EAST_ASIAN += ("Hiragino Sans", "Apple SD Gothic Neo")
 
 # Colour is never the only sign: each group has a marker of its own too.
 GROUP_COLOURS = {"accuracy": BLACK, "many": BLUE, "medium": GREEN, "few": VERMILLION}

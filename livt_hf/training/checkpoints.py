@@ -18,7 +18,7 @@ from torch import nn
 from livt_hf.errors import LiVTError
 from livt_hf.records import in_words, read_record
 from livt_hf.runs import Run
-from livt_hf.system import flush, rename, replacing
+from livt_hf.system import flush, replacing
 
 STATE, SCALER = "state.json", "scaler.pt"
 
@@ -72,7 +72,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: d
     if accelerator.is_main_process:
         for old in checkpoints(run)[:-keep]:
             # Renamed first: a kill while deleting must not leave half a checkpoint under the name of a whole one.
-            shutil.rmtree(rename(old, old.with_name(f".removing-{old.name}")))
+            shutil.rmtree(old.rename(old.with_name(f".removing-{old.name}")))
     accelerator.wait_for_everyone()
 
 

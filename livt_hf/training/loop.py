@@ -326,7 +326,7 @@ class Loop:
         return {"loss": f"{line['loss']:.4f}", "lr": f"{self._lr:.1e}", "images/s": f"{speed:.0f}"}
 
     def _begin_window(self) -> None:
-        """From here on the speed is measured; the other clock may stand still between two updates, on Windows."""
+        """Start a new window over which the speed is measured."""
         self._window = time.perf_counter(), self.progress.update
 
     def _log_evaluation(self, measured: dict | None, epoch: int) -> None:
