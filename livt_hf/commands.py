@@ -109,7 +109,7 @@ def check_publishing(settings: TrainingSettings) -> None:
     """Of `--push_to_hub`: what would be refused after days of training is refused before."""
     if settings.push_to_hub:
         from livt_hf.hub import Publication
-        from livt_hf.stages import is_local, is_own
+        from livt_hf.training.results import is_local, is_own
 
         start = getattr(settings, "pretrained", None)
         said = Results(stage=settings.stage, dataset=settings.dataset, pretrained=start)

@@ -31,7 +31,7 @@ from livt_hf.reports.evaluation import write_report
 from livt_hf.results import EACH_LABEL, OWN, PAPER, UNIFORM, provenance
 from livt_hf.runs import Run, place_of
 from livt_hf.settings import EvalSettings, FinetuneSettings
-from livt_hf.stages import counts_summary
+from livt_hf.training.results import counts_summary
 
 logger = logging.getLogger(__name__)
 

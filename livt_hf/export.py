@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor
 
-from livt_hf.backbones import made_sizes
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import check_posterior, class_names, head_of
+from livt_hf.processors import made_sizes
 from livt_hf.records import write_values
 
 TOLERANCE = 1e-4

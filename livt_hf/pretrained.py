@@ -7,13 +7,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from livt_hf.configuration_livit import OF_LABELS, LiViTConfig, labels_of, with_settings
 from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.structure import classifier_of, prefer_channels_last
 from livt_hf.records import in_words
 
 logger = logging.getLogger(__name__)
@@ -199,3 +207,35 @@ def listed(names: Iterable[str]) -> str:
     """Names in a sentence, the first five of them."""
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
+
+
+def load_backbone(path: str) -> PreTrainedModel:
+    """A model of any family whose features are asked for: it may lack a classifier, but nothing else."""
+    with reading_checkpoint(path):
+        config = AutoConfig.from_pretrained(path)
+    model = load_image_classifier(path, config)
+    prefer_channels_last(model)
+    return model.eval()
+
+
+def load_image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The image classifier of a checkpoint, whose classifier alone may be missing or of other labels."""
+    # Weights that were saved in half precision are trained in full: small updates would be rounded away.
+    options = dict(config=config, dtype=torch.float32, use_safetensors=True)
+    options |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
+    if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        raise LiVTError(
+            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; take "
+            "timm's form of it if there is one (timm/...), or the full checkpoint of a CLIP or SigLIP."
+        )
+    with reading_checkpoint(path), without_load_report():
+        model, info = AutoModelForImageClassification.from_pretrained(path, **options)
+    classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
+    fresh = {name for name, parameter in model.named_parameters() if id(parameter) in classifier}
+    other = {key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])}
+    strange = sorted(key for key in other if not any(name.endswith(key) or key.endswith(name) for name in fresh))
+    if strange:
+        raise LiVTError(
+            f"{path} lacks weights of the model it names, such as {', '.join(strange[:3])}; it cannot be a start."
+        )
+    return model

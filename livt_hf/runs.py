@@ -260,7 +260,7 @@ def keep_settled(settings: TrainingSettings, run: Run) -> None:
 
 
 def _settled(settings: TrainingSettings) -> list[str]:
-    """What these settings leave open: it was chosen when the run began, and stays (see training/trial.py)."""
+    """What these settings leave open: it was chosen when the run began, and stays (see training/autotune.py)."""
     limited = settings.hours is not None or settings.max_steps is not None
     return ["epochs"] * limited + ["compile"] * (settings.compile == "auto")
 

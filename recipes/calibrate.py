@@ -18,6 +18,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import eval_loader, load_data, load_to_measure
+from livt_hf.data.batches import shared_batches
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.models import (
@@ -31,15 +32,14 @@ from livt_hf.evaluation.models import (
     was_trained_on,
 )
 from livt_hf.evaluation.rules import headline
-from livt_hf.finetuning import measure
 from livt_hf.recipes.settings import CalibrateSettings
 from livt_hf.records import read_record, write_values
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
-from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
-from livt_hf.training.machine import use_all_cores
+from livt_hf.training.device import use_all_cores
+from livt_hf.training.finetune import measure
 
 
 def main(argv: Sequence[str] | None = None) -> None:

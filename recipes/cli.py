@@ -168,7 +168,7 @@ def fitting_processes(command: str, argv: Sequence[str], devices: int | None = N
     """
     from livt_hf.long_tail.losses import LOSSES
     from livt_hf.runs import lent_by_pretraining, parse_training
-    from livt_hf.training.machine import available_cores
+    from livt_hf.training.device import available_cores
 
     lends = {"finetune": lent_by_pretraining, "pretrain": lambda _: {}}
     settings, _ = parse_training(STAGES[command], argv, CONFIGS, lends[command])

@@ -28,7 +28,7 @@ from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
 from livt_hf.system import shell_line
-from livt_hf.tuning import check_lora
+from livt_hf.training.lora import check_lora
 
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
 

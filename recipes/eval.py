@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from livt_hf.backbones import load_backbone
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_to_measure
+from livt_hf.data.batches import shared_batches
 from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
@@ -63,6 +63,7 @@ from livt_hf.evaluation.shifts import measure_shift, shifted_sets
 from livt_hf.evaluation.tables import check_table, write_predictions
 from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.metrics import long_tail_metrics, shot_groups
+from livt_hf.pretrained import load_backbone
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
@@ -70,9 +71,8 @@ from livt_hf.reports.curves import shift_rows
 from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.results import EACH_LABEL, percent, provenance
 from livt_hf.settings import EvalSettings
-from livt_hf.stages import shared_batches
 from livt_hf.system import shell_line
-from livt_hf.training.machine import PATIENT, check_processes, use_all_cores
+from livt_hf.training.device import PATIENT, check_processes, use_all_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:

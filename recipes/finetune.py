@@ -21,8 +21,6 @@ from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from tqdm.auto import tqdm
 
-from livt_hf import budget
-from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, serving_processor
 from livt_hf.commands import accuracy_line, check_publishing, publish_if_asked, run_command, what_next
 from livt_hf.crossvalidation import examine_folds, fold_settings, say_what_was_seen, write_fold, write_whole
 from livt_hf.data import Batches, class_counts, load_data
@@ -33,7 +31,15 @@ from livt_hf.data.sources import load_images
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.tables import ANSWERS
-from livt_hf.finetuning import (
+from livt_hf.processors import input_facts
+from livt_hf.reports import markdown_table
+from livt_hf.reports.evaluation import fold_rows
+from livt_hf.results import Results, duration
+from livt_hf.runs import Run, check_same_images, find_pretraining, keep_settled, parse_training
+from livt_hf.settings import FinetuneSettings
+from livt_hf.training import autotune
+from livt_hf.training.autotune import settle
+from livt_hf.training.finetune import (
     BestWeights,
     FinetuneCourse,
     check_options,
@@ -42,21 +48,16 @@ from livt_hf.finetuning import (
     results_of,
     selection_metric,
 )
-from livt_hf.reports import markdown_table
-from livt_hf.reports.evaluation import fold_rows
-from livt_hf.results import Results, duration
-from livt_hf.runs import Run, check_same_images, find_pretraining, keep_settled, parse_training
-from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import cut_epochs
 from livt_hf.training.loop import Course, Loop, claim_folder, finish_run, make_accelerator, open_run
-from livt_hf.training.trial import settle
+from livt_hf.training.results import cut_epochs
+from livt_hf.training.start import build_classifier, lent_by_checkpoint, serving_processor
 
 logger = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parent / "configs"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    began = budget.clock()
+    began = autotune.clock()
     settings, resumed = parse_training(FinetuneSettings, argv, CONFIGS, inherit=lent_by_checkpoint)
     settings.pretrained = find_pretraining(settings)
     check_publishing(settings)
@@ -99,7 +100,7 @@ def finetune(
     settings: FinetuneSettings, data: DatasetDict, accelerator: Accelerator, opened: Callable[[Course], Run]
 ) -> tuple[Run, Results]:
     """One model from its start to its results. `opened` gives the run's folder once all is ready to train."""
-    began = budget.clock()
+    began = autotune.clock()
     fill_batch(settings, len(data["train"]), accelerator)
     check_options(settings, data)
     cut_epochs(settings, Batches(settings.batch_size).updates(len(data["train"])))
@@ -107,7 +108,7 @@ def finetune(
     model = build_classifier(settings, data["train"])
     processor = serving_processor(settings, data["train"], model)
     course = plan_course(settings, data, model, processor, accelerator)
-    prepared = budget.clock()
+    prepared = autotune.clock()
     run = opened(course)  # only now: what was refused above leaves no folder behind
     loop = Loop(accelerator, settings, run, course)
     loop.resume(digest_of(data["train"]))
@@ -129,7 +130,7 @@ def fill_batch(settings: FinetuneSettings, num_images: int, accelerator: Acceler
     if settings.tune is None or settings.batch_size <= num_images:
         return
     if settings.batch_size == FinetuneSettings.merged({"tune": settings.tune}, CONFIGS).batch_size:  # not asked for
-        settings.batch_size = budget.batch_within(num_images)
+        settings.batch_size = autotune.batch_within(num_images)
         said = f"there are only {num_images} training images: an update takes {settings.batch_size} of them"
         accelerator.print(said, file=sys.stderr)
 
@@ -190,7 +191,7 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
             if begun:
                 keep_settled(fold, own)
             else:
-                settle(fold, accelerator, budget.clock(), course)
+                settle(fold, accelerator, autotune.clock(), course)
             return open_run(accelerator, fold, own if begun else None)
 
         accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)

@@ -28,7 +28,7 @@ from livt_hf.evaluation.rules import prior_words, serving_prior
 from livt_hf.evaluation.tables import SEPARATOR, PredictionTable, check_table
 from livt_hf.recipes.settings import PredictSettings
 from livt_hf.runs import lent_plugin_of
-from livt_hf.training.machine import use_all_cores
+from livt_hf.training.device import use_all_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:

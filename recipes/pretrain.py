@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from livt_hf import budget
 from livt_hf.commands import check_publishing, publish_if_asked, run_command, what_next
 from livt_hf.data import (
     DeviceTransform,
@@ -25,30 +24,31 @@ from livt_hf.data import (
     normalization,
     train_loader,
 )
+from livt_hf.data.batches import shared_batches
+from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import digest_of, number_of_classes
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
-from livt_hf.pretraining import held_out_images, mask_noise, reconstruction_loss, reconstruction_rows, update_advice
 from livt_hf.reports import reconstruction_sheet
 from livt_hf.results import Results, duration
 from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
-from livt_hf.stages import (
-    common_results,
-    counts_summary,
-    cut_epochs,
-    image_size,
-    is_native,
-    shared_batches,
-    training_batches,
-)
+from livt_hf.training import autotune
+from livt_hf.training.autotune import settle
 from livt_hf.training.loop import Course, Loop, finish_run, make_accelerator, open_run, track_picture
-from livt_hf.training.trial import settle
+from livt_hf.training.pretrain import (
+    held_out_images,
+    mask_noise,
+    reconstruction_loss,
+    reconstruction_rows,
+    update_advice,
+)
+from livt_hf.training.results import common_results, counts_summary, cut_epochs, image_size, training_batches
 
 CONFIGS = Path(__file__).parent / "configs"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    began = budget.clock()
+    began = autotune.clock()
     settings, resumed = parse_training(PretrainSettings, argv, CONFIGS)
     check_publishing(settings)
     accelerator = make_accelerator(settings)
@@ -115,7 +115,7 @@ def in_words(settings: PretrainSettings, run: Run, results: Results) -> str:
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
     default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size
     left = int(0.9 * results.num_train_images)  # the rest may be held out
-    smaller = ["--batch_size", str(budget.batch_within(left))] if default > left else []
+    smaller = ["--batch_size", str(autotune.batch_within(left))] if default > left else []
     return (
         f"\nPretrained {settings.model_size} on {results.num_train_images:,} images of {settings.dataset} "
         f"for {results.updates:,} updates in {duration(results.seconds)}.\n"

@@ -24,7 +24,6 @@ from typing import TextIO
 
 from tqdm.auto import tqdm
 
-from livt_hf.backbones import lent_by_checkpoint
 from livt_hf.commands import run_command
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes.ablations import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
@@ -35,7 +34,8 @@ from livt_hf.results import Results
 from livt_hf.runs import Run, check_same_settings
 from livt_hf.settings import TrainingSettings
 from livt_hf.system import shell_line, shell_words
-from livt_hf.training.machine import available_cores
+from livt_hf.training.device import available_cores
+from livt_hf.training.start import lent_by_checkpoint
 
 
 @dataclass

@@ -4,7 +4,7 @@
     livt train FOLDER --hours 0.5 --pretrained org/any-classifier      # all of a backbone or its head, as time allows
     livt train --resume runs/train-FOLDER/1                            # go on with what was interrupted
 
-It says what it chose and why before it starts; the rules are in livt_hf/budget.py. The folder of the run ends up
+It says what it chose and why before it starts; the rules are in livt_hf/autotune.py. The folder of the run ends up
 holding plan.json and the runs of its stages, that of the last with its report. Evaluation comes on top of the hours.
 """
 
@@ -23,30 +23,30 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import BaseImageProcessor
 
-from livt_hf import budget
-from livt_hf.backbones import (
-    build_classifier,
-    head_settings,
-    input_facts,
-    label_settings,
-    lent_by_checkpoint,
-    serving_processor,
-)
 from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command, what_next
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.data import Batches, eval_loader, load_data
+from livt_hf.data.decoding import LOOKED_AT, some_sizes, spread_rows
 from livt_hf.data.division import refuse_single_class
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.finetuning import check_options
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.processors import input_facts
 from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
 from livt_hf.records import read_record, write_values
 from livt_hf.results import duration
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import LOOKED_AT, some_sizes, spread_rows
 from livt_hf.system import shell_words
-from livt_hf.training.machine import available_cores, use_all_cores
+from livt_hf.training import autotune
+from livt_hf.training.device import available_cores, use_all_cores
+from livt_hf.training.finetune import check_options
+from livt_hf.training.start import (
+    build_classifier,
+    head_settings,
+    label_settings,
+    lent_by_checkpoint,
+    serving_processor,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -138,15 +138,15 @@ def plan_scratch(settings: TrainSettings, data: DatasetDict) -> tuple[str, dict[
     return choice.why(settings.hours), stages
 
 
-def scratch_within(hours: float, train: Dataset, loss: str, threads: int | None = None) -> budget.Scratch:
+def scratch_within(hours: float, train: Dataset, loss: str, threads: int | None = None) -> autotune.Scratch:
     """What this machine, or so many of its cores, can train from scratch on these images."""
     sizes = some_sizes(train)
     side = int(np.median([min(size) for size in sizes]))
-    per_second = (threads or available_cores()) * budget.CORE_FLOPS
+    per_second = (threads or available_cores()) * autotune.CORE_FLOPS
     if torch.accelerator.is_available():
-        per_second = torch.accelerator.device_count() * budget.GPU_FLOPS
+        per_second = torch.accelerator.device_count() * autotune.GPU_FLOPS
     facts = {"alike": set(sizes) == {(side, side)}, "soft_labels": LOSSES[loss].soft_labels}
-    return budget.Scratch(len(train), side, 3600 * hours * per_second, **facts)
+    return autotune.Scratch(len(train), side, 3600 * hours * per_second, **facts)
 
 
 def unmixed(loss: str) -> dict[str, float]:
@@ -163,9 +163,9 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
     forward, read = forward_seconds(model, size, settings.threads), read_seconds(train, processor)
     batch = FinetuneSettings.parse([*words, "--tune", "full"], CONFIGS, lent_by_checkpoint).batch_size
     features, epoch = ((times * forward + read) * len(train) for times in (1, 3))  # a step is three forward passes
-    tune = budget.tuning_within(budgeted, epoch, len(train), batch)
+    tune = autotune.tuning_within(budgeted, epoch, len(train), batch)
     late = " That is longer than asked for; a smaller backbone or fewer images fit." if features > budgeted else ""
-    enough = f"{budget.FULL_EPOCHS} of them and {budget.FULL_UPDATES} updates of {batch} images"
+    enough = f"{autotune.FULL_EPOCHS} of them and {autotune.FULL_UPDATES} updates of {batch} images"
     chosen = {
         "full": f"hold {enough} or more: all of it is fine-tuned.",
         "head": f"do not hold {enough}: its classifier is trained on frozen features, which take about "

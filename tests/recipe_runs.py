@@ -29,7 +29,7 @@ METHODS = multiprocessing.get_all_start_methods()  # the first is that of data l
 _context = multiprocessing.get_context("forkserver" if "forkserver" in METHODS else None)
 if "forkserver" in METHODS:
     _context.set_forkserver_preload(
-        ["livt_hf.training.loop", "livt_hf.finetuning", "livt_hf.pretraining", "livt_hf.reports"]
+        ["livt_hf.training.loop", "livt_hf.training.finetune", "livt_hf.training.pretrain", "livt_hf.reports"]
     )
 
 

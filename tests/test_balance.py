@@ -47,8 +47,8 @@ from transformers import (
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LongTailConfig, balance
 from livt_hf.conversion import to_beit
-from livt_hf.long_tail.anatomy import classifier_of, parameter_depths, pooled_features, undecayed_parameters
 from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.structure import classifier_of, parameter_depths, pooled_features, undecayed_parameters
 from livt_hf.training.optim import layer_decay_groups
 
 COUNTS = [60, 30, 10]

@@ -19,8 +19,8 @@ from livt_hf.long_tail.losses import LOSSES, LossSpec
 from livt_hf.recipes.paper.cards import converted_card, converted_names
 from livt_hf.results import UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import common_results, is_local
 from livt_hf.training.checkpoints import Progress
+from livt_hf.training.results import common_results, is_local
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 METRICS = {"accuracy": 0.421, "top5": 0.7, "many": 0.612, "medium": 0.408, "few": None, "mean_class_accuracy": 0.42}

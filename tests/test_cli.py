@@ -83,20 +83,20 @@ def test_an_option_that_does_not_exist_is_refused_before_anything_is_launched():
     ],
 )
 def test_an_update_is_shared_by_as_many_processes_as_cores_where_it_divides(monkeypatch, cores, words, processes):
-    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: cores)
+    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: cores)
     assert cli.fitting_processes("pretrain", words) == processes
     assert PretrainSettings.parse(words).batch_size % processes == 0
 
 
 def test_a_loss_that_is_a_statistic_of_its_batch_stays_on_one_process(monkeypatch):
-    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 4)
+    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: 4)
     words = ["--dataset", "somewhere", "--pretrained", "none", "--mixup", "0", "--cutmix", "0"]
     assert cli.fitting_processes("finetune", [*words, "--loss", "lade"]) == 1
     assert cli.fitting_processes("finetune", [*words, "--loss", "bal_ce"]) == 4
 
 
 def test_mixup_keeps_pairs_of_images_on_each_process(monkeypatch):
-    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 4)
+    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: 4)
     words = ["--dataset", "somewhere", "--pretrained", "none", "--batch_size", "36"]
     assert FinetuneSettings.parse(words).mixup > 0
     assert cli.fitting_processes("finetune", words) == 3  # 36 / 4 images are an odd number
@@ -107,7 +107,7 @@ def test_mixup_keeps_pairs_of_images_on_each_process(monkeypatch):
 def test_one_process_needs_no_launcher(monkeypatch, words, processes):
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "nowhere")
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 4)
+    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: 4)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     layout = cli.chosen_layout("pretrain", words)
     assert layout == processes or launch_command_parser().parse_args([*layout, "script.py"]).num_processes == processes
@@ -129,7 +129,7 @@ def test_an_update_is_shared_by_as_many_accelerators_as_divide_it(monkeypatch, c
 
 @pytest.mark.parametrize(("images", "processes"), [((5, 4), 1), ((50, 40), 8)])
 def test_few_images_are_trained_on_by_one_process(monkeypatch, tmp_path, images, processes):
-    monkeypatch.setattr("livt_hf.training.machine.available_cores", lambda: 8)
+    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: 8)
     folder = make_pictures(tmp_path / "pictures", train=images, test=2)
     words = ["--dataset", str(folder), "--pretrained", str(tmp_path / "somewhere"), "--tune", "full"]
     assert cli.fitting_processes("finetune", words) == processes

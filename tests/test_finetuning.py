@@ -12,16 +12,16 @@ from PIL import Image as Pictures
 from recipe_runs import TINY, assert_same_weights, make_pictures
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.backbones import build_classifier, serving_processor
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.finetuning import BestWeights, check_options, kept_patches, measure, plan_course, selection_metric
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.checkpoints import Progress, read_state
+from livt_hf.training.finetune import BestWeights, check_options, kept_patches, measure, plan_course, selection_metric
 from livt_hf.training.loop import Moment
+from livt_hf.training.start import build_classifier, serving_processor
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ from huggingface_hub import HfApi
 from PIL import Image as Pictures
 from livt_hf.settings import FinetuneSettings
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.backbones import serving_processor
+from livt_hf.training.start import serving_processor
 
 HfApi().create_repo("org/mgp")
 HfApi().upload_folder(repo_id="org/mgp", folder_path=sys.argv[1])

@@ -37,20 +37,21 @@ from test_cards import METRICS, PRETRAINING, RESULTS
 from transformers import ConvNextConfig, ConvNextForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
-from livt_hf.backbones import input_facts, load_backbone
 from livt_hf.conversion import from_official, to_timm
 from livt_hf.data import eval_processor, load_long_tailed, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import lent_by_run, load_checkpoint, load_processor
 from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.options import read_settings, save_settings
+from livt_hf.pretrained import load_backbone
+from livt_hf.processors import input_facts
 from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
 from livt_hf.runs import Run, parse_training, read_log
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 from livt_hf.training.checkpoints import Progress, save_checkpoint
 from livt_hf.training.checkpoints import load_checkpoint as go_on
-from livt_hf.tuning import DIGEST_BYTES, KeptFeatures
+from livt_hf.training.frozen import DIGEST_BYTES, KeptFeatures
 
 pytestmark = needs_linux
 resource = pytest.importorskip("resource")

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments, ViTMAEForPreTraining, ViTMA
 
 from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.modeling_livit_mae import sin_cos_positions
-from livt_hf.pretraining import held_out_images, reconstruction_loss
+from livt_hf.training.pretrain import held_out_images, reconstruction_loss
 
 PATCHES = 16
 

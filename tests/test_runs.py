@@ -14,7 +14,7 @@ from livt_hf.commands import run_command
 from livt_hf.results import duration, provenance
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run
 from livt_hf.settings import PretrainSettings
-from livt_hf.training.machine import available_cores
+from livt_hf.training.device import available_cores
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import yaml
 from datasets import ClassLabel, Dataset, Features
 
 from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
-from livt_hf.backbones import build_classifier, lent_by_checkpoint
 from livt_hf.commands import check_publishing, what_next
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES
@@ -37,7 +36,8 @@ from livt_hf.runs import (
     parse_training,
 )
 from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
-from livt_hf.stages import is_own
+from livt_hf.training.results import is_own
+from livt_hf.training.start import build_classifier, lent_by_checkpoint
 
 
 @pytest.fixture

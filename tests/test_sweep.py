@@ -14,7 +14,6 @@ import pytest
 from matplotlib.axes import Axes
 from recipe_runs import RECIPES, TINY, make_pictures
 
-from livt_hf.backbones import lent_by_checkpoint
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.options import save_settings
@@ -24,6 +23,7 @@ from livt_hf.recipes.paper import figures
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, PretrainSettings
+from livt_hf.training.start import lent_by_checkpoint
 
 CONFIGS = RECIPES / "configs"
 

@@ -23,8 +23,8 @@ from livt_hf.results import Results
 from livt_hf.runs import Run, check_resumable
 from livt_hf.settings import PretrainSettings
 from livt_hf.training.checkpoints import CheckpointError, checkpoints
+from livt_hf.training.device import StopOnSignal, available_cores, choose_precision, cpu_computes_bf16
 from livt_hf.training.loop import Course, Loop, make_accelerator, open_run
-from livt_hf.training.machine import StopOnSignal, available_cores, choose_precision, cpu_computes_bf16
 
 PER_EPOCH = 4
 

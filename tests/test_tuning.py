@@ -31,18 +31,20 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from livt_hf import balance, tuning
-from livt_hf.backbones import build_classifier, input_facts, lent_by_checkpoint, resized, serving_processor
+from livt_hf import balance
 from livt_hf.data import Batches, DeviceTransform, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
-from livt_hf.finetuning import finetune_augmentation, measure
-from livt_hf.long_tail.anatomy import classifier_of, pooled_features
+from livt_hf.long_tail.structure import classifier_of, pooled_features
+from livt_hf.processors import input_facts, resized
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
-from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, KeptFeatures, add_lora, freeze_unused, merge_lora
+from livt_hf.training.finetune import finetune_augmentation, measure
+from livt_hf.training.frozen import FeatureLoader, FrozenBackbone, HeadOnly, KeptFeatures
+from livt_hf.training.lora import add_lora, merge_lora
+from livt_hf.training.start import build_classifier, freeze_unused, lent_by_checkpoint, serving_processor
 
 SHORT = "--epochs 3 --warmup_epochs 1 --batch_size 16 --threads 1 --eval_epochs 3 --image_size 16".split()
 
@@ -273,7 +275,7 @@ def test_a_part_of_kept_features_that_is_damaged_counts_for_nothing(tmp_path):
 
 def test_a_process_that_has_none_of_the_missing_images_computes_nothing(frozen, tmp_path, monkeypatch):
     settings, train, _, backbone = frozen
-    monkeypatch.setattr(tuning, "shared_batches", lambda *_: Batches(64, rank=0, world_size=2))
+    monkeypatch.setattr("livt_hf.training.frozen.shared_batches", lambda *_: Batches(64, rank=0, world_size=2))
     kept = KeptFeatures(tmp_path / "features")
     backbone._compute(train.select([0]), [bytes(32)], kept, settings, None)
     assert not kept.folder.exists()

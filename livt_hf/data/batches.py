@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
@@ -89,3 +90,9 @@ class Loader(DataLoader):
 def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
     """A dataset of batches needs no collating."""
     return batch
+
+
+def shared_batches(per_process: int, accelerator: Accelerator, num_workers: int = 0) -> Batches:
+    """Batches for evaluation: `per_process` images per forward pass, each image on one process."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    return Batches(per_process * world_size, rank=rank, world_size=world_size, num_workers=num_workers)

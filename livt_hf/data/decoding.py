@@ -317,3 +317,21 @@ def listed(findings) -> str:
     findings = list(findings)
     more = [f"and {len(findings) - NAMED} more"] if len(findings) > NAMED else []
     return "".join(f"\n  {finding}" for finding in findings[:NAMED] + more)
+
+
+LOOKED_AT = 16  # images that tell the sizes of all
+
+
+def is_native(dataset: Dataset, image_size: int) -> bool:
+    """Whether images are small and come at the model's own size, so that evaluation leaves them as they are."""
+    return image_size <= 96 and set(some_sizes(dataset)) == {(image_size, image_size)}
+
+
+def some_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
+    """Height and width of some images, from the first to the last one of a dataset."""
+    return [tuple(image.shape[-2:]) for image in some_images(dataset, spread_rows(dataset, LOOKED_AT))]
+
+
+def spread_rows(dataset: Dataset, count: int) -> list[int]:
+    """So many rows, from the first to the last one of a dataset, or all."""
+    return np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int).tolist()

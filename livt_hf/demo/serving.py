@@ -28,8 +28,8 @@ from livt_hf.evaluation.models import (
     why_uncalibrated,
 )
 from livt_hf.evaluation.prediction import Predictor
-from livt_hf.long_tail.anatomy import pooled_features
 from livt_hf.long_tail.priors import Prior
+from livt_hf.long_tail.structure import pooled_features
 from livt_hf.reports.style import GROUP_COLOURS
 
 TOP = 5

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from livt_hf.evaluation.running import progress
-from livt_hf.long_tail.anatomy import pooled_features
+from livt_hf.long_tail.structure import pooled_features
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 
 PROBE_STEPS = 500

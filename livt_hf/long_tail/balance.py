@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.anatomy import classifier_of, parameter_depths, prefer_channels_last, undecayed_parameters
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import CosineClassifier, LongTailHead, start_std
 from livt_hf.long_tail.priors import Prior
+from livt_hf.long_tail.structure import classifier_of, parameter_depths, prefer_channels_last, undecayed_parameters
 
 
 class BalancedClassifier:

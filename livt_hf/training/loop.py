@@ -33,7 +33,7 @@ from livt_hf.training.checkpoints import (
     save_checkpoint,
     saving,
 )
-from livt_hf.training.machine import (
+from livt_hf.training.device import (
     PATIENT,
     StopOnSignal,
     check_distribution,

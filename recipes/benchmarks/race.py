@@ -31,7 +31,6 @@ from timm.data import create_transform
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 
-from livt_hf import budget
 from livt_hf.commands import run_command
 from livt_hf.configuration_livit import LiViTConfig, encoder_preset
 from livt_hf.data import Batches, FinetuneAugmentation, PretrainAugmentation, class_counts, load_long_tailed
@@ -46,7 +45,8 @@ from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import Run
-from livt_hf.training.machine import use_all_cores
+from livt_hf.training import autotune
+from livt_hf.training.device import use_all_cores
 from livt_hf.training.optim import warmup_cosine
 
 BUDGETS = (5, 15, 45, 120)  # core-minutes
@@ -202,7 +202,7 @@ def run_stock(row: Row) -> dict:
     decoder = {name: value for name, value in ours.to_dict().items() if name.startswith("decoder_")}
     mae = ViTMAEForPreTraining(ViTMAEConfig(**sizes, **decoder))
     batches = row.batches(PretrainAugmentation(32), 128)
-    train(mae, adamw(mae), (mae(pixels).loss for pixels, _ in batches), budget.PRETRAINING_SHARE * row.seconds)
+    train(mae, adamw(mae), (mae(pixels).loss for pixels, _ in batches), autotune.PRETRAINING_SHARE * row.seconds)
     with tempfile.TemporaryDirectory() as folder:
         mae.save_pretrained(folder)
         config = ViTConfig(**sizes, num_labels=100)
@@ -214,7 +214,7 @@ def run_ours(row: Row, **changed) -> dict:
     """What `livt train` does with such a time, with some options changed; its evaluations are taken off."""
     from livt_hf.recipes import finetune, pretrain
 
-    budget.clock, not_counted = core_seconds, []
+    autotune.clock, not_counted = core_seconds, []
 
     def uncounted(work: Callable) -> Callable:
         def timed(*arguments):
@@ -228,7 +228,7 @@ def run_ours(row: Row, **changed) -> dict:
     for recipe, names in ((pretrain, ("reconstruction_loss", "reconstruction_rows")), (finetune, ("measure",))):
         for name in names:
             setattr(recipe, name, uncounted(getattr(recipe, name)))
-    chosen = budget.Scratch(len(row.data["train"]), 32, row.seconds * budget.CORE_FLOPS).options(row.minutes / 60)
+    chosen = autotune.Scratch(len(row.data["train"]), 32, row.seconds * autotune.CORE_FLOPS).options(row.minutes / 60)
     common = {"dataset": "cifar100-lt", "imbalance_factor": 100, "source": row.source}
     common |= {"seed": row.seed, "threads": 1, "save_minutes": 1000}
 

@@ -24,7 +24,7 @@ import torch
 from livt_hf.recipes.benchmarks.measuring import ratio_words
 from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
-from livt_hf.training.machine import available_cores, use_all_cores
+from livt_hf.training.device import available_cores, use_all_cores
 
 # Subcommand: module and function.
 BENCHMARKS = {

@@ -19,11 +19,11 @@ from livt_hf import LiViTForPreTraining
 from livt_hf.commands import run_command
 from livt_hf.data import load_data
 from livt_hf.errors import LiVTError
-from livt_hf.pretraining import held_out_images, reconstruction_rows
 from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import LOG, RESULTS, Run
 from livt_hf.settings import PretrainSettings
+from livt_hf.training.pretrain import held_out_images, reconstruction_rows
 
 
 def curves(file: Path, runs: list[Run]) -> Path:

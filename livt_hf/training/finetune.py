@@ -13,26 +13,29 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 
-from livt_hf.backbones import InputFacts, input_facts
 from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, train_loader
+from livt_hf.data.batches import shared_batches
 from livt_hf.data.division import is_carved, refuse_single_class
 from livt_hf.data.labels import is_multi_label, number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import given_labels, headline, standard_rules
 from livt_hf.evaluation.running import evaluate_multi_label, evaluate_rules, logits_of
-from livt_hf.long_tail.anatomy import classifier_of
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.long_tail.structure import classifier_of
 from livt_hf.metrics import GROUPS, shot_groups
 from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.processors import InputFacts, input_facts
 from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import common_results, counts_summary, is_local, is_own, shared_batches, training_batches
 from livt_hf.system import replacing
 from livt_hf.training.checkpoints import checkpoints, read_state, read_weights, saving
+from livt_hf.training.frozen import FeatureLoader, FrozenBackbone, HeadOnly
 from livt_hf.training.loop import Course, Loop
-from livt_hf.tuning import FeatureLoader, FrozenBackbone, HeadOnly, add_lora, freeze_unused, merge_lora
+from livt_hf.training.lora import add_lora, merge_lora
+from livt_hf.training.results import common_results, counts_summary, is_local, is_own, training_batches
+from livt_hf.training.start import freeze_unused
 
 CLASS_ACCURACIES = ("mean_class_accuracy", "worst_class_accuracy")
 _AUGMENTATION = {

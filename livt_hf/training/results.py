@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from datasets import Dataset
 from transformers import PreTrainedModel
 
 from livt_hf.configuration_livit import encoder_preset
 from livt_hf.data import Batches
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
-from livt_hf.data.decoding import some_images
 from livt_hf.data.sampling import Sampler
 from livt_hf.data.sources import with_defaults
 from livt_hf.metrics import group_sizes
@@ -20,26 +18,9 @@ from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, TrainingSettings
 from livt_hf.training.loop import Loop
 
-LOOKED_AT = 16  # images that tell the sizes of all
-
 
 def image_size(settings: TrainingSettings) -> int:
     return settings.image_size or encoder_preset(settings.model_size)["image_size"]
-
-
-def is_native(dataset: Dataset, image_size: int) -> bool:
-    """Whether images are small and come at the model's own size, so that evaluation leaves them as they are."""
-    return image_size <= 96 and set(some_sizes(dataset)) == {(image_size, image_size)}
-
-
-def some_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
-    """Height and width of some images, from the first to the last one of a dataset."""
-    return [tuple(image.shape[-2:]) for image in some_images(dataset, spread_rows(dataset, LOOKED_AT))]
-
-
-def spread_rows(dataset: Dataset, count: int) -> list[int]:
-    """So many rows, from the first to the last one of a dataset, or all."""
-    return np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int).tolist()
 
 
 def cut_epochs(settings: TrainingSettings, updates_per_epoch: int) -> None:
@@ -59,12 +40,6 @@ def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Ba
         num_workers=settings.num_workers,
         sampler=Sampler(settings.sampler, settings.epochs) if isinstance(settings, FinetuneSettings) else Sampler(),
     )
-
-
-def shared_batches(per_process: int, accelerator: Accelerator, num_workers: int = 0) -> Batches:
-    """Batches for evaluation: `per_process` images per forward pass, each image on one process."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    return Batches(per_process * world_size, rank=rank, world_size=world_size, num_workers=num_workers)
 
 
 def counts_summary(counts: np.ndarray) -> dict:

@@ -1,19 +1,14 @@
 """Where fine-tuning starts: a LiViT, or any image classifier of transformers and timm, each under a balanced head."""
 
-import copy
 import inspect
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 import timm
 import torch
 from datasets import Dataset
-from PIL import Image
 from transformers import (
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForImageClassification,
     BaseImageProcessor,
     PreTrainedConfig,
     PreTrainedModel,
@@ -23,20 +18,20 @@ from transformers import (
 
 from livt_hf.configuration_livit import LiViTConfig, size_name
 from livt_hf.data import class_counts, eval_processor, normalization
+from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import class_feature, is_multi_label
 from livt_hf.data.sampling import seen_counts
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_processor
-from livt_hf.long_tail.anatomy import classifier_of, prefer_channels_last
 from livt_hf.long_tail.balance import balance
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.pretrained import read_config, reading_checkpoint, without_load_report
-from livt_hf.records import in_words
+from livt_hf.pretrained import load_image_classifier, read_config, reading_checkpoint
+from livt_hf.processors import input_facts, resized
 from livt_hf.runs import lent_by_pretraining
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import image_size, is_native
+from livt_hf.training.results import image_size
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +134,7 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
             config.pretrained_cfg["input_size"] = (3, settings.image_size, settings.image_size)
     else:
         config.update(drops)
-    return balance(_image_classifier(path, config), fresh_classifier=fresh, **head)
+    return balance(load_image_classifier(path, config), fresh_classifier=fresh, **head)
 
 
 def _has_drop_path(config: PreTrainedConfig) -> bool:
@@ -149,92 +144,6 @@ def _has_drop_path(config: PreTrainedConfig) -> bool:
     with torch.device("meta"):
         kinds = type(timm.create_model(config.architecture, **(config.model_args or {}))).__mro__
     return any("drop_path_rate" in inspect.signature(kind.__init__).parameters for kind in kinds)
-
-
-def load_backbone(path: str) -> PreTrainedModel:
-    """A model of any family whose features are asked for: it may lack a classifier, but nothing else."""
-    with reading_checkpoint(path):
-        config = AutoConfig.from_pretrained(path)
-    model = _image_classifier(path, config)
-    prefer_channels_last(model)
-    return model.eval()
-
-
-def _image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The image classifier of a checkpoint, whose classifier alone may be missing or of other labels."""
-    # Weights that were saved in half precision are trained in full: small updates would be rounded away.
-    options = dict(config=config, dtype=torch.float32, use_safetensors=True)
-    options |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
-    if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        raise LiVTError(
-            f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; take "
-            "timm's form of it if there is one (timm/...), or the full checkpoint of a CLIP or SigLIP."
-        )
-    with reading_checkpoint(path), without_load_report():
-        model, info = AutoModelForImageClassification.from_pretrained(path, **options)
-    classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
-    fresh = {name for name, parameter in model.named_parameters() if id(parameter) in classifier}
-    other = {key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])}
-    strange = sorted(key for key in other if not any(name.endswith(key) or key.endswith(name) for name in fresh))
-    if strange:
-        raise LiVTError(
-            f"{path} lacks weights of the model it names, such as {', '.join(strange[:3])}; it cannot be a start."
-        )
-    return model
-
-
-@dataclass(frozen=True)
-class InputFacts:
-    """How a model wants its images: pixels on a side, and the statistics they are normalised with."""
-
-    size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-def input_facts(processor: BaseImageProcessor) -> InputFacts:
-    config = getattr(processor, "data_config", None)  # of timm
-    if config is not None:
-        return InputFacts(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]))
-    sizes = made_sizes(processor)
-    side = min(min(sizes))
-    if sizes != {(side, side)}:
-        raise LiVTError(
-            f"the image processor makes images whose shorter side has {side} pixels; have it crop squares "
-            "(do_center_crop and crop_size in preprocessor_config.json)."
-        )
-    return InputFacts(side, *_normalisation(processor))
-
-
-def made_sizes(processor: BaseImageProcessor) -> set[tuple[int, int]]:
-    """Heights and widths of what a processor makes of a tall and of a wide image."""
-    images = (Image.new("RGB", shape) for shape in ((300, 400), (400, 300)))
-    return {tuple(_prepared(processor, [image]).shape[-2:]) for image in images}
-
-
-def _prepared(processor: BaseImageProcessor, images: list[Image.Image], **options) -> torch.Tensor:
-    try:
-        return processor(images, return_tensors="pt", **options)["pixel_values"]
-    except Exception as error:  # a damaged file comes to light in any line of the processor
-        raise LiVTError(
-            f"the image processor cannot prepare an image ({in_words(error)}); correct preprocessor_config.json."
-        ) from error
-
-
-def _normalisation(processor: BaseImageProcessor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The mean and the deviation by which a processor normalises: seen in what it makes of black, white and red.
-
-    Its attributes do not say it all: EfficientNet's divides by the deviation twice, MobileViT's swaps the channels.
-    """
-    images = [Image.new("RGB", (8, 8), colour) for colour in ("black", "white", "red")]
-    black, white, red = _prepared(processor, images, do_resize=False, do_center_crop=False)[:, :, 0, 0]  # (3,) each
-    if not torch.allclose(red, torch.stack([white[0], black[1], black[2]]), atol=1e-4):
-        raise LiVTError(
-            f"{type(processor).__name__} does more than rescale and normalise the colours of a pixel, and training "
-            "would not; take timm's form of the model if there is one (timm/...)."
-        )
-    std = 1 / (white - black)
-    return tuple((-black * std).tolist()), tuple(std.tolist())
 
 
 def serving_processor(settings: FinetuneSettings, train: Dataset, model: PreTrainedModel) -> BaseImageProcessor:
@@ -272,15 +181,12 @@ def _backbone_processor(settings: FinetuneSettings, model: PreTrainedModel) -> B
     return processor
 
 
-def resized(processor: BaseImageProcessor, side: int) -> BaseImageProcessor:
-    """The same processor for another image size; a margin around the centre crop stays in proportion."""
-    processor = copy.deepcopy(processor)
-    if hasattr(processor, "data_config"):
-        config = processor.data_config | {"input_size": (3, side, side)}
-        return type(processor)(pretrained_cfg=config, architecture=processor.architecture)
-    factor = side / input_facts(processor).size
-    for name in ("size", "crop_size"):
-        sizes = getattr(processor, name, None)
-        if sizes is not None:
-            setattr(processor, name, {key: round(value * factor) for key, value in dict(sizes).items() if value})
-    return processor
+def freeze_unused(model: PreTrainedModel, side: int) -> None:
+    """Freeze what no logit depends on (the mask token of a DINOv2, the pooling of a SigLIP, the last norm of a CLIP).
+
+    It would learn nothing, and several processes would wait for its gradient in vain.
+    """
+    model.eval()(torch.zeros(1, 3, side, side)).logits.sum().backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None

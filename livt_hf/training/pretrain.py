@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import BaseImageProcessor
 
 from livt_hf.data.batches import Batches
-from livt_hf.data.decoding import refuse_broken, without_broken
+from livt_hf.data.decoding import refuse_broken, spread_rows, without_broken
 from livt_hf.data.loading import eval_loader
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.randomness import keyed_uniform, purpose_seed
-from livt_hf.stages import spread_rows
 
 
 def mask_noise(seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tensor:

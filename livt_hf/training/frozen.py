@@ -23,20 +23,19 @@ from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from livt_hf.backbones import input_facts
 from livt_hf.configuration_livit import OF_LABELS
 from livt_hf.data import Batches, DeviceTransform, FinetuneAugmentation, eval_loader
+from livt_hf.data.batches import shared_batches
 from livt_hf.data.decoding import image_digests
 from livt_hf.data.labels import labels_of, number_of_classes
 from livt_hf.data.loading import UpdateSampler, augmented_in_order
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.running import progress
-from livt_hf.long_tail.anatomy import classifier_of, pooled_features
 from livt_hf.long_tail.balance import BalancedClassifier
-from livt_hf.plugins import find_module
+from livt_hf.long_tail.structure import classifier_of, pooled_features
+from livt_hf.processors import input_facts
 from livt_hf.runs import runs_folder
 from livt_hf.settings import FinetuneSettings
-from livt_hf.stages import shared_batches
 
 logger = logging.getLogger(__name__)
 
@@ -44,60 +43,6 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 # What a config says beside how its model computes features.
 _NOT_OF_FEATURES = OF_LABELS | {"num_classes", "label_names", "long_tail"}
 _NOT_OF_FEATURES |= {"architectures", "transformers_version", "_name_or_path"}
-
-
-def freeze_unused(model: PreTrainedModel, side: int) -> None:
-    """Freeze what no logit depends on (the mask token of a DINOv2, the pooling of a SigLIP, the last norm of a CLIP).
-
-    It would learn nothing, and several processes would wait for its gradient in vain.
-    """
-    model.eval()(torch.zeros(1, 3, side, side)).logits.sum().backward()
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.grad is not None)
-        parameter.grad = None
-
-
-def check_lora(or_else: str = "") -> None:
-    """Refuse LoRA where its library is missing."""
-    if find_module("peft") is None:
-        raise LiVTError(f"LoRA needs peft; install it with: pip install 'livt-hf[lora]'.{or_else}")
-
-
-def add_lora(model: PreTrainedModel, rank: int) -> None:
-    """Freeze a model and give each linear layer of its backbone a trainable product of two thin matrices.
-
-    A convolution of single pixels is a linear layer over channels; most of an EfficientNet's weights are in such.
-    """
-    check_lora()
-    from peft import LoraConfig, inject_adapter_in_model
-
-    classifier = classifier_of(model)
-    linear = [name for name, layer in model.named_modules() if _is_linear(layer) and layer is not classifier]
-    if not linear:
-        raise LiVTError(
-            f"{type(model).__name__} has no linear layer besides its classifier, so LoRA has nothing to add to; use "
-            "--tune head or --tune full."
-        )
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), model)
-    for parameter in classifier.parameters():
-        parameter.requires_grad_(True)
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Conv2d):
-        return layer.kernel_size == (1, 1) and layer.groups == 1
-    return isinstance(layer, nn.Linear)
-
-
-def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
-    """Add the products to the layers they belong to; the model is of its own kind again."""
-    from peft.tuners.lora import LoraLayer
-
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, LoraLayer):
-            layer.merge()
-            model.set_submodule(name, layer.get_base_layer())
-    return model
 
 
 class HeadOnly(BalancedClassifier, nn.Module):
