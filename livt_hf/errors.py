@@ -11,8 +11,13 @@ _HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*(:[^\\]+)?", re.ASCII)  # a d
 class LiVTError(ValueError):
     """Bad input or circumstances, in one sentence that names the value and the way out.
 
-    Commands print the sentence alone. Every other exception is a bug and keeps its traceback.
+    Commands print the sentence alone. Every other exception is a bug and keeps its traceback. `argument` is the name
+    of the argument or option that is wrong, where there is one.
     """
+
+    def __init__(self, message: str = "", argument: str | None = None):
+        super().__init__(message)
+        self.argument = argument
 
 
 class Interrupted(Exception):

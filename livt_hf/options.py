@@ -7,80 +7,34 @@ else from the dataset's own config, else from the defaults. All of them are merg
 import argparse
 import dataclasses
 import difflib
-import functools
 import itertools
-import operator
-import os
 import re
 import sys
-import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_origin
 
 import yaml
 
 from livt_hf.errors import LiVTError
 from livt_hf.plugins import load_plugin
 from livt_hf.records import read_values, replace_text
-
-REQUIRED = dataclasses.MISSING
-_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "at_least": (operator.ge, "at least"),
-    "above": (operator.gt, "above"),
-    "at_most": (operator.le, "at most"),
-    "below": (operator.lt, "less than"),
-}
-
-
-def option(default: Any, help: str, **facts) -> Any:
-    """Declare an option with everything that is known about it.
-
-    `at_least`, `above`, `at_most`, `below`: bounds of its value. `choices`: the values it can have, or a
-    function that lists them; that may import torch, so `--help` does not ask it. `selects`: whether an option of the
-    data decides which images are trained and tested on, as all do that are not free. `place`: it may name a place on
-    this machine. `free`: it may change when a run is resumed, because it touches neither the data nor the mathematics.
-    `before`: its value in runs from before there was such an option, where that is not its default. `trained`: it
-    names a trained model. `alone`: its value when it is named without one. `pattern`: what the value of such an option
-    looks like; another word after it stands for itself. `positional`: its value stands without `--name`; it may then
-    be `REQUIRED`.
-    """
-    return field(default=default, metadata={"help": help} | facts)
+from livt_hf.specs import REQUIRED, Spec, expand_user, option, option_choices, option_type
 
 
 @dataclass
-class CommandSettings:
+class CommandSettings(Spec):
     """What every command can be told."""
 
     stage: ClassVar[str] = ""
 
     plugin: str | None = option(
-        None, "Python file or module to import first, with losses and datasets of your own", place=True, free=True
+        None,
+        "Python file or module to import first, with losses and datasets of your own",
+        is_path=True,
+        may_change_on_resume=True,
     )
-
-    def __post_init__(self):
-        for declared in dataclasses.fields(self):
-            if declared.metadata.get("place"):
-                setattr(self, declared.name, _expanded(getattr(self, declared.name)))
-            self._check(declared)
-
-    def _check(self, declared: dataclasses.Field) -> None:
-        """Refuse a value that the option's declaration does not allow."""
-        name, value = declared.name, getattr(self, declared.name)
-        for fact, (holds, words) in _BOUNDS.items():
-            bound = declared.metadata.get(fact)
-            if bound is not None and value is not None and not holds(value, bound):  # so written, NaN is refused too
-                raise LiVTError(f"{name} is {value}; it must be {words} {bound}.")
-        choices = _choices(type(self), declared)
-        for one in value if isinstance(value, list) else [value]:
-            if choices and isinstance(one, str) and one not in choices:
-                raise LiVTError(f"{name} is {one!r}; choose one of {', '.join(choices)}.")
-
-    @classmethod
-    def names(cls, fact: str | None = None) -> list[str]:
-        """The options of which a fact is true, or all of them."""
-        return [f.name for f in dataclasses.fields(cls) if fact is None or f.metadata.get(fact)]
 
     @classmethod
     def parse(
@@ -99,9 +53,9 @@ class CommandSettings:
         asked = command_line(cls, sys.argv[1:] if argv is None else argv)
         if "config" in asked:
             asked = read_settings(cls, Path(asked["config"]).expanduser()) | asked
-        asked |= {name: _expanded(asked[name]) for name in cls.names("place") if name in asked}
+        asked |= {name: expand_user(asked[name]) for name in cls.names("is_path") if name in asked}
         load_plugin(asked.get("plugin"))
-        return asked | {name: _trained(asked[name]) for name in cls.names("trained") if name in asked}
+        return asked | {name: _trained(asked[name]) for name in cls.names("is_model") if name in asked}
 
     @classmethod
     def merged(cls, asked: dict, configs: Path | None = None, inherited: dict | None = None) -> Self:
@@ -132,7 +86,7 @@ def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, A
         word = unknown[0].split("=")[0]
         names = [*cls.names(), "config"]
         raise LiVTError(f"there is no option {word!r}{nearest(word.lstrip('-'), names, '--')}")
-    kinds, named = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}, vars(parsed)
+    kinds, named = {f.name: option_type(cls, f)[0] for f in dataclasses.fields(cls)}, vars(parsed)
     for name in cls.names("positional"):
         if name in named and _AS_OPTION + name in named:
             raise LiVTError(f"{name} is both {named[name]} and {named[_AS_OPTION + name]}; say it once.")
@@ -147,9 +101,9 @@ def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[st
     said = []
     for declared in dataclasses.fields(cls):
         facts, word = declared.metadata, f"--{declared.name}"
-        if "pattern" in facts or _is_flag(cls, declared):
-            values[word] = facts.get("pattern", "|".join((*_TRUTHS, *_choices(cls, declared))))
-            alone[word] = facts.get("alone", "true")
+        if facts["pattern"] or _is_flag(cls, declared):
+            values[word] = facts["pattern"] or "|".join((*_TRUTHS, *option_choices(cls, declared)))
+            alone[word] = facts["const"] or "true"
     for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         by_itself = word in values and not re.fullmatch(values[word], after, re.IGNORECASE)
         said.append(f"{word}={alone[word]}" if by_itself else word)
@@ -158,7 +112,7 @@ def _with_flags_said(cls: type[CommandSettings], argv: Sequence[str]) -> list[st
 
 def _is_flag(cls: type[CommandSettings], declared: dataclasses.Field) -> bool:
     """Whether the option is a truth, or a truth or a word."""
-    kind = _kind(cls, declared)
+    kind = option_type(cls, declared)[0]
     return kind is bool or True in get_args(kind)
 
 
@@ -178,9 +132,9 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
     parser = _Parser(prog=command, description=cls.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
     for declared in dataclasses.fields(cls):
-        facts, kind, shape = declared.metadata, _kind(cls, declared), {}
-        if "alone" in facts or _is_flag(cls, declared):
-            shape = {"nargs": "?", "const": facts.get("alone", "true")}
+        facts, kind, shape = declared.metadata, option_type(cls, declared)[0], {}
+        if facts["const"] or _is_flag(cls, declared):
+            shape = {"nargs": "?", "const": facts["const"] or "true"}
         elif get_origin(kind) is list:
             shape = {"nargs": "+"}
         if facts.get("positional"):
@@ -198,7 +152,7 @@ def make_parser(cls: type[CommandSettings]) -> argparse.ArgumentParser:
 def _described(cls: type[CommandSettings], declared: dataclasses.Field) -> str:
     """The help of an option with its choices and its default."""
     text = declared.metadata["help"]
-    choices = () if callable(declared.metadata.get("choices")) else _choices(cls, declared)
+    choices = () if callable(declared.metadata.get("choices")) else option_choices(cls, declared)
     if choices:
         text += f"; one of {', '.join(choices)}"
     if declared.default not in (None, REQUIRED, ""):
@@ -212,7 +166,7 @@ def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
     texts = read_values(path, yaml.BaseLoader) or {}
     if not isinstance(texts, dict):
         raise LiVTError(f"{path} must hold 'option: value' lines, not a {type(texts).__name__}.")
-    kinds = {f.name: _kind(cls, f) for f in dataclasses.fields(cls)}
+    kinds = {f.name: option_type(cls, f)[0] for f in dataclasses.fields(cls)}
     values = {}
     for name, text in texts.items():
         if name not in kinds:
@@ -226,24 +180,6 @@ def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
 
 def save_settings(settings: CommandSettings, path: Path) -> None:
     replace_text(path, yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False))
-
-
-_type_hints = functools.cache(get_type_hints)
-
-
-def _kind(cls: type[CommandSettings], declared: dataclasses.Field) -> Any:
-    """The type of an option, None aside: int, float, bool, str, a Literal of words (and truths), or a list."""
-    hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
-    return get_args(hint)[0] if get_origin(hint) in (Union, types.UnionType) else hint
-
-
-def _choices(cls: type[CommandSettings], declared: dataclasses.Field) -> tuple[str, ...]:
-    choices, kind = declared.metadata.get("choices", ()), _kind(cls, declared)
-    if get_origin(kind) is list:
-        (kind,) = get_args(kind)
-    if get_origin(kind) is Literal:
-        return tuple(str(part).lower() if isinstance(part, bool) else part for part in get_args(kind))
-    return tuple(choices() if callable(choices) else choices)
 
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -267,13 +203,6 @@ def _typed(name: str, kind: Any, text: str | list[str]) -> Any:
             wanted = "a whole number" if kind is int else "a number"
             raise LiVTError(f"{name} is {text!r}; it must be {wanted}.") from error
     return text
-
-
-def _expanded(place: Any) -> Any:
-    """A place with the home folder for ~, which a shell expands at the beginning of a word only."""
-    if isinstance(place, list):
-        return [_expanded(one) for one in place]
-    return os.path.expanduser(place) if isinstance(place, str) else place
 
 
 def _trained(place: Any) -> Any:

@@ -17,6 +17,7 @@ from livt_hf.plugins import find_module
 from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings
+from livt_hf.specs import REQUIRED
 from livt_hf.system import runs_folder, shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
@@ -109,7 +110,10 @@ class Run:
 
     def settings_of(self, cls: type[TrainingSettings]) -> dict:
         """All settings the run was started with; an option that came later had its default."""
-        defaults = {field.name: field.metadata.get("before", field.default) for field in dataclasses.fields(cls)}
+        defaults = {}
+        for field in dataclasses.fields(cls):
+            legacy = field.metadata["legacy_default"]
+            defaults[field.name] = field.default if legacy is REQUIRED else legacy
         return defaults | {name: value for name, value in self.arguments.items() if name in defaults}
 
 
@@ -181,7 +185,7 @@ def unfinished_run(settings: TrainingSettings, asked: dict) -> Run | None:
     if settings.output_dir is not None:
         run = Run(Path(settings.output_dir))
         return _of_stage(settings.stage, run) if run.started else None
-    fixed = asked.keys() & set(settings.names()) - {*settings.names("free"), *_settled(settings)}
+    fixed = asked.keys() & set(settings.names()) - {*settings.names("may_change_on_resume"), *_settled(settings)}
     wanted = {name: getattr(settings, name) for name in sorted(fixed)}
     found = (Run(path.parent) for path in runs_folder().glob(f"{settings.stage}-*/*/{ARGUMENTS}"))
     unfinished = [
@@ -231,7 +235,7 @@ def check_resumable(run: Run, settings: TrainingSettings) -> None:
 
 
 def check_same_settings(run: Run, settings: TrainingSettings) -> None:
-    saved, free = run.settings_of(type(settings)), [*settings.names("free"), *_settled(settings)]
+    saved, free = run.settings_of(type(settings)), [*settings.names("may_change_on_resume"), *_settled(settings)]
     differing = [
         f"{name} was {saved[name]!r} and is now {value!r}"
         for name, value in dataclasses.asdict(settings).items()
@@ -351,7 +355,7 @@ def find_pretraining(settings: FinetuneSettings) -> str:
     """
     if settings.pretrained is not None:
         return settings.pretrained
-    same = {name: getattr(settings, name) for name in settings.selecting()}
+    same = {name: getattr(settings, name) for name in settings.split_options()}
     run = newest_finished(PretrainSettings, streaming=False, model_size=settings.model_size, **same)
     if run is not None:
         return str(run.folder)

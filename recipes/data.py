@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.dataset).name}"
     for path in draw(sound["train"], output, settings.split_seed):
         print(f"wrote {path}")
-    said = settings.said_of_data() | {"dataset": None, "hours": 0.5}
+    said = settings.non_default_data_options() | {"dataset": None, "hours": 0.5}
     if any(broken.values()):
         said["on_broken"] = "skip"
         if not class_counts(sound["train"]).all():

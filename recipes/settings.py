@@ -5,11 +5,14 @@ Like livt_hf/settings.py this imports no torch, so that `livt` answers `--help` 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
 
 from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC
 from livt_hf.errors import LiVTError
-from livt_hf.options import REQUIRED, CommandSettings, option
+from livt_hf.long_tail.spec import loss_names
+from livt_hf.options import CommandSettings
 from livt_hf.runs import runs_folder
 from livt_hf.settings import (
     DataSettings,
@@ -17,8 +20,8 @@ from livt_hf.settings import (
     EvalSettings,
     FinetuneSettings,
     PretrainSettings,
-    loss_names,
 )
+from livt_hf.specs import REQUIRED, AboveZero, Positive, option
 from livt_hf.system import shell_line, shell_words
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -37,23 +40,25 @@ class TrainSettings(DataSettings):
 
     stage: ClassVar[str] = "train"
 
-    hours: float = option(1.0, "hours of training; evaluation comes on top", above=0)
+    hours: AboveZero = option(1.0, "hours of training; evaluation comes on top")
     pretrained: str | None = option(
-        None, "checkpoint folder or Hub id of any image classifier; default: from scratch", place=True
+        None, "checkpoint folder or Hub id of any image classifier; default: from scratch", is_path=True
     )
     loss: str = option("bal_bce", "as for `livt finetune`", choices=loss_names)
     flip: bool | None = option(None, "as for `livt finetune`; default: as the dataset's configs say, else true")
     seed: int = option(0, "seed of everything random except the split")
     validation_fraction: float | None = option(None, "as for `livt finetune`")
-    output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", place=True)
-    resume: str | None = option(None, "go on with an interrupted run: its folder", place=True)
+    output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", is_path=True)
+    resume: str | None = option(None, "go on with an interrupted run: its folder", is_path=True)
     launch: str = option("", "options of accelerate launch, such as --launch='--num_processes 1'")
-    threads: int | None = option(None, "CPU threads per process; default: the machine's cores shared out", at_least=1)
+    threads: Positive | None = option(None, "CPU threads per process; default: the machine's cores shared out")
 
     def words(self, stage: str) -> list[str]:
         """What a stage is told besides what is chosen for it."""
         loss = {"loss": self.loss} if stage == "finetune" else {}
-        return as_words(self.said_of_data() | {"dataset": self.dataset, "seed": self.seed, "flip": self.flip} | loss)
+        return as_words(
+            self.non_default_data_options() | {"dataset": self.dataset, "seed": self.seed, "flip": self.flip} | loss
+        )
 
 
 @dataclass(kw_only=True)
@@ -63,12 +68,12 @@ class CalibrateSettings(ElsewhereSettings, DataSettings):
     stage: ClassVar[str] = "calibrate"
 
     model: str = option(
-        REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True, place=True, trained=True
+        REQUIRED, "run or checkpoint folder; its config.json is changed", positional=True, is_path=True, is_model=True
     )
-    dataset: str | None = option(None, "default: the one the run was trained on", place=True)
+    dataset: str | None = option(None, "default: the one the run was trained on", is_path=True)
     split: str = option("validation", "labelled images that the model was not trained on; all: of another dataset")
-    batch_size: int = option(256, "images per forward pass", at_least=1)
-    threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
+    batch_size: Positive = option(256, "images per forward pass")
+    threads: Positive | None = option(None, "CPU threads; default: all cores")
 
 
 @dataclass(kw_only=True)
@@ -77,22 +82,22 @@ class PredictSettings(ElsewhereSettings):
 
     stage: ClassVar[str] = "predict"
 
-    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", positional=True, place=True, trained=True)
-    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", positional=True, place=True)
+    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", positional=True, is_path=True, is_model=True)
+    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", positional=True, is_path=True)
     prior: str | None = option(
         None,
         "how frequent each class is where the model serves: training, uniform, or a JSON or YAML file; "
         "default: the largest logit until the model is calibrated, and then its own test prior",
-        place=True,
+        is_path=True,
     )
-    top_k: int = option(5, "classes to print per image", at_least=1)
+    top_k: Positive = option(5, "classes to print per image")
     format: Literal["table", "jsonl", "csv"] = option("table", "what a line looks like")
     output: str | None = option(
-        None, "also write the scores of all classes for each file, to a .parquet or .csv file", place=True
+        None, "also write the scores of all classes for each file, to a .parquet or .csv file", is_path=True
     )
-    batch_size: int = option(32, "images per forward pass", at_least=1)
+    batch_size: Positive = option(32, "images per forward pass")
     device: str | None = option(None, "cuda, mps or cpu; default: the first of them that is there")
-    threads: int | None = option(None, "CPU threads; default: all cores", at_least=1)
+    threads: Positive | None = option(None, "CPU threads; default: all cores")
 
 
 @dataclass(kw_only=True)
@@ -102,13 +107,15 @@ class DemoSettings(CommandSettings):
     stage: ClassVar[str] = "demo"
 
     models: list[str] = option(
-        REQUIRED, "run folders, checkpoints or Hub ids", positional=True, place=True, trained=True
+        REQUIRED, "run folders, checkpoints or Hub ids", positional=True, is_path=True, is_model=True
     )
-    images: str | None = option(None, "folder of example images; default: images of the run's test split", place=True)
+    images: str | None = option(
+        None, "folder of example images; default: images of the run's test split", is_path=True
+    )
     report: str | None = option(
-        None, "report folder with predictions.parquet; default: the newest one in the run's folder", place=True
+        None, "report folder with predictions.parquet; default: the newest one in the run's folder", is_path=True
     )
-    port: int | None = option(None, "port on this machine; default: the first free one from 7860 on", at_least=1)
+    port: Positive | None = option(None, "port on this machine; default: the first free one from 7860 on")
     share: bool = option(False, "also make a public link, through Gradio's servers")
     browser: bool = option(True, "open the page in the browser")
     device: str | None = option(None, "cuda, mps or cpu; default: the first of them that is there")
@@ -125,7 +132,7 @@ class PublishSettings(CommandSettings):
 
     stage: ClassVar[str] = "publish"
 
-    run: str | None = option(None, "folder of a finished run", positional=True, place=True, trained=True)
+    run: str | None = option(None, "folder of a finished run", positional=True, is_path=True, is_model=True)
     repo_id: str | None = option(None, "organisation/name on the Hub", positional=True)
     license: str | None = option(
         None,
@@ -140,7 +147,7 @@ class PublishSettings(CommandSettings):
     )
     form: Literal["transformers", "timm"] = option("transformers", "library that is to load the classifier")
     tag: str | None = option(None, "git tag of this version, for instance v1.0")
-    folder: str | None = option(None, "write what would be uploaded to this folder and upload nothing", place=True)
+    folder: str | None = option(None, "write what would be uploaded to this folder and upload nothing", is_path=True)
     space: bool = option(False, "also publish a Gradio Space of the same name that serves the model under any prior")
     dry_run: bool = option(False, "list the files that would be uploaded and upload nothing")
 
@@ -158,7 +165,7 @@ class PublishDataSettings(DataSettings):
 
     stage: ClassVar[str] = "publish-data"
 
-    dataset: str | None = option(None, "the images, as for `livt finetune`", positional=True, place=True)
+    dataset: str | None = option(None, "the images, as for `livt finetune`", positional=True, is_path=True)
     repo_id: str | None = option(None, "organisation/name on the Hub", positional=True)
     license: str | None = option(
         None, "licence of the images, as the Hub spells it; must be named for images of your own"
@@ -187,7 +194,7 @@ class ConvertSettings(ElsewhereSettings):
     stage: ClassVar[str] = "convert"
 
     source: str = option(
-        REQUIRED, "a .pth file of the authors, or a run folder or Hub id", positional=True, trained=True
+        REQUIRED, "a .pth file of the authors, or a run folder or Hub id", positional=True, is_model=True
     )
     output: str = option(REQUIRED, "folder to write", positional=True)
     to: Literal["livit", "beit", "timm", "onnx", "torch-export"] = option(
@@ -195,7 +202,7 @@ class ConvertSettings(ElsewhereSettings):
     )
     prior: str | None = option(
         None, "of onnx and torch-export: give class probabilities under this prior: training, uniform, or a file",
-        place=True,
+        is_path=True,
     )  # fmt: skip
     dataset: str | None = option(
         None,
@@ -214,7 +221,7 @@ class LookSettings(DataSettings):
     stage: ClassVar[str] = "data"
 
     output: str | None = option(
-        None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", place=True
+        None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", is_path=True
     )
     check_images: bool = option(
         True, "read every image to find broken ones and copies in two splits, which takes as long as an epoch"
@@ -227,15 +234,17 @@ class CompareSettings(DataSettings):
 
     stage: ClassVar[str] = "compare"
 
-    dataset: str = option(REQUIRED, "the images, as for `livt finetune`", positional=True, place=True)
-    pretrained: str | None = option(None, "checkpoint folder or Hub id of the backbone", place=True)
+    dataset: str = option(REQUIRED, "the images, as for `livt finetune`", positional=True, is_path=True)
+    pretrained: str | None = option(None, "checkpoint folder or Hub id of the backbone", is_path=True)
     ways: list[Literal["scratch", "head", "lora", "full"]] | None = option(None, "some of the ways; default: all")
-    minutes: float = option(30.0, "time of each way on this machine; a head that needs less takes less", at_least=0.1)
-    image_size: int | None = option(None, "pixels of the backbone's images; default: its own", at_least=1)
+    minutes: Annotated[float, Ge(0.1)] = option(
+        30.0, "time of each way on this machine; a head that needs less takes less"
+    )
+    image_size: Positive | None = option(None, "pixels of the backbone's images; default: its own")
     loss: str = option("bal_bce", "loss of every way", choices=loss_names)
     seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
     validation_fraction: float | None = option(None, "as for `livt finetune`")
-    output_dir: str | None = option(None, "default: runs/compare/<dataset>-<backbone>-<minutes>", place=True)
+    output_dir: str | None = option(None, "default: runs/compare/<dataset>-<backbone>-<minutes>", is_path=True)
     dry_run: bool = option(False, "print the commands and run nothing")
 
     def __post_init__(self):
@@ -260,19 +269,23 @@ class SweepSettings(CommandSettings):
         None, "which ablation; without one they are listed", choices=sweep_names, positional=True
     )
     only: list[str] | None = option(None, "some of its variants, by their labels")
-    dataset: str = option("glyphs", "its configs are the base of every variant", place=True)
-    source: str | None = option(None, "local copy of the dataset; of another one: --pretrain '--source F'", place=True)
+    dataset: str = option("glyphs", "its configs are the base of every variant", is_path=True)
+    source: str | None = option(
+        None, "local copy of the dataset; of another one: --pretrain '--source F'", is_path=True
+    )
     imbalance_factor: str | None = option(None, "largest class over smallest class")
     model_size: Literal["micro", "tiny", "small", "base", "large"] | None = option(
         None, "preset of every variant; default: that of the checkpoint or of the configs"
     )
-    pretrained: str | None = option(None, "start every variant from this checkpoint instead of an MGP run", place=True)
+    pretrained: str | None = option(
+        None, "start every variant from this checkpoint instead of an MGP run", is_path=True
+    )
     seeds: list[int] | None = option(None, "seeds of the runs; default: 0")
     pretrain: str = option("", "further options of the first stage, such as --pretrain='--epochs 50'")
     finetune: str = option("", "further options of the second stage")
     launch: str = option("", "options of accelerate launch, such as --launch=--multi_gpu")
-    jobs: int = option(1, "runs at a time, each with its share of the cores", at_least=1)
-    output_dir: str | None = option(None, "default: runs/sweeps/<dataset>[-<size>][-<factor>]", place=True)
+    jobs: Positive = option(1, "runs at a time, each with its share of the cores")
+    output_dir: str | None = option(None, "default: runs/sweeps/<dataset>[-<size>][-<factor>]", is_path=True)
     dry_run: bool = option(False, "print the commands and run nothing")
 
     @property

@@ -267,7 +267,7 @@ def command(settings: SweepSettings) -> str:
     said, defaults = vars(settings).items(), vars(SweepSettings())
     shown = {name: value for name, value in said if name not in silent and value not in (defaults[name], "")}
     for name in shown:
-        if name in settings.names("place") and Path(str(shown[name])).exists():
+        if name in settings.names("is_path") and Path(str(shown[name])).exists():
             shown[name] = "FOLDER"
         elif isinstance(shown[name], str):
             shown[name] = without_paths(shown[name])

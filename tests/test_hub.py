@@ -273,7 +273,7 @@ def test_every_option_that_may_name_a_place_is_published_without_it(tmp_path):
         command = commands.pop()
         commands += command.__subclasses__()
         if command.stage in ("pretrain", "finetune", "eval"):
-            places |= set(command.names("place"))
+            places |= set(command.names("is_path"))
     assert {"lists", "test_prior", "plugin", "source", "output_dir", "pretrained", "dataset", "resume"} <= places
     (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(dict.fromkeys(places, "clinic/ward 3/x")))
     Scrubber().file(tmp_path / "arguments.yaml", tmp_path / "published.yaml")

@@ -14,7 +14,7 @@ from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
 from livt_hf.commands import check_publishing, what_next
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.options import REQUIRED, CommandSettings, command_line, make_parser, option, save_settings
+from livt_hf.options import CommandSettings, command_line, make_parser, save_settings
 from livt_hf.plugins import find_module, load_plugin
 from livt_hf.recipes.settings import (
     COMMANDS,
@@ -36,6 +36,7 @@ from livt_hf.runs import (
     parse_training,
 )
 from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
+from livt_hf.specs import REQUIRED, option
 from livt_hf.training.results import is_own
 from livt_hf.training.start import build_classifier, lent_by_checkpoint
 
@@ -517,11 +518,11 @@ def test_a_run_on_own_images_that_is_to_publish_itself_needs_a_licence_before_it
 
 def test_every_list_of_options_comes_from_their_declarations():
     assert {"source", "lists", "output_dir", "plugin", "pretrained", "test_prior"} <= set(
-        FinetuneSettings.names("place")
+        FinetuneSettings.names("is_path")
     )
-    assert "loss" not in FinetuneSettings.names("place")
-    assert set(DataSettings.selecting()) >= {"dataset", "imbalance_factor", "split_seed", "label_column"}
-    assert not set(FinetuneSettings.names("free")) & {"loss", "seed", "base_lr", "dataset"}
+    assert "loss" not in FinetuneSettings.names("is_path")
+    assert set(DataSettings.split_options()) >= {"dataset", "imbalance_factor", "split_seed", "label_column"}
+    assert not set(FinetuneSettings.names("may_change_on_resume")) & {"loss", "seed", "base_lr", "dataset"}
 
 
 def test_help_names_the_choices_and_defaults():
@@ -572,7 +573,7 @@ def test_the_folder_of_a_whole_training_stands_for_its_fine_tuning(command, tmp_
     (tmp_path / "finetune" / "config.json").write_text("{}")
     name, *words = command.format(tmp_path).split()
     settings = COMMANDS[name]
-    [given] = [value for name, value in settings.asked(words).items() if name in settings.names("trained")]
+    [given] = [value for name, value in settings.asked(words).items() if name in settings.names("is_model")]
     assert given in (str(tmp_path / "finetune"), [str(tmp_path / "finetune"), "other"])
 
 

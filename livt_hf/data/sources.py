@@ -172,7 +172,7 @@ def _opened(
 
 def _refuse_choice(settings: DataSettings) -> None:
     """Of a stream, which is read as it comes, no images can be chosen."""
-    for name, value in settings.said_of_data().items():
+    for name, value in settings.non_default_data_options().items():
         if name not in OF_STREAMS and (name, value) != ("split_column", "none"):
             raise LiVTError(
                 f"{name} is {value!r}, but no images can be chosen of a stream: load it without streaming."

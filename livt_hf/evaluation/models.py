@@ -240,7 +240,7 @@ def check_set_aside(settings, data: DatasetDict) -> None:
     if not is_carved(data, settings.split):
         return
     run, stored = Run(Path(settings.model)), SPLIT_OF_WORD.get(str(data["train"].split))
-    asked = set(DataSettings.names()) - set(DataSettings.names("free"))
+    asked = set(DataSettings.names()) - set(DataSettings.names("may_change_on_resume"))
     lent = run.finished and all(run.arguments.get(name) == getattr(settings, name) for name in asked)
     if not lent and stored in ("validation", "test"):
         raise LiVTError(

@@ -1,30 +1,43 @@
-"""Publishing to the Hugging Face Hub: cards, results files, models and datasets."""
+"""Publishing to the Hugging Face Hub: cards, results files, models and datasets.
 
-from livt_hf.hub.cards import eval_result_files, model_card
-from livt_hf.hub.datasets import Origin, dataset_card, origin_of, publish_dataset
-from livt_hf.hub.publication import Publication, PublishError
-from livt_hf.hub.publishing import (
-    check_space,
-    listing,
-    prepare_publication,
-    prepare_space,
-    publish,
-    publish_space,
-)
+Names are looked up when they are first used.
+"""
 
-__all__ = [
-    "Origin",
-    "Publication",
-    "PublishError",
-    "check_space",
-    "dataset_card",
-    "eval_result_files",
-    "listing",
-    "model_card",
-    "origin_of",
-    "prepare_publication",
-    "prepare_space",
-    "publish",
-    "publish_dataset",
-    "publish_space",
-]
+import importlib
+
+_NAMES = {
+    "cards": (
+        "eval_result_files",
+        "model_card",
+    ),
+    "datasets": (
+        "Origin",
+        "dataset_card",
+        "origin_of",
+        "publish_dataset",
+    ),
+    "publication": (
+        "Publication",
+        "PublishError",
+    ),
+    "publishing": (
+        "check_space",
+        "listing",
+        "prepare_publication",
+        "prepare_space",
+        "publish",
+        "publish_space",
+    ),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -51,7 +51,9 @@ def needs_plugin(results: Results) -> bool:
 def data_choices(arguments: Mapping, names: Sequence[str] = (*CHOOSING, *READING)) -> str:
     """The options by which a run's data differ from what their publisher means by them; empty where they do not."""
     told = DataSettings(**{name: arguments[name] for name in names if name in arguments})
-    return shell_line([word for name, value in told.said_of_data().items() for word in (f"--{name}", value)])
+    return shell_line(
+        [word for name, value in told.non_default_data_options().items() for word in (f"--{name}", value)]
+    )
 
 
 def dataset_names(results: Results) -> tuple[str, str | None]:

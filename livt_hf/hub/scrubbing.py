@@ -23,7 +23,9 @@ _POSIX = r"(?<![\w.:/<>)+\\-])(?:file://)?~?/(?:[^\s/\"'<>|:;,()\\]+/)+[^\s/\"'<
 _WINDOWS = r"(?<!\w)[A-Za-z]:(?:\\{1,2}[^\s\"'<>|:;,()\\]+)+"
 _WHOLE = re.compile(r"(?:file://|~|/|[A-Za-z]:[\\/])[^\n]*")
 # The options that may name a place on this machine, of the commands whose records are published.
-PLACES = {name for settings in (PretrainSettings, FinetuneSettings, EvalSettings) for name in settings.names("place")}
+PLACES = {
+    name for settings in (PretrainSettings, FinetuneSettings, EvalSettings) for name in settings.names("is_path")
+}
 # A home directory by its usual name, of any user.
 _HOME = re.compile(rb"(?<![\w+/.])(?:/home/|/Users/)\w|[A-Za-z]:\\{1,2}Users\\")
 

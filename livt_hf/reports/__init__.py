@@ -1,30 +1,45 @@
-"""Pictures and pages that show what a model does to the tail. Each function writes one file and returns its path."""
+"""Pictures and pages that show what a model does to the tail. Each function writes one file and returns its path.
 
-from livt_hf.reports.biases import bias_by_gamma, bias_curves, class_distribution
-from livt_hf.reports.classes import (
-    accuracy_by_frequency,
-    best_and_worst,
-    best_and_worst_classes,
-    confused_classes,
-    reliability_diagram,
-)
-from livt_hf.reports.curves import sweep_plot, training_curves
-from livt_hf.reports.page import html_report, markdown_table
-from livt_hf.reports.sheets import contact_sheet, reconstruction_sheet
+Names are looked up when they are first used.
+"""
 
-__all__ = [
-    "accuracy_by_frequency",
-    "best_and_worst",
-    "best_and_worst_classes",
-    "bias_by_gamma",
-    "bias_curves",
-    "class_distribution",
-    "confused_classes",
-    "contact_sheet",
-    "html_report",
-    "markdown_table",
-    "reconstruction_sheet",
-    "reliability_diagram",
-    "sweep_plot",
-    "training_curves",
-]
+import importlib
+
+_NAMES = {
+    "biases": (
+        "bias_by_gamma",
+        "bias_curves",
+        "class_distribution",
+    ),
+    "classes": (
+        "accuracy_by_frequency",
+        "best_and_worst",
+        "best_and_worst_classes",
+        "confused_classes",
+        "reliability_diagram",
+    ),
+    "curves": (
+        "sweep_plot",
+        "training_curves",
+    ),
+    "page": (
+        "html_report",
+        "markdown_table",
+    ),
+    "sheets": (
+        "contact_sheet",
+        "reconstruction_sheet",
+    ),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,182 @@
+"""DataSpec: which images to load and how to split them. AugmentationSpec: how training images are varied.
+
+Nothing here imports torch.
+"""
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+
+from livt_hf.errors import LiVTError
+from livt_hf.specs import Fraction, FractionAboveZero, NonNegative, NonNegativeInt, Positive, Spec, option
+
+_BENCHMARKS = "Benchmarks"
+
+
+@dataclass
+class DataSpec(Spec):
+    """Data: which images to load and how to split them."""
+
+    dataset: str = option(
+        "glyphs",
+        "benchmark name, image folder, table of labels (.csv, .tsv, .jsonl, .parquet), image list (.txt), parquet "
+        "folder or Hub dataset",
+        common=True,
+        is_path=True,
+        positional=True,
+    )
+    source: str | None = option(
+        None,
+        "local copy of a named benchmark, or the folder of the images that a table or a list names",
+        common=True,
+        is_path=True,
+        may_change_on_resume=True,
+    )
+    imbalance_factor: float | None = option(
+        None,
+        "largest class over smallest class; a long-tailed subset is drawn where this is given",
+        group=_BENCHMARKS,
+    )
+    rule: str | None = option(
+        None,
+        "how the long tail is made; default: the dataset's own rule",
+        choices=("exponential", "pareto", "balanced"),
+        group=_BENCHMARKS,
+    )
+    images_per_class: Positive | None = option(
+        None,
+        "images of the largest class; ImageNet-BAL: 160 (the appendix) or 116 (the text)",
+        group=_BENCHMARKS,
+    )
+    cap: bool = option(
+        False,
+        "take all images of a class that has fewer than the rule asks for, instead of an error",
+        group=_BENCHMARKS,
+    )
+    lists: str | None = option(
+        None,
+        "folder of a benchmark's split lists, where they are not in source",
+        is_path=True,
+        may_change_on_resume=True,
+        group=_BENCHMARKS,
+    )
+    image_column: str | None = option(None, "column of the images, where it cannot be inferred")
+    label_column: str | None = option(
+        None,
+        "column of the labels, where it cannot be inferred; or, separated by commas, one column of 0 and 1 per class",
+        common=True,
+    )
+    label_separator: str | None = option(None, "separator between the labels of an image that has several, e.g. '|'")
+    split_column: str | None = option(
+        None, "column with the values train, val or test; default: one called split; none: no column"
+    )
+    group_column: str | None = option(
+        None, "column of what must stay together in a split (patient, site, sequence)", common=True
+    )
+    exclude_labels: str | None = option(None, "labels that are no classes, separated by commas, e.g. todo,Unknown")
+    min_images: Positive | None = option(
+        None, "smallest number of training images, before any are held out, with which a class is kept"
+    )
+    rare_classes: Literal["drop", "merge"] = option(
+        "drop", "what to do with classes below min_images: drop them or merge them into one class"
+    )
+    drop_empty: bool = option(False, "drop classes without a training image instead of raising an error")
+    split_seed: Annotated[int, Ge(0), Le(2**32 - 1)] = option(
+        0, "seed of the images picked for the tail and the test set; 0 picks the community's CIFAR-LT"
+    )
+    test_fraction: float | None = option(  # None: no test split is made
+        0.2, "share of each class held out when a dataset has no test split", common=True
+    )
+    validation_fraction: float | None = option(
+        0.0,
+        "share of each class held out of the training images, to calibrate and to select on",
+        common=True,
+        legacy_default=0.0,
+        affects_split=False,
+    )
+    fold: str | None = option(
+        None,
+        "test on one part of a cross-validation and train on the others: 2/5 is the second of five; `finetune "
+        "--folds 5` runs all",
+    )
+    on_broken: Literal["error", "skip"] = option(
+        "error", "what to do with an image that cannot be read", affects_split=False
+    )
+    num_workers: NonNegativeInt = option(
+        0, "data loading processes per training process", common=True, may_change_on_resume=True
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("exclude_labels", "label_column"):
+            if isinstance(getattr(self, name), list | tuple):
+                object.__setattr__(self, name, ",".join(map(str, getattr(self, name))))
+        if self.dataset is not None:
+            object.__setattr__(self, "dataset", _normalise_dataset(self.dataset))
+        if self.fold is not None:
+            number, _, folds = self.fold.partition("/")
+            if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
+                raise LiVTError(
+                    f"fold is {self.fold!r}; it must be one of several parts, such as 2/5.", argument="fold"
+                )
+
+    def non_default_data_options(self) -> dict[str, Any]:
+        """Return the options of the data that are not at their defaults."""
+        values = {name: getattr(self, name) for name in DataSpec.names()}
+        return {name: value for name, value in values.items() if value != self.__dataclass_fields__[name].default}
+
+    @staticmethod
+    def split_options() -> list[str]:
+        """Return the names of the options that decide which images are trained on and which are tested on."""
+        facts = {declared.name: declared.metadata for declared in fields(DataSpec)}
+        return [
+            name
+            for name, fact in facts.items()
+            if (not fact["may_change_on_resume"] if fact["affects_split"] is None else fact["affects_split"])
+        ]
+
+    @property
+    def fold_numbers(self) -> tuple[int, int]:
+        """Return the number of the fold and of all folds: 2 and 5 for `2/5`."""
+        number, _, folds = str(self.fold).partition("/")
+        return int(number), int(folds)
+
+
+def _normalise_dataset(dataset: str) -> str:
+    """Drop trailing separators, which shells append, and resolve `..`: runs are named by their dataset."""
+    if not dataset.strip():
+        raise LiVTError(
+            "the name of the dataset is empty: name a benchmark, a folder, a table or a Hub dataset.",
+            argument="dataset",
+        )
+    dataset = dataset.rstrip("/") or "/"
+    return os.path.abspath(dataset) if Path(dataset).name in ("", "..") else dataset
+
+
+@dataclass
+class AugmentationSpec(Spec):
+    """Augmentation: how training images are varied."""
+
+    crop_scale: FractionAboveZero = option(0.2, "smallest area of a random resized crop; 1 keeps the whole image")
+    flip: bool = option(
+        True, "mirror training images at random; not for images with a handedness, such as text", common=True
+    )
+
+
+@dataclass
+class FinetuneAugmentationSpec(AugmentationSpec):
+    """Augmentation: how training images are varied."""
+
+    crop_scale: FractionAboveZero = option(0.08, "smallest area of a random resized crop; 1 keeps the whole image")
+    augmentation: Literal["rand_augment", "three_augment", "crop", "pad_crop"] = option(
+        "rand_augment",
+        "the paper's, DeiT III's, random resized crops alone, or pad-and-crop for small images",
+        common=True,
+    )
+    erase: Fraction = option(0.25, "probability of random erasing")
+    mixup: NonNegative = option(0.8, "mixup alpha; 0 is off", common=True)
+    cutmix: NonNegative = option(1.0, "cutmix alpha; 0 is off", common=True)
+    mixup_off_epochs: NonNegativeInt = option(0, "number of last epochs without mixup and cutmix")
