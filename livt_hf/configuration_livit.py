@@ -20,8 +20,8 @@ PRESETS: dict[str, dict[str, int]] = {
 _SIZES = (*PRESETS["base"], "intermediate_size", "num_channels")
 _LARGEST = 2**16  # far above every ViT: a damaged file must not have a model built that never ends
 # What holds for one set of classes only.
-OF_LABELS = {"id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior"}
-OF_LABELS |= {"calibration", "trained_with", "seen_counts", "class_weights"}
+LABEL_FIELDS = {"id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior"}
+LABEL_FIELDS |= {"calibration", "trained_with", "seen_counts", "class_weights"}
 
 
 def encoder_preset(size: str) -> dict[str, int]:
@@ -30,7 +30,7 @@ def encoder_preset(size: str) -> dict[str, int]:
     return PRESETS[size] | {"intermediate_size": 4 * PRESETS[size]["hidden_size"]}
 
 
-def size_name(config: dict) -> str:
+def get_size_name(config: dict) -> str:
     """The preset that a model's config has the sizes of, or its sizes."""
     for name, preset in PRESETS.items():
         if all(config[key] == preset[key] for key in ("hidden_size", "num_hidden_layers")):
@@ -82,8 +82,8 @@ class LiViTConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        settings = {name: kwargs.pop(name) for name in OF_LABELS.union(LongTailConfig.names()) if name in kwargs}
-        return super().from_dict(with_settings(config_dict, settings), **kwargs)
+        settings = {name: kwargs.pop(name) for name in LABEL_FIELDS.union(LongTailConfig.names()) if name in kwargs}
+        return super().from_dict(merge_config_values(config_dict, settings), **kwargs)
 
     @property
     def num_patches(self) -> int:
@@ -110,23 +110,23 @@ def check_patches(config: PreTrainedConfig) -> None:
         )
 
 
-def with_settings(values: dict, settings: dict) -> dict:
+def merge_config_values(values: dict, settings: dict) -> dict:
     """The flat values of a config with other labels or settings of the head; new labels forget what is of the old."""
     values, settings = ({**given, **(given.get("long_tail") or {}), "long_tail": None} for given in (values, settings))
     if not _keep_labels(settings, values):
-        values = {name: value for name, value in values.items() if name not in OF_LABELS}
+        values = {name: value for name, value in values.items() if name not in LABEL_FIELDS}
     return LongTailConfig.changed(values, settings)
 
 
 def _keep_labels(settings: dict, values: dict) -> bool:
     if "id2label" in settings:
-        return labels_of(values) == labels_of(settings)
+        return get_label_names(values) == get_label_names(settings)
     counts = settings.get("class_counts")
     asked = settings.get("num_labels") or (0 if counts is None else np.size(counts))
-    return not asked or asked == len(labels_of(values))
+    return not asked or asked == len(get_label_names(values))
 
 
-def labels_of(config: dict) -> list[str]:
+def get_label_names(config: dict) -> list[str]:
     """Label names in order of their ids; transformers leaves out the default two."""
     names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
     return [name for _, name in sorted((int(label), name) for label, name in names.items())]

@@ -14,12 +14,12 @@ from timm.models import VisionTransformer, save_for_hf
 from torch import Tensor
 from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassification, PreTrainedModel, ViTMAEConfig
 
-from livt_hf.configuration_livit import LiViTConfig, size_name
+from livt_hf.configuration_livit import LiViTConfig, get_size_name
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
-from livt_hf.pretrained import listed
+from livt_hf.pretrained import format_names
 from livt_hf.records import read_record, write_values
 
 # How many classes the heads of the authors' files have.
@@ -69,14 +69,14 @@ def from_official(
     needed |= {"decoder_pos_embed", "decoder_blocks.0.mlp.fc1.weight"} if pretraining else {"head.weight", "head.bias"}
     if needed - official.keys():
         raise LiVTError(
-            f"{path} lacks {listed(needed - official.keys())}; pass a checkpoint of the authors' pretraining "
+            f"{path} lacks {format_names(needed - official.keys())}; pass a checkpoint of the authors' pretraining "
             "(with decoder) or fine-tuning (with head)."
         )
     config_class = ViTMAEConfig if pretraining else LiViTConfig
     known = {field.name for field in fields(config_class)}
     strange = config.keys() - (known if pretraining else known | set(LongTailConfig.names()))
     if strange:
-        raise LiVTError(f"{listed(strange)} is no field of {config_class.__name__}; check the spelling.")
+        raise LiVTError(f"{format_names(strange)} is no field of {config_class.__name__}; check the spelling.")
     config = _sizes(official, path, known=config.keys()) | config
     if pretraining:
         if class_counts is not None or id2label is not None:
@@ -182,7 +182,7 @@ def _read_official(path: Path) -> dict[str, Tensor]:
         try:
             code = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if code:
-                raise LiVTError(f"{path} asks for {listed(code)}, which could run code; it was not opened.")
+                raise LiVTError(f"{path} asks for {format_names(code)}, which could run code; it was not opened.")
             content = torch.load(path, map_location="cpu", weights_only=True)
         except LiVTError:
             raise
@@ -251,7 +251,9 @@ def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) 
     sources = {name: _timm_name(name) for name in expected}
     missing, unknown = set(sources.values()) - official.keys(), official.keys() - set(sources.values())
     if missing or unknown:
-        raise LiVTError(f"{path} is not a ViT of the authors: it lacks {listed(missing)}, unknown: {listed(unknown)}.")
+        raise LiVTError(
+            f"{path} is not a ViT of the authors: it lacks {format_names(missing)}, unknown: {format_names(unknown)}."
+        )
     state = {}
     for name, source in sources.items():
         part = [index for index, fused in enumerate(_FUSED) if fused in name]
@@ -270,7 +272,7 @@ def _timm_name(name: str) -> str:
 
 def _architecture(config: LiViTConfig) -> str:
     """A registered timm name, the fitting one if there is; all sizes are given as arguments beside it."""
-    name = f"vit_{size_name(config.to_dict())}_patch{config.patch_size}_{config.image_size}"
+    name = f"vit_{get_size_name(config.to_dict())}_patch{config.patch_size}_{config.image_size}"
     return name if timm.is_model(name) else "vit_base_patch16_224"
 
 

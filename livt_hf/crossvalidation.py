@@ -31,7 +31,7 @@ from livt_hf.reports.evaluation import write_report
 from livt_hf.results import EACH_LABEL, OWN, PAPER, UNIFORM, provenance
 from livt_hf.runs import Run, place_of
 from livt_hf.settings import EvalSettings, FinetuneSettings
-from livt_hf.training.results import counts_summary
+from livt_hf.training.results import summarize_class_counts
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: D
         num_images=len(tested),
         trained_on=None,  # by all folds together on all images
         num_train_images=round(statistics.mean(fold.num_train_images for fold in folds)),
-        class_counts=counts_summary(counts),
+        class_counts=summarize_class_counts(counts),
         updates=sum(fold.updates for fold in folds),
         seconds=sum(fold.seconds for fold in folds),
     )

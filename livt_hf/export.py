@@ -16,7 +16,7 @@ from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImagePr
 
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import check_posterior, class_names, head_of
-from livt_hf.processors import made_sizes
+from livt_hf.processors import measure_output_sizes
 from livt_hf.records import write_values
 
 TOLERANCE = 1e-4
@@ -39,7 +39,7 @@ class ServingGraph(nn.Module):
             check_posterior(model)
         colours = torch.randint(0, 256, (16, 3), generator=torch.Generator().manual_seed(0))
         colours[0], colours[1] = 0, 255
-        pixels = colours_as_pixels(processor, colours)
+        pixels = process_colours(processor, colours)
         self.register_buffer("scale", (pixels[1] - pixels[0]) / 255)
         self.register_buffer("offset", pixels[0])
         if not torch.allclose(self.pixel_values(colours[:, None, None])[:, :, 0, 0], pixels, atol=1e-5):
@@ -60,13 +60,13 @@ class ServingGraph(nn.Module):
 
 def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
     """Height and width of what a processor makes of any image."""
-    sizes = made_sizes(processor)
+    sizes = measure_output_sizes(processor)
     if len(sizes) > 1:
         raise LiVTError("the image processor gives images of different sizes, and a graph takes one; let it crop.")
     return sizes.pop()
 
 
-def colours_as_pixels(processor: BaseImageProcessor, colours: Tensor) -> Tensor:
+def process_colours(processor: BaseImageProcessor, colours: Tensor) -> Tensor:
     """What a processor makes of images of one colour each, which resizing and cropping leave as they are. (N, 3)"""
     height, width = image_size(processor)
     images = [Image.new("RGB", (width, height), tuple(colour)) for colour in colours.tolist()]
@@ -106,7 +106,7 @@ FORMS: dict[str, Callable[[ServingGraph, Tensor, Path], Runner]] = {
 
 
 @torch.no_grad()
-def save_exported(
+def export_model(
     form: str, folder: Path, model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None
 ) -> float:
     """Write a form with the image processor and the class names. Returns how far the answers of the file are off.

@@ -15,11 +15,11 @@ from transformers.utils.output_capturing import capture_outputs
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier
-from livt_hf.long_tail.head import CosineClassifier, LongTailHead, start_std
-from livt_hf.pretrained import ReadsOtherCheckpoints
+from livt_hf.long_tail.head import CosineClassifier, LongTailHead, classifier_init_std
+from livt_hf.pretrained import CheckpointReader
 
 
-class LiViTPreTrainedModel(ReadsOtherCheckpoints, ViTPreTrainedModel):
+class LiViTPreTrainedModel(CheckpointReader, ViTPreTrainedModel):
     config: LiViTConfig
     _no_split_modules = ["ViTEmbeddings", "LiViTLayer"]
 
@@ -113,9 +113,9 @@ class LiViTForImageClassification(BalancedClassifier, LiViTPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if module is self.classifier:
-            init.trunc_normal_(module.weight, std=start_std(module))
+            init.trunc_normal_(module.weight, std=classifier_init_std(module))
             if module.bias is not None:
-                init.copy_(module.bias, self.head.classifier_start())
+                init.copy_(module.bias, self.head.initial_classifier_bias())
         elif module is self.head:
             for name, value in module.constants().items():
                 init.copy_(getattr(module, name), value)

@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from livt_hf.configuration_livit import OF_LABELS, LiViTConfig, labels_of, with_settings
+from livt_hf.configuration_livit import LABEL_FIELDS, LiViTConfig, get_label_names, merge_config_values
 from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.long_tail.structure import classifier_of, prefer_channels_last
+from livt_hf.long_tail.structure import get_classifier, use_channels_last
 from livt_hf.records import in_words
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
 _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
 
 
-class ReadsOtherCheckpoints:
+class CheckpointReader:
     """`from_pretrained` of the LiViT classes. A model with a head names the class of its encoder."""
 
     encoder_class: type | None = None
@@ -73,11 +73,11 @@ class ReadsOtherCheckpoints:
     @classmethod
     def _read_classifier(cls, path, source: dict, target: LiViTConfig, **kwargs):
         """The whole classifier where its head fits, and otherwise its encoder under a fresh head."""
-        cosine = with_settings(source, {}).get("normalised_classifier", False)
+        cosine = merge_config_values(source, {}).get("normalised_classifier", False)
         same_kind = _source_pooling(source) == target.pooling and cosine == target.long_tail.normalised_classifier
-        if _has_our_head(source) and same_kind and labels_of(source) == labels_of(target.to_dict()):
+        if _has_our_head(source) and same_kind and get_label_names(source) == get_label_names(target.to_dict()):
             return cls._read(path, source, target, set(), **kwargs)
-        if target.long_tail.class_counts is None and labels_of(target.to_dict()) == labels_of({}):
+        if target.long_tail.class_counts is None and get_label_names(target.to_dict()) == get_label_names({}):
             logger.warning(
                 "%s has no classifier, so this one has two untrained classes; pass class_counts, id2label or "
                 "num_labels for yours.",
@@ -100,9 +100,9 @@ class ReadsOtherCheckpoints:
         beit = source.get("model_type") == "beit"
         if beit:
             kwargs["key_mapping"] = _BEIT_KEYS
-        kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below in our words
+        kwargs["ignore_mismatched_sizes"] = True  # so that they are format_names, and refused below in our words
         try:
-            with without_load_report():
+            with hide_load_report():
                 model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise LiVTError(
@@ -119,15 +119,15 @@ class ReadsOtherCheckpoints:
         unknown = [key for key in info["unexpected_keys"] if not key.removeprefix("vit.").startswith(_NOT_ENCODER)]
         if missing != new or unknown:
             raise LiVTError(
-                f"{path} is not a ViT encoder of these sizes: it lacks {listed(missing - new)} and has unknown "
-                f"{listed(unknown)}; pass a LiViT, ViT or ViTMAE checkpoint."
+                f"{path} is not a ViT encoder of these sizes: it lacks {format_names(missing - new)} and has unknown "
+                f"{format_names(unknown)}; pass a LiViT, ViT or ViTMAE checkpoint."
             )
         model._weight_conversions = None  # save under our own names, whatever names were read
         return (model, info) if output_loading_info else model
 
 
 @contextlib.contextmanager
-def reading_checkpoint(path) -> Iterator[None]:
+def explain_load_errors(path) -> Iterator[None]:
     """Around what transformers reads of a checkpoint: what it raises on missing or damaged files, in a sentence."""
     away, near = f"{path} could not be loaded as a checkpoint folder or from the Hub", ""
     if not Path(path).exists():
@@ -144,7 +144,7 @@ def reading_checkpoint(path) -> Iterator[None]:
 
 def read_config(path: str) -> dict:
     """The config of a checkpoint folder or of a model on the Hub."""
-    with reading_checkpoint(path):
+    with explain_load_errors(path):
         if not Path(path).exists() and "/" not in path and try_to_load_from_cache(path, "config.json") is None:
             # Perhaps a misspelt folder: one question, where loading asks many times.
             HfApi().model_info(path, timeout=10)
@@ -159,7 +159,7 @@ def _config_dict(path, **kwargs) -> dict:
 
 
 @contextlib.contextmanager
-def without_load_report():
+def hide_load_report():
     """Hold back transformers' table of missing and unexpected keys: here every such key is expected or refused."""
     transformers_logger = logging.getLogger("transformers.modeling_utils")
 
@@ -184,12 +184,12 @@ def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConf
             f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}. Load it with "
             "AutoModelForImageClassification and pass it to livt_hf.balance."
         )
-    values = with_settings(values, {})
+    values = merge_config_values(values, {})
     known = _FIELDS - {"architectures", "transformers_version", "dtype"}
     if kind in ("vit", "vit_mae"):
-        known -= OF_LABELS
+        known -= LABEL_FIELDS
     values = {name: value for name, value in values.items() if name in known}
-    return LiViTConfig(**with_settings(values, overrides))
+    return LiViTConfig(**merge_config_values(values, overrides))
 
 
 def _has_our_head(source: dict) -> bool:
@@ -203,7 +203,7 @@ def _source_pooling(source: dict) -> str:
     return source.get("pooling", "mean") if source["model_type"] == "livit" else "cls"
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """Names in a sentence, the first five of them."""
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
@@ -211,10 +211,10 @@ def listed(names: Iterable[str]) -> str:
 
 def load_backbone(path: str) -> PreTrainedModel:
     """A model of any family whose features are asked for: it may lack a classifier, but nothing else."""
-    with reading_checkpoint(path):
+    with explain_load_errors(path):
         config = AutoConfig.from_pretrained(path)
     model = load_image_classifier(path, config)
-    prefer_channels_last(model)
+    use_channels_last(model)
     return model.eval()
 
 
@@ -228,9 +228,9 @@ def load_image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedMode
             f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; take "
             "timm's form of it if there is one (timm/...), or the full checkpoint of a CLIP or SigLIP."
         )
-    with reading_checkpoint(path), without_load_report():
+    with explain_load_errors(path), hide_load_report():
         model, info = AutoModelForImageClassification.from_pretrained(path, **options)
-    classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
+    classifier = {id(parameter) for parameter in get_classifier(model).parameters()}
     fresh = {name for name, parameter in model.named_parameters() if id(parameter) in classifier}
     other = {key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])}
     strange = sorted(key for key in other if not any(name.endswith(key) or key.endswith(name) for name in fresh))

@@ -12,7 +12,7 @@ from livt_hf.records import in_words
 
 
 @dataclass(frozen=True)
-class InputFacts:
+class InputSpec:
     """How a model wants its images: pixels on a side, and the statistics they are normalised with."""
 
     size: int
@@ -20,21 +20,21 @@ class InputFacts:
     std: tuple[float, ...]
 
 
-def input_facts(processor: BaseImageProcessor) -> InputFacts:
+def read_input_spec(processor: BaseImageProcessor) -> InputSpec:
     config = getattr(processor, "data_config", None)  # of timm
     if config is not None:
-        return InputFacts(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]))
-    sizes = made_sizes(processor)
+        return InputSpec(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]))
+    sizes = measure_output_sizes(processor)
     side = min(min(sizes))
     if sizes != {(side, side)}:
         raise LiVTError(
             f"the image processor makes images whose shorter side has {side} pixels; have it crop squares "
             "(do_center_crop and crop_size in preprocessor_config.json)."
         )
-    return InputFacts(side, *_normalisation(processor))
+    return InputSpec(side, *_normalisation(processor))
 
 
-def made_sizes(processor: BaseImageProcessor) -> set[tuple[int, int]]:
+def measure_output_sizes(processor: BaseImageProcessor) -> set[tuple[int, int]]:
     """Heights and widths of what a processor makes of a tall and of a wide image."""
     images = (Image.new("RGB", shape) for shape in ((300, 400), (400, 300)))
     return {tuple(_prepared(processor, [image]).shape[-2:]) for image in images}
@@ -65,13 +65,13 @@ def _normalisation(processor: BaseImageProcessor) -> tuple[tuple[float, ...], tu
     return tuple((-black * std).tolist()), tuple(std.tolist())
 
 
-def resized(processor: BaseImageProcessor, side: int) -> BaseImageProcessor:
+def resize_processor(processor: BaseImageProcessor, side: int) -> BaseImageProcessor:
     """The same processor for another image size; a margin around the centre crop stays in proportion."""
     processor = copy.deepcopy(processor)
     if hasattr(processor, "data_config"):
         config = processor.data_config | {"input_size": (3, side, side)}
         return type(processor)(pretrained_cfg=config, architecture=processor.architecture)
-    factor = side / input_facts(processor).size
+    factor = side / read_input_spec(processor).size
     for name in ("size", "crop_size"):
         sizes = getattr(processor, name, None)
         if sizes is not None:

@@ -48,7 +48,7 @@ def purpose_seed(seed: int, purpose: str) -> int:
 
 
 def seed_generators(*key: int) -> None:
-    """Seed the global generators of Python, numpy and torch (CPU) by a key; only inside `kept_rng`."""
+    """Seed the global generators of Python, numpy and torch (CPU) by a key; only inside `preserve_rng_state`."""
     seed = keyed_seed(*key)
     random.seed(seed)
     np.random.seed(seed)
@@ -56,7 +56,7 @@ def seed_generators(*key: int) -> None:
 
 
 @contextlib.contextmanager
-def kept_rng() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Put the global generators of Python, numpy and torch (CPU) back as they were on leaving.
 
     For library code (timm's augmentations) that draws from global generators. Keeping numpy's state costs 0.2 ms, so
@@ -74,6 +74,6 @@ def kept_rng() -> Iterator[None]:
 @contextlib.contextmanager
 def keyed_rng(*key: int) -> Iterator[None]:
     """Seed the global generators by a key; put them back as they were on leaving."""
-    with kept_rng():
+    with preserve_rng_state():
         seed_generators(*key)
         yield

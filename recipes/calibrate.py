@@ -18,7 +18,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import eval_loader, load_data, load_to_measure
-from livt_hf.data.batches import shared_batches
+from livt_hf.data.batches import build_eval_batches
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.models import (
@@ -38,14 +38,14 @@ from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
 from livt_hf.system import shell_line
-from livt_hf.training.device import use_all_cores
+from livt_hf.training.device import configure_threads
 from livt_hf.training.finetune import measure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = CalibrateSettings.parse(argv, inherit=lent_by_run)
     accelerator = Accelerator()
-    use_all_cores(accelerator.device, settings.threads)
+    configure_threads(accelerator.device, settings.threads)
     config = Path(settings.model) / "config.json"
     if not config.is_file():
         raise LiVTError(f"{settings.model} is no folder with a config.json to write to; download the model first.")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_set_aside(settings, data)
     check_classes_match(model, data[settings.split])
 
-    batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
+    batches = build_eval_batches(settings.batch_size, accelerator, settings.num_workers)
     calibration = calibrate(model, eval_loader(data[settings.split], processor, batches), accelerator)
     results = measured_again(settings, model, processor, accelerator, calibration.num_images)
     write_calibration(config, model)
@@ -118,7 +118,7 @@ def measured_again(
         decided = ("macro_precision", "macro_recall", "macro_f1") if is_multi_label(model) else ()
         metrics = {name: value for name, value in results.metrics.items() if name not in decided}
         return dataclasses.replace(results, metrics=metrics, posterior=None, own_prior=None)
-    batches = shared_batches(own.batch_size, accelerator, own.num_workers)
+    batches = build_eval_batches(own.batch_size, accelerator, own.num_workers)
     counts = np.asarray(model.config.long_tail.class_counts)
     measured = measure(model, eval_loader(data["test"], processor, batches), accelerator, counts)
     return dataclasses.replace(results, **measured)

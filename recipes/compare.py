@@ -22,7 +22,7 @@ from livt_hf.pretrained import read_config
 from livt_hf.recipes.ablations import Variant, summarise, table_rows
 from livt_hf.recipes.settings import CompareSettings, SweepSettings, as_words
 from livt_hf.recipes.sweep import Plan, carried_out
-from livt_hf.recipes.train import scratch_within, unmixed
+from livt_hf.recipes.train import plan_scratch_training, unmixed
 from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
@@ -73,7 +73,7 @@ def variant_of(way: str, settings: CompareSettings, train: Dataset) -> Variant:
     """A way with its share of the time. A frozen head has its own number of epochs: it takes seconds."""
     hours, loss = settings.minutes / 60, {"loss": settings.loss}
     if way == "scratch":
-        stages = scratch_within(hours, train, settings.loss).options(hours)
+        stages = plan_scratch_training(hours, train, settings.loss).options(hours)
         return Variant(LABELS[way], stages["finetune"] | loss, stages["pretrain"], from_own_images=True)
     options = {"tune": way, "image_size": settings.image_size} | loss | unmixed(settings.loss)
     return Variant(LABELS[way], options if way == "head" else options | {"hours": round(hours, 4)})

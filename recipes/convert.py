@@ -21,7 +21,7 @@ from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import balanced_by_counts, load_classifier, load_processor
 from livt_hf.evaluation.rules import serving_prior
-from livt_hf.export import FORMS, image_size, save_exported
+from livt_hf.export import FORMS, export_model, image_size
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.plugins import find_module
 from livt_hf.recipes.settings import ConvertSettings
@@ -71,7 +71,7 @@ def export(settings: ConvertSettings, model: PreTrainedModel, processor: BaseIma
         logging.getLogger(name).setLevel(logging.WARNING)
     folder = Path(settings.output)
     prior = None if settings.prior is None else serving_prior(settings.prior, model)
-    off = save_exported(settings.to, folder, model, processor, prior)
+    off = export_model(settings.to, folder, model, processor, prior)
     height, width = image_size(processor)
     given = "logits" if prior is None else "class probabilities"
     said = next(name for name in ("preprocessor_config.json", "config.json") if (folder / name).exists())

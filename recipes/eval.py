@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_to_measure
-from livt_hf.data.batches import shared_batches
+from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
@@ -72,19 +72,19 @@ from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.results import EACH_LABEL, percent, provenance
 from livt_hf.settings import EvalSettings
 from livt_hf.system import shell_line
-from livt_hf.training.device import PATIENT, check_processes, use_all_cores
+from livt_hf.training.device import LONG_TIMEOUT, check_processes, configure_threads
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = EvalSettings.parse(argv, inherit=lambda asked: {} if "compare" in asked else lent_by_run(asked))
-    accelerator = Accelerator(kwargs_handlers=PATIENT)
+    accelerator = Accelerator(kwargs_handlers=LONG_TIMEOUT)
     if settings.compare is not None:
         if accelerator.is_main_process:
             sentence, page = compare(*settings.compare, choose_folder(settings))
             print(f"{sentence}\nComparison: {page}")
         return
     check_processes(accelerator.num_processes)
-    use_all_cores(accelerator.device, settings.threads)
+    configure_threads(accelerator.device, settings.threads)
     folder = choose_folder(settings)
     model, processor = open_model(settings), load_processor(settings.model)
     check_options(model, settings, accelerator.num_processes)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_set_aside(settings, data)
 
     def loader(split: str) -> DataLoader:
-        batches = shared_batches(settings.batch_size, accelerator, settings.num_workers)
+        batches = build_eval_batches(settings.batch_size, accelerator, settings.num_workers)
         return eval_loader(data[split], processor, batches)
 
     thresholds = {"many_above": settings.many_above, "few_below": settings.few_below}

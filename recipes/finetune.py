@@ -31,26 +31,26 @@ from livt_hf.data.sources import load_images
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.evaluation.tables import ANSWERS
-from livt_hf.processors import input_facts
+from livt_hf.processors import read_input_spec
 from livt_hf.reports import markdown_table
 from livt_hf.reports.evaluation import fold_rows
 from livt_hf.results import Results, duration
 from livt_hf.runs import Run, check_same_images, find_pretraining, keep_settled, parse_training
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training import autotune
-from livt_hf.training.autotune import settle
+from livt_hf.training.autotune import resolve_auto_options
 from livt_hf.training.finetune import (
-    BestWeights,
-    FinetuneCourse,
+    BestCheckpoint,
+    FinetuneTask,
+    build_finetune_task,
+    build_results,
     check_options,
+    choose_selection_metric,
     measure,
-    plan_course,
-    results_of,
-    selection_metric,
 )
-from livt_hf.training.loop import Course, Loop, claim_folder, finish_run, make_accelerator, open_run
-from livt_hf.training.results import cut_epochs
-from livt_hf.training.start import build_classifier, lent_by_checkpoint, serving_processor
+from livt_hf.training.loop import TrainingLoop, TrainingTask, claim_run_folder, finish_run, make_accelerator, open_run
+from livt_hf.training.results import limit_epochs
+from livt_hf.training.start import build_classifier, build_processor, inherit_from_checkpoint
 
 logger = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parent / "configs"
@@ -58,7 +58,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 def main(argv: Sequence[str] | None = None) -> None:
     began = autotune.clock()
-    settings, resumed = parse_training(FinetuneSettings, argv, CONFIGS, inherit=lent_by_checkpoint)
+    settings, resumed = parse_training(FinetuneSettings, argv, CONFIGS, inherit=inherit_from_checkpoint)
     settings.pretrained = find_pretraining(settings)
     check_publishing(settings)
     if settings.folds is not None:
@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         data = load_data(settings)
     say_copies(settings, data, accelerator)
 
-    def opened(course: Course) -> Run:
+    def opened(task: TrainingTask) -> Run:
         if resumed is None:
-            settle(settings, accelerator, began, course)
+            resolve_auto_options(settings, accelerator, began, task)
         return open_run(accelerator, settings, resumed)
 
     run, results = finetune(settings, data, accelerator, opened)
@@ -97,30 +97,30 @@ def say_copies(settings: FinetuneSettings, splits: Mapping[str, Dataset], accele
 
 
 def finetune(
-    settings: FinetuneSettings, data: DatasetDict, accelerator: Accelerator, opened: Callable[[Course], Run]
+    settings: FinetuneSettings, data: DatasetDict, accelerator: Accelerator, opened: Callable[[TrainingTask], Run]
 ) -> tuple[Run, Results]:
     """One model from its start to its results. `opened` gives the run's folder once all is ready to train."""
     began = autotune.clock()
     fill_batch(settings, len(data["train"]), accelerator)
     check_options(settings, data)
-    cut_epochs(settings, Batches(settings.batch_size).updates(len(data["train"])))
+    limit_epochs(settings, Batches(settings.batch_size).updates(len(data["train"])))
     torch.manual_seed(settings.seed)
     model = build_classifier(settings, data["train"])
-    processor = serving_processor(settings, data["train"], model)
-    course = plan_course(settings, data, model, processor, accelerator)
+    processor = build_processor(settings, data["train"], model)
+    task = build_finetune_task(settings, data, model, processor, accelerator)
     prepared = autotune.clock()
-    run = opened(course)  # only now: what was refused above leaves no folder behind
-    loop = Loop(accelerator, settings, run, course)
+    run = opened(task)  # only now: what was refused above leaves no folder behind
+    loop = TrainingLoop(accelerator, settings, run, task)
     loop.resume(digest_of(data["train"]))
-    fit(loop, course, data)
+    fit(loop, task, data)
     if "validation" in data and loop.final_model.head.no_posterior is None:
-        calibrate(loop.final_model, course.batches_of("validation"), accelerator)
-    measured = measure(loop.final_model, course.batches_of("test"), accelerator, class_counts(data["train"]))
+        calibrate(loop.final_model, task.eval_batches("validation"), accelerator)
+    measured = measure(loop.final_model, task.eval_batches("test"), accelerator, class_counts(data["train"]))
     if settings.fold is not None:
-        write_fold(run, loop.final_model, course.batches_of("test"), data, accelerator)
-    published = course.published(loop.final_model)
-    results = results_of(settings, data, loop, published, measured)
-    results.image_size, results.preparation_seconds = input_facts(processor).size, prepared - began
+        write_fold(run, loop.final_model, task.eval_batches("test"), data, accelerator)
+    published = task.published(loop.final_model)
+    results = build_results(settings, data, loop, published, measured)
+    results.image_size, results.preparation_seconds = read_input_spec(processor).size, prepared - began
     finish_run(loop, published, processor, results)
     return run, results
 
@@ -130,15 +130,15 @@ def fill_batch(settings: FinetuneSettings, num_images: int, accelerator: Acceler
     if settings.tune is None or settings.batch_size <= num_images:
         return
     if settings.batch_size == FinetuneSettings.merged({"tune": settings.tune}, CONFIGS).batch_size:  # not asked for
-        settings.batch_size = autotune.batch_within(num_images)
+        settings.batch_size = autotune.choose_batch_size(num_images)
         said = f"there are only {num_images} training images: an update takes {settings.batch_size} of them"
         accelerator.print(said, file=sys.stderr)
 
 
-def fit(loop: Loop, course: FinetuneCourse, data: DatasetDict) -> None:
+def fit(loop: TrainingLoop, task: FinetuneTask, data: DatasetDict) -> None:
     """Train, with a look at the validation split now and then."""
     settings, accelerator, counts = loop.settings, loop.accelerator, class_counts(data["train"])
-    best = BestWeights(loop) if settings.select == "best" else None
+    best = BestCheckpoint(loop) if settings.select == "best" else None
     watched = "validation" if "validation" in data else "test"
 
     def before_epoch(epoch):
@@ -147,9 +147,9 @@ def fit(loop: Loop, course: FinetuneCourse, data: DatasetDict) -> None:
     def after_epoch(epoch):
         if (epoch + 1) % settings.eval_epochs and loop.progress.update != loop.total:
             return None
-        metrics = measure(loop.final_model, course.batches_of(watched), accelerator, counts)["metrics"]
+        metrics = measure(loop.final_model, task.eval_batches(watched), accelerator, counts)["metrics"]
         if best is not None:
-            best.consider(epoch + 1, metrics[selection_metric(settings, loop.final_model.head.multi_label)])
+            best.consider(epoch + 1, metrics[choose_selection_metric(settings, loop.final_model.head.multi_label)])
         if accelerator.is_main_process:
             tqdm.write(f"epoch {epoch + 1}  {accuracy_line(metrics)}", file=sys.stderr)  # above the progress bar
         return metrics
@@ -182,16 +182,16 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         if settings.max_hours is not None:
             fold.max_hours = max(0.0, settings.max_hours - (time.monotonic() - started) / 3600)
 
-        def opened(course, fold=fold, number=number, accelerator=accelerator):
+        def opened(task, fold=fold, number=number, accelerator=accelerator):
             nonlocal run
-            run = run or claim_folder(accelerator, settings, None)
+            run = run or claim_run_folder(accelerator, settings, None)
             own = run.fold(number)
             fold.output_dir = str(own.folder)
             begun = own.started
             if begun:
                 keep_settled(fold, own)
             else:
-                settle(fold, accelerator, autotune.clock(), course)
+                resolve_auto_options(fold, accelerator, autotune.clock(), task)
             return open_run(accelerator, fold, own if begun else None)
 
         accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)

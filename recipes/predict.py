@@ -28,7 +28,7 @@ from livt_hf.evaluation.rules import prior_words, serving_prior
 from livt_hf.evaluation.tables import SEPARATOR, PredictionTable, check_table
 from livt_hf.recipes.settings import PredictSettings
 from livt_hf.runs import lent_plugin_of
-from livt_hf.training.device import use_all_cores
+from livt_hf.training.device import configure_threads
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not paths:
         raise LiVTError(f"there is no image in {' '.join(settings.images)}; name files, folders or quoted patterns.")
     predictor = Predictor(settings.model, device=settings.device, **settings.training)
-    use_all_cores(predictor.device, settings.threads)
+    configure_threads(predictor.device, settings.threads)
     if settings.prior is not None:
         predictor.serve_under(serving_prior(settings.prior, predictor.model), prior_words(settings.prior))
     print(predictor.explanation, file=sys.stderr)

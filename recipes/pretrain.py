@@ -24,7 +24,7 @@ from livt_hf.data import (
     normalization,
     train_loader,
 )
-from livt_hf.data.batches import shared_batches
+from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import digest_of, number_of_classes
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
@@ -33,16 +33,22 @@ from livt_hf.results import Results, duration
 from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.training import autotune
-from livt_hf.training.autotune import settle
-from livt_hf.training.loop import Course, Loop, finish_run, make_accelerator, open_run, track_picture
+from livt_hf.training.autotune import resolve_auto_options
+from livt_hf.training.loop import TrainingLoop, TrainingTask, finish_run, make_accelerator, open_run, track_picture
 from livt_hf.training.pretrain import (
-    held_out_images,
-    mask_noise,
-    reconstruction_loss,
-    reconstruction_rows,
-    update_advice,
+    compute_reconstruction_loss,
+    draw_mask_noise,
+    format_update_advice,
+    reconstruct_examples,
+    select_eval_images,
 )
-from livt_hf.training.results import common_results, counts_summary, cut_epochs, image_size, training_batches
+from livt_hf.training.results import (
+    build_batches,
+    build_common_results,
+    image_size,
+    limit_epochs,
+    summarize_class_counts,
+)
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -58,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with accelerator.main_process_first():
         data = load_data(settings, streaming=settings.streaming)
     on_broken = settings.on_broken if settings.streaming else "error"  # stored data was cleaned when it was loaded
-    held_out = held_out_images(data, 2000, on_broken)  # before training: what cannot be read must not stop its end
+    held_out = select_eval_images(data, 2000, on_broken)  # before training: what cannot be read must not stop its end
     mean, std = normalization(settings.dataset)
     processor = eval_processor(size, mean, std, native=is_native(held_out, size))
     augmentation = PretrainAugmentation(size, scale=(settings.crop_scale, 1.0), flip=settings.flip)
-    batches = training_batches(settings, accelerator)
+    batches = build_batches(settings, accelerator)
     loader = train_loader(data["train"], augmentation, batches, on_broken=on_broken)
-    cut_epochs(settings, loader.updates_per_epoch)
+    limit_epochs(settings, loader.updates_per_epoch)
 
     overrides = {"mask_ratio": settings.mask_ratio, "image_size": size}
     if settings.patch_size is not None:
@@ -72,31 +78,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = LiViTForPreTraining(pretraining_config(settings.model_size, **overrides), settings.decode_ratio)
     num_patches, transform = model.num_patches, DeviceTransform(mean, std, seed=settings.seed)
 
-    def loss_of(model, batch, moment):
-        batch = transform(batch, **vars(moment))
-        noise = mask_noise(settings.seed, moment.epoch, batch["index"], num_patches)
+    def compute_loss(model, batch, step):
+        batch = transform(batch, **vars(step))
+        noise = draw_mask_noise(settings.seed, step.epoch, batch["index"], num_patches)
         return model(batch["pixel_values"], noise=noise).loss
 
-    course = Course(model, loader, loss_of)
+    task = TrainingTask(model, loader, compute_loss)
     if resumed is None:
-        settle(settings, accelerator, began, course)
+        resolve_auto_options(settings, accelerator, began, task)
     run = open_run(accelerator, settings, resumed)  # only now: what was refused above leaves no folder behind
-    loop = Loop(accelerator, settings, run, course)
+    loop = TrainingLoop(accelerator, settings, run, task)
     loop.resume(digest_of(data["train"]))
     loop.fit()
 
-    test_loader = eval_loader(held_out, processor, shared_batches(200, accelerator))
-    loss, zero_loss = reconstruction_loss(loop.final_model, test_loader, accelerator, settings.seed)
+    test_loader = eval_loader(held_out, processor, build_eval_batches(200, accelerator))
+    loss, zero_loss = compute_reconstruction_loss(loop.final_model, test_loader, accelerator, settings.seed)
     if accelerator.is_main_process:
-        rows = reconstruction_rows(loop.final_model, held_out, processor, settings.seed)
+        rows = reconstruct_examples(loop.final_model, held_out, processor, settings.seed)
         sheet = reconstruction_sheet(rows, run.folder / "reconstructions.png", ["image", "masked", "reconstruction"])
         track_picture(accelerator, "reconstructions", sheet, loop.progress.update)
     results = Results(
-        **common_results(settings, loop, loop.final_model),
+        **build_common_results(settings, loop, loop.final_model),
         image_size=size,
         num_train_images=loader.num_images,
         num_classes=number_of_classes(data["train"]) if "label" in data["train"].features else None,
-        class_counts=None if settings.streaming else counts_summary(class_counts(data["train"])),
+        class_counts=None if settings.streaming else summarize_class_counts(class_counts(data["train"])),
         mask_ratio=settings.mask_ratio,
         decode_ratio=settings.decode_ratio,
         metrics={"loss": loss, "zero_prediction_loss": zero_loss},
@@ -111,11 +117,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def in_words(settings: PretrainSettings, run: Run, results: Results) -> str:
     """What came out, where it is, and the next command."""
     loss, zero_loss = results.metrics["loss"], results.metrics["zero_prediction_loss"]
-    advice = update_advice(loss, zero_loss, results.updates)
+    advice = format_update_advice(loss, zero_loss, results.updates)
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
     default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size
     left = int(0.9 * results.num_train_images)  # the rest may be held out
-    smaller = ["--batch_size", str(autotune.batch_within(left))] if default > left else []
+    smaller = ["--batch_size", str(autotune.choose_batch_size(left))] if default > left else []
     return (
         f"\nPretrained {settings.model_size} on {results.num_train_images:,} images of {settings.dataset} "
         f"for {results.updates:,} updates in {duration(results.seconds)}.\n"

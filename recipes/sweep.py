@@ -35,7 +35,7 @@ from livt_hf.runs import Run, check_same_settings
 from livt_hf.settings import TrainingSettings
 from livt_hf.system import shell_line, shell_words
 from livt_hf.training.device import available_cores
-from livt_hf.training.start import lent_by_checkpoint
+from livt_hf.training.start import inherit_from_checkpoint
 
 
 @dataclass
@@ -220,7 +220,7 @@ def settings_again(planned: Planned, run: Run) -> TrainingSettings:
 
 def lent(stage: str, asked: dict) -> dict:
     """What a run of a stage takes over from where it starts."""
-    return lent_by_checkpoint(asked) if stage == "finetune" else {}
+    return inherit_from_checkpoint(asked) if stage == "finetune" else {}
 
 
 def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Variant]) -> None:

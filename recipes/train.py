@@ -26,11 +26,11 @@ from transformers import BaseImageProcessor
 from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command, what_next
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.data import Batches, eval_loader, load_data
-from livt_hf.data.decoding import LOOKED_AT, some_sizes, spread_rows
+from livt_hf.data.decoding import LOOKED_AT, sample_image_sizes, spread_rows
 from livt_hf.data.division import refuse_single_class
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.processors import input_facts
+from livt_hf.processors import read_input_spec
 from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
 from livt_hf.records import read_record, write_values
 from livt_hf.results import duration
@@ -38,14 +38,14 @@ from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
 from livt_hf.system import shell_words
 from livt_hf.training import autotune
-from livt_hf.training.device import available_cores, use_all_cores
+from livt_hf.training.device import available_cores, configure_threads
 from livt_hf.training.finetune import check_options
 from livt_hf.training.start import (
     build_classifier,
-    head_settings,
-    label_settings,
-    lent_by_checkpoint,
-    serving_processor,
+    build_head_config,
+    build_label_config,
+    build_processor,
+    inherit_from_checkpoint,
 )
 
 
@@ -128,25 +128,25 @@ def begin(settings: TrainSettings) -> Path:
 
 
 def plan_scratch(settings: TrainSettings, data: DatasetDict) -> tuple[str, dict[str, list[str]]]:
-    choice = scratch_within(settings.hours, data["train"], settings.loss, settings.threads)
+    choice = plan_scratch_training(settings.hours, data["train"], settings.loss, settings.threads)
     options = choice.options(settings.hours)
     stages = {stage: [*settings.words(stage), *as_words(said)] for stage, said in options.items()}
     # What the second stage would refuse is refused now, not after the first.
     second = FinetuneSettings.parse([*stages["finetune"], "--pretrained", "none"], CONFIGS)
     check_options(second, data)
-    LiViTConfig(**head_settings(second, data["train"]), **label_settings(data["train"]))
+    LiViTConfig(**build_head_config(second, data["train"]), **build_label_config(data["train"]))
     return choice.why(settings.hours), stages
 
 
-def scratch_within(hours: float, train: Dataset, loss: str, threads: int | None = None) -> autotune.Scratch:
+def plan_scratch_training(hours: float, train: Dataset, loss: str, threads: int | None = None) -> autotune.ScratchPlan:
     """What this machine, or so many of its cores, can train from scratch on these images."""
-    sizes = some_sizes(train)
+    sizes = sample_image_sizes(train)
     side = int(np.median([min(size) for size in sizes]))
     per_second = (threads or available_cores()) * autotune.CORE_FLOPS
     if torch.accelerator.is_available():
         per_second = torch.accelerator.device_count() * autotune.GPU_FLOPS
     facts = {"alike": set(sizes) == {(side, side)}, "soft_labels": LOSSES[loss].soft_labels}
-    return autotune.Scratch(len(train), side, 3600 * hours * per_second, **facts)
+    return autotune.ScratchPlan(len(train), side, 3600 * hours * per_second, **facts)
 
 
 def unmixed(loss: str) -> dict[str, float]:
@@ -156,14 +156,14 @@ def unmixed(loss: str) -> dict[str, float]:
 
 def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
     words = [*settings.words("finetune"), *as_words(unmixed(settings.loss)), "--pretrained", settings.pretrained]
-    model_settings = FinetuneSettings.parse([*words, "--tune", "head"], inherit=lent_by_checkpoint)
+    model_settings = FinetuneSettings.parse([*words, "--tune", "head"], inherit=inherit_from_checkpoint)
     model = build_classifier(model_settings, train).eval()
-    processor = serving_processor(model_settings, train, model)
-    size, budgeted = input_facts(processor).size, 3600 * settings.hours
+    processor = build_processor(model_settings, train, model)
+    size, budgeted = read_input_spec(processor).size, 3600 * settings.hours
     forward, read = forward_seconds(model, size, settings.threads), read_seconds(train, processor)
-    batch = FinetuneSettings.parse([*words, "--tune", "full"], CONFIGS, lent_by_checkpoint).batch_size
+    batch = FinetuneSettings.parse([*words, "--tune", "full"], CONFIGS, inherit_from_checkpoint).batch_size
     features, epoch = ((times * forward + read) * len(train) for times in (1, 3))  # a step is three forward passes
-    tune = autotune.tuning_within(budgeted, epoch, len(train), batch)
+    tune = autotune.choose_tuning(budgeted, epoch, len(train), batch)
     late = " That is longer than asked for; a smaller backbone or fewer images fit." if features > budgeted else ""
     enough = f"{autotune.FULL_EPOCHS} of them and {autotune.FULL_UPDATES} updates of {batch} images"
     chosen = {
@@ -191,7 +191,7 @@ def read_seconds(train: Dataset, processor: BaseImageProcessor) -> float:
 def forward_seconds(model: torch.nn.Module, size: int, threads: int | None, images: int = 8) -> float:
     """Of one image, by the second of two batches."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    use_all_cores(device, threads)
+    configure_threads(device, threads)
     model, pixels = model.to(device), torch.randn(images, 3, size, size, device=device)
     for _ in range(2):
         began = time.perf_counter()

@@ -28,24 +28,24 @@ from livt_hf.results import Results
 from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 from livt_hf.training import autotune
-from livt_hf.training.loop import Course
+from livt_hf.training.loop import TrainingTask
 
 STAGES = PretrainSettings, FinetuneSettings
 
 
 def test_epochs_that_fit_are_whole_and_never_fewer_than_one():
-    assert autotune.epochs_within(60, 25) == 2
-    assert autotune.epochs_within(50, 25) == 2
-    assert autotune.epochs_within(10, 25) == autotune.epochs_within(-5, 25) == 1
-    assert autotune.epochs_within(100, 10, last=3, per_last=20) == 7  # 4 x 10 and 3 x 20
-    assert autotune.epochs_within(50, 10, last=3, per_last=20) == 2  # 2 x 20
-    assert autotune.epochs_within(0, 10, last=1, per_last=20) == 1
+    assert autotune.fit_epochs(60, 25) == 2
+    assert autotune.fit_epochs(50, 25) == 2
+    assert autotune.fit_epochs(10, 25) == autotune.fit_epochs(-5, 25) == 1
+    assert autotune.fit_epochs(100, 10, last=3, per_last=20) == 7  # 4 x 10 and 3 x 20
+    assert autotune.fit_epochs(50, 10, last=3, per_last=20) == 2  # 2 x 20
+    assert autotune.fit_epochs(0, 10, last=1, per_last=20) == 1
 
 
 def test_a_pass_through_the_micro_vit_costs_what_its_matrices_say():
     """17 tokens, 6 layers of width 128: per token 12 D^2 multiplications for weights and 2 D N for attention."""
     multiplications = 6 * 17 * (12 * 128**2 + 2 * 128 * 17)
-    assert autotune.training_flops("micro", 32, 8) == 3 * 2 * multiplications
+    assert autotune.count_training_flops("micro", 32, 8) == 3 * 2 * multiplications
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_a_pass_through_the_micro_vit_costs_what_its_matrices_say():
     ],
 )
 def test_the_largest_model_that_sees_each_image_a_hundred_times_is_trained(num_images, side, core_hours, model):
-    choice = autotune.Scratch(num_images, side, 3600 * core_hours * autotune.CORE_FLOPS)
+    choice = autotune.ScratchPlan(num_images, side, 3600 * core_hours * autotune.CORE_FLOPS)
     assert choice.model == model
 
 
 def test_cifar_gets_the_batches_and_rates_of_its_own_config():
-    choice = autotune.Scratch(10_847, 32, 900 * autotune.CORE_FLOPS)
+    choice = autotune.ScratchPlan(10_847, 32, 900 * autotune.CORE_FLOPS)
     assert (choice.batch_size, choice.base_lrs) == (128, (2e-3, 4e-3))
     options = choice.options(hours=0.25).values()
     first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options, strict=True))
@@ -76,7 +76,7 @@ def test_cifar_gets_the_batches_and_rates_of_its_own_config():
 
 
 def test_half_a_core_hour_of_cifar_is_spent_on_small_patches_by_muon():
-    choice = autotune.Scratch(10_847, 32, 1800 * autotune.CORE_FLOPS)
+    choice = autotune.ScratchPlan(10_847, 32, 1800 * autotune.CORE_FLOPS)
     options = choice.options(hours=0.5)
     first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options.values(), strict=True))
     assert (first.hours, second.hours) == (0.2, 0.3)  # not as in two hours
@@ -86,13 +86,13 @@ def test_half_a_core_hour_of_cifar_is_spent_on_small_patches_by_muon():
 
 
 def test_a_large_model_is_fine_tuned_on_all_patches():
-    choice = autotune.Scratch(2_336, 256, 20 * 3600 * autotune.CORE_FLOPS)
+    choice = autotune.ScratchPlan(2_336, 256, 20 * 3600 * autotune.CORE_FLOPS)
     assert choice.model[0] == "tiny" and "keep_ratio" not in choice.options(hours=20.0)["finetune"]
     assert "half of their patches" not in choice.why(20.0)
 
 
 def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
-    options = autotune.Scratch(10_847, 32, 2 * 3600 * autotune.CORE_FLOPS).options(hours=2.0)
+    options = autotune.ScratchPlan(10_847, 32, 2 * 3600 * autotune.CORE_FLOPS).options(hours=2.0)
     fitted = {"hours", "epochs", "warmup_epochs", "eval_epochs", "compile"}
     for cls, said in zip(STAGES, options.values(), strict=True):
         config = cls.parse(["--config", str(CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml")])
@@ -103,10 +103,10 @@ def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
 
 def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
     many, few = ({"num_images": count, "per_epoch": 0.3 * count, "batch_size": 64} for count in (1000, 70))
-    assert autotune.tuning_within(3600, **many) == "full"  # ten epochs take 3,000 s, and are 150 updates
-    assert autotune.tuning_within(1800, **many) == "head"
-    assert autotune.tuning_within(1800, **few) == "head"  # 85 epochs, which are 85 updates
-    assert autotune.tuning_within(3600, **few) == "full"
+    assert autotune.choose_tuning(3600, **many) == "full"  # ten epochs take 3,000 s, and are 150 updates
+    assert autotune.choose_tuning(1800, **many) == "head"
+    assert autotune.choose_tuning(1800, **few) == "head"  # 85 epochs, which are 85 updates
+    assert autotune.choose_tuning(3600, **few) == "full"
 
 
 @pytest.fixture
@@ -161,17 +161,17 @@ def test_train_gives_its_plugin_to_the_evaluation_too(commands, tmp_path):
 def test_a_share_of_the_cores_is_what_the_model_is_chosen_for(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "available_cores", lambda: 8)
     images = load_long_tailed(make_pictures(tmp_path / "pictures"))["train"]
-    whole, share = (train.scratch_within(1, images, "bal_bce", threads) for threads in (None, 2))
+    whole, share = (train.plan_scratch_training(1, images, "bal_bce", threads) for threads in (None, 2))
     assert whole.flops == 4 * share.flops
 
 
 def test_the_size_of_images_is_that_of_most_of_them(tmp_path):
     folder = make_pictures(tmp_path / "pictures")
     Image.new("RGB", (64, 64)).save(folder / "train" / "class0" / "0.png")  # the first of all
-    choice = train.scratch_within(1, load_long_tailed(str(folder))["train"], "bal_bce")
+    choice = train.plan_scratch_training(1, load_long_tailed(str(folder))["train"], "bal_bce")
     assert (choice.side, choice.alike) == (8, False)
-    assert autotune.Scratch(64, 32, 1e15).options(1)["finetune"]["augmentation"] == "pad_crop"
-    assert autotune.Scratch(64, 32, 1e15, alike=False).options(1)["finetune"]["augmentation"] == "crop"
+    assert autotune.ScratchPlan(64, 32, 1e15).options(1)["finetune"]["augmentation"] == "pad_crop"
+    assert autotune.ScratchPlan(64, 32, 1e15, alike=False).options(1)["finetune"]["augmentation"] == "crop"
 
 
 def test_images_of_one_class_are_refused_before_anything_is_trained(tmp_path):
@@ -183,7 +183,7 @@ def test_images_of_one_class_are_refused_before_anything_is_trained(tmp_path):
 @pytest.mark.parametrize("loss", ["lade", "ib"])
 def test_a_loss_of_hard_labels_is_trained_without_mixing_and_said_to_be(commands, tmp_path, capsys, loss):
     folder = make_pictures(tmp_path / "pictures")
-    assert autotune.Scratch(48, 8, 3600 * autotune.CORE_FLOPS).mixes  # otherwise it would
+    assert autotune.ScratchPlan(48, 8, 3600 * autotune.CORE_FLOPS).mixes  # otherwise it would
     with pytest.raises(Interrupted):
         train.main([str(folder), "--loss", loss, "--output_dir", str(tmp_path / "out")])
     assert "without mixup, for the loss wants hard labels." in capsys.readouterr().out
@@ -209,8 +209,8 @@ def test_train_mirrors_letters_only_where_that_is_asked_for(said, flip):
 
 
 def test_an_update_takes_no_more_images_than_there_are():
-    assert [autotune.batch_within(count) for count in (100_000, 1_280, 16, 11, 1)] == [256, 16, 16, 8, 1]
-    assert autotune.Scratch(11, 32, 1e15).second_batch_size == 8
+    assert [autotune.choose_batch_size(count) for count in (100_000, 1_280, 16, 11, 1)] == [256, 16, 16, 8, 1]
+    assert autotune.ScratchPlan(11, 32, 1e15).second_batch_size == 8
 
 
 def test_a_backbone_of_any_size_is_planned_for(tmp_path, monkeypatch):
@@ -285,8 +285,8 @@ def test_train_runs_both_stages_and_the_evaluation(tmp_path):
 
 
 def test_compiling_pays_on_a_gpu_and_after_half_an_hour_of_a_cpu():
-    assert autotune.compiling_pays(1, "cuda") and autotune.compiling_pays(1800, "cpu")
-    assert not autotune.compiling_pays(1799, "cpu") and not autotune.compiling_pays(9999, "mps")
+    assert autotune.compile_pays(1, "cuda") and autotune.compile_pays(1800, "cpu")
+    assert not autotune.compile_pays(1799, "cpu") and not autotune.compile_pays(9999, "mps")
 
 
 def test_compile_is_a_truth_or_auto():
@@ -313,10 +313,12 @@ def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):
 
 
 def test_a_time_too_short_for_one_epoch_is_said_to_be(monkeypatch, capsys):
-    monkeypatch.setattr(autotune, "seconds_per_update", lambda *_: 3.0)
+    monkeypatch.setattr(autotune, "measure_update_seconds", lambda *_: 3.0)
     for seconds, epochs in ((20, 1), (70, 2)):
         settings, loader = PretrainSettings(hours=seconds / 3600), SimpleNamespace(updates_per_epoch=10)
-        autotune.settle(settings, Accelerator(cpu=True), autotune.clock(), Course(None, loader, None))
+        autotune.resolve_auto_options(
+            settings, Accelerator(cpu=True), autotune.clock(), TrainingTask(None, loader, None)
+        )
         assert settings.epochs == epochs
         assert ("one epoch takes longer than that" in capsys.readouterr().err) == (epochs == 1)
 
@@ -371,7 +373,7 @@ def test_we_race_with_what_train_would_choose_and_pay_for_all_but_evaluation(mon
     monkeypatch.setattr(race, "core_seconds", lambda: clock[0])
     monkeypatch.setattr(autotune, "clock", autotune.clock)
     for cls, module, name in (
-        (PretrainSettings, pretrain, "reconstruction_loss"),
+        (PretrainSettings, pretrain, "compute_reconstruction_loss"),
         (FinetuneSettings, finetune, "measure"),
     ):
         monkeypatch.setattr(module, name, evaluation)

@@ -48,7 +48,7 @@ from transformers import (
 from livt_hf import LiViTConfig, LiViTForImageClassification, LongTailConfig, balance
 from livt_hf.conversion import to_beit
 from livt_hf.long_tail.head import LongTailHead
-from livt_hf.long_tail.structure import classifier_of, parameter_depths, pooled_features, undecayed_parameters
+from livt_hf.long_tail.structure import extract_features, get_classifier, parameter_depths, parameters_without_decay
 from livt_hf.training.optim import layer_decay_groups
 
 COUNTS = [60, 30, 10]
@@ -102,7 +102,7 @@ def family(request) -> str:
 def build(family: str, **config) -> PreTrainedModel:
     """A random model whose classifier tells images apart."""
     model = FAMILIES[family](**({"num_labels": 3} | config)).eval()
-    torch.nn.init.normal_(classifier_of(model).weight)
+    torch.nn.init.normal_(get_classifier(model).weight)
     return model
 
 
@@ -142,8 +142,8 @@ def test_loss_and_gradients_are_those_of_the_livit_head_on_the_same_features(fam
     assert balance(model, class_counts=COUNTS, loss=loss) is model
     outputs = model(**batch, labels=LABELS)
     torch.testing.assert_close(outputs.logits, plain)  # convolutions add up in another order
-    features = pooled_features(model, **batch)
-    expected = livit_head(loss=loss)(classifier_of(model)(features), LABELS, features)
+    features = extract_features(model, **batch)
+    expected = livit_head(loss=loss)(get_classifier(model)(features), LABELS, features)
     torch.testing.assert_close(outputs.loss, expected)
     parameters = list(model.parameters())
     gradients = [torch.autograd.grad(value, parameters, allow_unused=True) for value in (outputs.loss, expected)]
@@ -230,9 +230,9 @@ def test_a_classifier_trained_elsewhere_gets_the_posterior_rule_without_training
 
 def test_a_fresh_classifier_starts_at_the_prior_and_otherwise_it_is_left_alone(family):
     model, batch = build(family), inputs(family)
-    weight = classifier_of(model).weight.clone()
+    weight = get_classifier(model).weight.clone()
     balance(model, class_counts=COUNTS)
-    assert torch.equal(classifier_of(model).weight, weight)
+    assert torch.equal(get_classifier(model).weight, weight)
     balance(model, class_counts=COUNTS, fresh_classifier=True)
     predicted = (model(**batch).logits + model.head.logit_bias).sigmoid()
     torch.testing.assert_close(predicted, torch.tensor([[0.6, 0.3, 0.1]] * 4), atol=1e-2, rtol=0)
@@ -330,7 +330,7 @@ def test_every_parameter_is_in_exactly_one_group_with_the_rate_of_its_depth(fami
     scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     names = {name: scales[id(p)] for name, p in model.named_parameters()}
     assert names[next(iter(names))] == min(scales.values()) < 1  # the embeddings come first
-    assert all(scales[id(p)] == 1 for p in classifier_of(model).parameters())
+    assert all(scales[id(p)] == 1 for p in get_classifier(model).parameters())
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_a_model_whose_layers_cannot_be_counted_says_how_to_go_on():
 
 def test_tokens_positions_norms_and_biases_are_not_decayed_and_matrices_are(family):
     model = build(family)
-    free = undecayed_parameters(model)
+    free = parameters_without_decay(model)
     words = ("token", "position", "pos_embed", "embedding.weight", "bias", "norm", "gamma", "probe", "grn", "lambda")
     for name, parameter in model.named_parameters():
         if "patch_embed" in name and name.endswith("weight"):
@@ -398,13 +398,13 @@ def test_tokens_positions_norms_and_biases_are_not_decayed_and_matrices_are(fami
 
 def test_pooled_features_are_what_the_classifier_turns_into_logits(family):
     model, batch = build(family), inputs(family)
-    torch.testing.assert_close(classifier_of(model)(pooled_features(model, **batch)), model(**batch).logits)
-    assert not classifier_of(model)._forward_pre_hooks
+    torch.testing.assert_close(get_classifier(model)(extract_features(model, **batch)), model(**batch).logits)
+    assert not get_classifier(model)._forward_pre_hooks
 
 
 def test_features_are_those_of_the_own_thread_while_another_uses_the_model():
     model, batch = build("resnet"), inputs("resnet")
-    alone = pooled_features(model, **batch)
+    alone = extract_features(model, **batch)
 
     def meanwhile(_, arguments):  # a second visitor, whose pass ends first
         if threading.current_thread() is threading.main_thread():
@@ -413,5 +413,5 @@ def test_features_are_those_of_the_own_thread_while_another_uses_the_model():
             other.join()
 
     hook = model.register_forward_pre_hook(meanwhile)
-    torch.testing.assert_close(pooled_features(model, **batch), alone)
+    torch.testing.assert_close(extract_features(model, **batch), alone)
     hook.remove()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import exponential_counts
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.calibration import Calibration, calibrated, calibrated_odds, fit_calibration
+from livt_hf.long_tail.calibration import Calibration, calibrate_odds, calibrated, fit_calibration
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import estimate_prior, shift_prior
 
@@ -46,7 +46,7 @@ def trained(mixup: float) -> tuple[LongTailHead, nn.Module]:
     model = nn.Sequential(nn.Linear(10, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, CLASSES))
     with torch.no_grad():
         model[-1].weight.zero_()
-        model[-1].bias.copy_(head.classifier_start())
+        model[-1].bias.copy_(head.initial_classifier_bias())
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 600)
     for _ in range(600):
@@ -200,7 +200,7 @@ def test_several_labels_per_image_are_calibrated_one_by_one():
     labels = (torch.rand(10_000, 3, generator=generator) < odds.sigmoid()).float()
     unsure = torch.logit(prior) + 0.5 * (odds - torch.logit(prior)) + torch.tensor([0.3, -0.3, 0.0])
     calibration = fit_calibration(unsure, labels, labels.double().mean(0))
-    corrected = calibrated_odds(unsure, calibration, labels.double().mean(0))
+    corrected = calibrate_odds(unsure, calibration, labels.double().mean(0))
     assert calibration.scale == pytest.approx(2, rel=0.1)
     assert (corrected - odds).abs().mean() < 0.15 < (unsure - odds).abs().mean()
 

@@ -15,12 +15,12 @@ from livt_hf.hub import Publication, eval_result_files, model_card
 from livt_hf.hub.paper import paper_result, paper_table
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
-from livt_hf.long_tail.losses import LOSSES, LossSpec
+from livt_hf.long_tail.losses import LOSSES, LossDefinition
 from livt_hf.recipes.paper.cards import converted_card, converted_names
 from livt_hf.results import UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.checkpoints import Progress
-from livt_hf.training.results import common_results, is_local
+from livt_hf.training.results import build_common_results, is_local
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 METRICS = {"accuracy": 0.421, "top5": 0.7, "many": 0.612, "medium": 0.408, "few": None, "mean_class_accuracy": 0.42}
@@ -166,7 +166,7 @@ def test_a_run_with_class_weights_from_a_file_has_a_card_that_promises_no_probab
 
 
 def test_a_loss_of_a_plugin_that_is_not_loaded_is_refused_with_the_option_that_loads_it(monkeypatch):
-    monkeypatch.setitem(LOSSES, "my_focal", LossSpec(None, activation="softmax"))
+    monkeypatch.setitem(LOSSES, "my_focal", LossDefinition(None, activation="softmax"))
     head = LongTailHead(SimpleNamespace(long_tail=LongTailConfig("my_focal"), num_labels=2, problem_type=None))
     monkeypatch.delitem(LOSSES, "my_focal")
     with pytest.raises(LiVTError, match="'my_focal', which is not registered.* --plugin"):
@@ -302,7 +302,7 @@ def test_a_run_records_the_imbalance_of_its_benchmark_where_none_was_asked_for(o
     loop = SimpleNamespace(progress=Progress(update=1, seconds=1.0))
     model = SimpleNamespace(config=SimpleNamespace(model_type="livit"), parameters=list)
     settings = FinetuneSettings(**{"dataset": "cifar100-lt"} | options)
-    assert common_results(settings, loop, model)["imbalance_factor"] == factor
+    assert build_common_results(settings, loop, model)["imbalance_factor"] == factor
 
 
 def test_a_card_writes_epochs_in_full():

@@ -13,7 +13,7 @@ from torch import nn
 from livt_hf.runs import Run
 from livt_hf.training.checkpoints import (
     CheckpointError,
-    checkpoints,
+    list_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
@@ -42,7 +42,7 @@ class Trained:
         return load_checkpoint(self.accelerator, self.run, self.parts)
 
     def names(self) -> list[str]:
-        return [path.name for path in checkpoints(self.run)]
+        return [path.name for path in list_checkpoints(self.run)]
 
 
 @pytest.fixture

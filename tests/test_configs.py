@@ -21,7 +21,7 @@ from livt_hf.recipes import sweep
 from livt_hf.recipes.ablations import SWEEPS
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, PretrainSettings
-from livt_hf.training.optim import scaled_lr
+from livt_hf.training.optim import scale_lr
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
@@ -280,7 +280,7 @@ def test_a_released_config_has_the_batch_and_the_rates_of_the_authors_log_and_wh
     (batch, peak, warmup, layer_decay, drop_path), shown = RELEASED[name]
     arguments = settings(name)
     assert (arguments.batch_size, arguments.warmup_epochs) == (batch, warmup)
-    assert scaled_lr(arguments.base_lr, batch) == pytest.approx(peak)
+    assert scale_lr(arguments.base_lr, batch) == pytest.approx(peak)
     if stage_of(name) == "finetune":
         assert (arguments.layer_decay, arguments.drop_path) == (layer_decay, drop_path)
         assert (arguments.adam_beta2, arguments.test_prior) == (0.999, "none")  # their loss has no log(C - 1)
@@ -306,7 +306,7 @@ def test_the_released_configs_are_those_of_the_six_logs():
 )
 def test_the_rate_an_update_uses_is_the_base_rate_for_256_images(name, lr):
     arguments = settings(name)
-    assert scaled_lr(arguments.base_lr, arguments.batch_size) == pytest.approx(lr)
+    assert scale_lr(arguments.base_lr, arguments.batch_size) == pytest.approx(lr)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "glyphs" not in name])

@@ -70,7 +70,7 @@ def whole_batch(data) -> dict:
 
 
 @torch.no_grad()
-def results_of(model: LiViTForImageClassification, pictures: Path) -> dict:
+def build_results(model: LiViTForImageClassification, pictures: Path) -> dict:
     """Metrics of the test set under both rules, all images at once."""
     batch = whole_batch(load_long_tailed(str(pictures))["test"])
     logits, counts = model(batch["pixel_values"]).logits, model.config.long_tail.class_counts
@@ -98,7 +98,7 @@ def workplace(tmp_path_factory) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(datasets_config, "HF_DATASETS_CACHE", place / "cache")
         model = trained_classifier(pictures)
-        results = results_of(model, pictures)
+        results = build_results(model, pictures)
     of_pictures = dict(dataset=str(pictures), model_size="micro")
     finetuned = finished_run(place / "finetuned", FinetuneSettings(**of_pictures), model, results)
     encoder = LiViTForPreTraining(pretraining_config("micro", image_size=8))

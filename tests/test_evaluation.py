@@ -57,7 +57,7 @@ def trained() -> tuple[LongTailHead, nn.Module]:
     classifier = nn.Linear(64, CLASSES)
     with torch.no_grad():
         classifier.weight.zero_()
-        classifier.bias.copy_(head.classifier_start())
+        classifier.bias.copy_(head.initial_classifier_bias())
     model = nn.Sequential(body, classifier)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)

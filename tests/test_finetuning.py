@@ -19,9 +19,16 @@ from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.checkpoints import Progress, read_state
-from livt_hf.training.finetune import BestWeights, check_options, kept_patches, measure, plan_course, selection_metric
-from livt_hf.training.loop import Moment
-from livt_hf.training.start import build_classifier, serving_processor
+from livt_hf.training.finetune import (
+    BestCheckpoint,
+    build_finetune_task,
+    check_options,
+    choose_selection_metric,
+    draw_kept_patches,
+    measure,
+)
+from livt_hf.training.loop import StepKey
+from livt_hf.training.start import build_classifier, build_processor
 
 
 @pytest.fixture
@@ -46,14 +53,14 @@ from huggingface_hub import HfApi
 from PIL import Image as Pictures
 from livt_hf.settings import FinetuneSettings
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.training.start import serving_processor
+from livt_hf.training.start import build_processor
 
 HfApi().create_repo("org/mgp")
 HfApi().upload_folder(repo_id="org/mgp", folder_path=sys.argv[1])
 features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
 train = Dataset.from_dict({"image": [Pictures.new("RGB", (32, 32))], "label": [0]}, features=features)
 model = LiViTForImageClassification(LiViTConfig.preset("micro"))
-processor = serving_processor(FinetuneSettings.parse(["--pretrained", "org/mgp"]), train, model)
+processor = build_processor(FinetuneSettings.parse(["--pretrained", "org/mgp"]), train, model)
 print(list(processor.image_std))
 """
 
@@ -61,20 +68,20 @@ print(list(processor.image_std))
 def test_pictures_are_normalised_as_in_the_pretraining_wherever_that_is_stored(train, tmp_path):
     folder = tmp_path / "mgp"
     eval_processor(32, [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]).save_pretrained(folder)
-    assert list(serving_processor(options("--pretrained", folder), train, micro()).image_mean) == [0.1, 0.2, 0.3]
+    assert list(build_processor(options("--pretrained", folder), train, micro()).image_mean) == [0.1, 0.2, 0.3]
     with hub_server() as server:
         printed = server.run(FROM_THE_HUB, tmp_path, str(folder))
     assert printed.splitlines()[-1] == "[0.4, 0.5, 0.6]"
 
 
 def test_a_checkpoint_without_statistics_is_normalised_as_the_data_and_it_is_said(train, tmp_path, caplog):
-    processor = serving_processor(options("--pretrained", tmp_path, "--dataset", "cifar100-lt"), train, micro())
+    processor = build_processor(options("--pretrained", tmp_path, "--dataset", "cifar100-lt"), train, micro())
     assert tuple(processor.image_mean) == normalization("cifar100-lt")[0]
     assert "does not say how its images were normalised; taking the statistics of cifar100-lt" in caplog.text
 
 
 def test_small_pictures_stay_as_they_are_and_others_come_to_their_size(train):
-    processor = serving_processor(options("--pretrained", "none", "--dataset", "glyphs"), train, micro())
+    processor = build_processor(options("--pretrained", "none", "--dataset", "glyphs"), train, micro())
     small = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (processor.image_mean, processor.image_std))
     pixels = processor(images=small, return_tensors="pt").pixel_values
@@ -107,9 +114,9 @@ class Weights(torch.nn.Linear):
         torch.nn.init.constant_(self.weight, value)
 
 
-def best_weights(run: Run, value: float, progress: Progress) -> BestWeights:
+def best_weights(run: Run, value: float, progress: Progress) -> BestCheckpoint:
     accelerator = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
-    return BestWeights(
+    return BestCheckpoint(
         SimpleNamespace(run=run, final_model=Weights(value), progress=progress, accelerator=accelerator)
     )
 
@@ -156,10 +163,10 @@ def test_mixup_ends_before_training_does_where_it_is_told_to(train, tmp_path):
     model.forward = lambda pixels, labels: seen.append(labels.is_floating_point()) or SimpleNamespace(loss=None)
     data = DatasetDict(train=train, test=train)
     accelerator = SimpleNamespace(process_index=0, num_processes=1)
-    course = plan_course(settings, data, model, eval_processor(32, [0.5] * 3, [0.5] * 3), accelerator)
+    task = build_finetune_task(settings, data, model, eval_processor(32, [0.5] * 3, [0.5] * 3), accelerator)
     for epoch in range(3):
-        (batch,) = course.loader.epoch(epoch)
-        course.loss_of(model, batch, Moment(epoch, update=epoch))
+        (batch,) = task.loader.epoch(epoch)
+        task.compute_loss(model, batch, StepKey(epoch, update=epoch))
     assert seen == [True, True, False]  # mixed labels are soft
 
 
@@ -171,9 +178,9 @@ def split_of(counts: list[int], several: bool = False) -> Dataset:
 
 
 def test_the_best_epoch_is_chosen_by_the_mean_over_classes_unless_another_number_is_asked_for():
-    assert selection_metric(options(), several=False) == "mean_class_accuracy"
-    assert selection_metric(options(), several=True) == "map"
-    assert selection_metric(options("--select_metric", "few"), several=False) == "few"
+    assert choose_selection_metric(options(), several=False) == "mean_class_accuracy"
+    assert choose_selection_metric(options(), several=True) == "map"
+    assert choose_selection_metric(options("--select_metric", "few"), several=False) == "few"
     with pytest.raises(LiVTError, match="select_metric is 'f1'; choose one of mean_class_accuracy, accuracy, macro"):
         options("--select_metric", "f1")
 
@@ -229,11 +236,11 @@ def test_what_goes_by_the_epochs_goes_by_those_that_max_steps_leaves(tmp_path, m
 
 def test_the_patches_that_are_kept_belong_to_the_image_and_the_epoch():
     settings = options("--keep_ratio", 0.25)
-    kept = kept_patches(settings, 3, torch.arange(40), 64)
+    kept = draw_kept_patches(settings, 3, torch.arange(40), 64)
     assert kept.shape == (40, 16) and (kept.diff(dim=1) > 0).all() and kept.min() >= 0 and kept.max() < 64
-    assert torch.equal(kept_patches(settings, 3, torch.tensor([7]), 64)[0], kept[7])
-    assert not torch.equal(kept_patches(settings, 4, torch.arange(40), 64), kept)
-    assert kept_patches(options("--keep_ratio", 0.01), 3, torch.arange(2), 4).shape == (2, 1)
+    assert torch.equal(draw_kept_patches(settings, 3, torch.tensor([7]), 64)[0], kept[7])
+    assert not torch.equal(draw_kept_patches(settings, 4, torch.arange(40), 64), kept)
+    assert draw_kept_patches(options("--keep_ratio", 0.01), 3, torch.arange(2), 4).shape == (2, 1)
 
 
 def test_patches_are_left_out_until_the_last_epochs(train):
@@ -241,8 +248,8 @@ def test_patches_are_left_out_until_the_last_epochs(train):
     settings, seen = options(*words.split()), []
     model = build_classifier(settings, train)
     model.vit.layers[0].register_forward_hook(lambda _layer, inputs, _output: seen.append(inputs[0].shape[1]))
-    processor = serving_processor(settings, train, model)
-    course = plan_course(settings, DatasetDict(train=train), model, processor, Accelerator(cpu=True))
+    processor = build_processor(settings, train, model)
+    task = build_finetune_task(settings, DatasetDict(train=train), model, processor, Accelerator(cpu=True))
     for epoch in range(5):
-        course.loss_of(model, next(course.loader.epoch(epoch)), Moment(epoch, epoch))
+        task.compute_loss(model, next(task.loader.epoch(epoch)), StepKey(epoch, epoch))
     assert seen == [33, 33, 33, 65, 65]  # of 64 patches, and the class token

@@ -22,7 +22,7 @@ from livt_hf.metrics import long_tail_metrics
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
-from livt_hf.training.loop import Loop
+from livt_hf.training.loop import TrainingLoop
 
 
 def table(labels: list, groups: list | None = None, classes: int | None = None) -> Dataset:
@@ -219,7 +219,9 @@ def test_an_interrupted_cross_validation_keeps_what_is_done_and_ends_as_it_would
 ):
     with monkeypatch.context() as patched:
         patched.setattr(
-            Loop, "_out_of_time", lambda loop, _: loop.run.folder.name == "fold-2" and loop.progress.update >= 2
+            TrainingLoop,
+            "_out_of_time",
+            lambda loop, _: loop.run.folder.name == "fold-2" and loop.progress.update >= 2,
         )
         with pytest.raises(Interrupted) as stopped:
             cross_validated(labels, backbone, tmp_path / "cut")

@@ -44,14 +44,14 @@ from livt_hf.evaluation.models import lent_by_run, load_checkpoint, load_process
 from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.options import read_settings, save_settings
 from livt_hf.pretrained import load_backbone
-from livt_hf.processors import input_facts
+from livt_hf.processors import read_input_spec
 from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
 from livt_hf.runs import Run, parse_training, read_log
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 from livt_hf.training.checkpoints import Progress, save_checkpoint
 from livt_hf.training.checkpoints import load_checkpoint as go_on
-from livt_hf.training.frozen import DIGEST_BYTES, KeptFeatures
+from livt_hf.training.frozen import DIGEST_BYTES, FeatureCache
 
 pytestmark = needs_linux
 resource = pytest.importorskip("resource")
@@ -190,7 +190,7 @@ def checkpoint(folder: Path) -> None:
 
 
 def kept_features(folder: Path) -> None:
-    KeptFeatures(folder).write(np.ones((1, 5, 3), dtype=np.float32), digests())
+    FeatureCache(folder).write(np.ones((1, 5, 3), dtype=np.float32), digests())
 
 
 def digests() -> list[bytes]:
@@ -254,13 +254,13 @@ def planned(folder: Path) -> None:
 
 
 def features(folder: Path) -> None:
-    kept = KeptFeatures(folder)
+    kept = FeatureCache(folder)
     if not kept.missing(digests()):
         assert kept.read(digests()).shape == (1, 5, 3)
 
 
 def processor(folder: Path) -> None:
-    input_facts(load_processor(str(folder)))
+    read_input_spec(load_processor(str(folder)))
 
 
 def prior(path: Path) -> None:

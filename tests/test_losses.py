@@ -396,5 +396,7 @@ def test_bal_bce_starts_at_7_with_the_prior_start_and_at_hundreds_from_zero_on_i
     balanced = head(counts=counts)
     targets = torch.bincount(labels, minlength=1000) / len(labels)
     zeros = torch.zeros(1, 1000)
-    assert balanced(zeros + balanced.classifier_start(), targets[None], zeros).item() == pytest.approx(7.4, abs=0.1)
+    assert balanced(zeros + balanced.initial_classifier_bias(), targets[None], zeros).item() == pytest.approx(
+        7.4, abs=0.1
+    )
     assert balanced(zeros, targets[None], zeros).item() == pytest.approx(582, abs=1)

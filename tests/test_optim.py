@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
-from livt_hf.training.optim import layer_decay_groups, muon_groups, scaled_lr, set_rate, warmup_cosine
+from livt_hf.training.optim import layer_decay_groups, scale_lr, set_lr, split_muon_groups, warmup_cosine
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_twelve_layers_make_28_groups(twelve_layers):
 def test_muon_moves_the_matrices_of_the_blocks_and_adamw_what_follows_them(twelve_layers):
     for decay in (1.0, 0.75):
         groups = by_parameter(
-            twelve_layers, muon_groups(twelve_layers, layer_decay_groups(twelve_layers, 0.05, decay))
+            twelve_layers, split_muon_groups(twelve_layers, layer_decay_groups(twelve_layers, 0.05, decay))
         )
         assert set(groups) == {name for name, _ in twelve_layers.named_parameters()}
         late = {"vit.fc_norm.weight", "vit.fc_norm.bias", "classifier.weight", "classifier.bias"}
@@ -87,8 +87,8 @@ def test_pretraining_decays_weights_but_neither_vectors_nor_frozen_tables(tiny):
 
 
 def test_the_rate_scales_with_the_batch_over_256():
-    assert scaled_lr(1.5e-4, 4096) == pytest.approx(2.4e-3)
-    assert scaled_lr(1e-3, 64) == pytest.approx(2.5e-4)
+    assert scale_lr(1.5e-4, 4096) == pytest.approx(2.4e-3)
+    assert scale_lr(1e-3, 64) == pytest.approx(2.5e-4)
 
 
 def test_the_schedule_at_chosen_updates():
@@ -111,7 +111,7 @@ def test_a_schedule_that_is_all_warmup_ends_at_the_peak():
 def test_peak_and_floor_are_scaled_in_every_group(twelve_layers):
     optimizer = torch.optim.AdamW(layer_decay_groups(twelve_layers, 0.05, 0.75), lr=1.0)
     for unscaled in (1.0, 2.0, 0.5):
-        set_rate(optimizer, unscaled)
+        set_lr(optimizer, unscaled)
         for group in optimizer.param_groups:
             assert group["lr"] == pytest.approx(unscaled * group["lr_scale"])
     assert min(group["lr"] for group in optimizer.param_groups) == pytest.approx(0.5 * 0.75**13)

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments, ViTMAEForPreTraining, ViTMA
 
 from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.modeling_livit_mae import sin_cos_positions
-from livt_hf.training.pretrain import held_out_images, reconstruction_loss
+from livt_hf.training.pretrain import compute_reconstruction_loss, select_eval_images
 
 PATCHES = 16
 
@@ -386,7 +386,7 @@ def stream_of(count: int, broken: tuple[int, ...] = ()) -> IterableDatasetDict:
 
 def test_held_out_images_of_a_stream_are_its_first_ones_still_encoded():
     data = stream_of(6)
-    held_out = held_out_images(data, 4)
+    held_out = select_eval_images(data, 4)
     expected = [row["image"] for row in data["test"].cast_column("image", Image(decode=False)).take(4)]
     assert held_out.data.column("image").to_pylist() == expected
     assert held_out[3]["image"].size == (67, 64)
@@ -395,8 +395,8 @@ def test_held_out_images_of_a_stream_are_its_first_ones_still_encoded():
 def test_a_broken_held_out_image_is_an_error_or_left_out():
     data = stream_of(6, broken=(2,))
     with pytest.raises(ValueError, match="held-out images, image 2 .*--on_broken skip"):
-        held_out_images(data, 4)
-    assert [image.width for image in held_out_images(data, 4, "skip")["image"]] == [64, 65, 67]
+        select_eval_images(data, 4)
+    assert [image.width for image in select_eval_images(data, 4, "skip")["image"]] == [64, 65, 67]
 
 
 class _NoDoublePrecision(TorchDispatchMode):
@@ -414,6 +414,6 @@ def test_the_held_out_loss_is_a_mean_over_images_and_needs_no_double_precision_o
         for start, size in ((0, 3), (3, 1))
     ]
     with _NoDoublePrecision():
-        loss, zero = reconstruction_loss(model, batches, Accelerator(cpu=True), seed=0)
+        loss, zero = compute_reconstruction_loss(model, batches, Accelerator(cpu=True), seed=0)
     whole = [{key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}]
-    assert (loss, zero) == pytest.approx(reconstruction_loss(model, whole, Accelerator(cpu=True), seed=0))
+    assert (loss, zero) == pytest.approx(compute_reconstruction_loss(model, whole, Accelerator(cpu=True), seed=0))

@@ -36,7 +36,7 @@ def perfect_logits(log_density: torch.Tensor, head: LongTailHead) -> torch.Tenso
     log_posterior = (log_density + PI.log()).log_softmax(-1)
     smooth = head.settings.label_smoothing
     fitted = log_posterior.exp() * (1 - smooth) + smooth / CLASSES
-    if head.spec.activation == "softmax":
+    if head.definition.activation == "softmax":
         return fitted.log() - head.logit_bias
     return torch.logit(fitted) - head.logit_bias
 

@@ -153,7 +153,7 @@ def test_processes_that_do_not_see_each_other_are_refused(start):
 
 
 def lose_sight_of_the_run() -> None:
-    loop.SECONDS_TO_BE_SEEN = commands.SECONDS_FOR_THE_FIRST = 0
+    loop.VISIBILITY_TIMEOUT = commands.SECONDS_FOR_THE_FIRST = 0
     if os.environ["RANK"] == "1":
         Run.started = property(lambda run: False)
 

@@ -1,4 +1,4 @@
-"""A run can be killed at any moment and goes on as if nothing had happened."""
+"""A run can be killed at any step and goes on as if nothing had happened."""
 
 import contextlib
 import json
@@ -130,10 +130,10 @@ KILLED_IN_A_SAVE = {
 
 
 @needs_linux
-@pytest.mark.parametrize("moment", KILLED_IN_A_SAVE)
-def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupted, moment):
-    stage, where, left = KILLED_IN_A_SAVE[moment]
-    name = moment.replace(" ", "-")
+@pytest.mark.parametrize("step", KILLED_IN_A_SAVE)
+def test_a_run_killed_while_saving_ends_like_one_that_was_not(start, uninterrupted, step):
+    stage, where, left = KILLED_IN_A_SAVE[step]
+    name = step.replace(" ", "-")
     killed = start(stage, name, sabotage=(kill_at, *where))
     assert killed.wait() == -signal.SIGKILL
     assert (killed.folder / "checkpoints" / left).exists()

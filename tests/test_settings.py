@@ -38,7 +38,7 @@ from livt_hf.runs import (
 from livt_hf.settings import DataSettings, EvalSettings, FinetuneSettings, PretrainSettings
 from livt_hf.specs import REQUIRED, option
 from livt_hf.training.results import is_own
-from livt_hf.training.start import build_classifier, lent_by_checkpoint
+from livt_hf.training.start import build_classifier, inherit_from_checkpoint
 
 
 @pytest.fixture
@@ -383,9 +383,9 @@ def test_the_data_of_a_pretraining_are_divided_as_it_did_also_where_they_are_nam
 def test_a_checkpoint_that_is_no_run_knows_its_size(tmp_path):
     LiViTForPreTraining(pretraining_config("micro", image_size=8)).save_pretrained(tmp_path)
     asked = {"dataset": "glyphs", "pretrained": str(tmp_path)}
-    assert lent_by_checkpoint(asked) == {"model_size": "micro", "patch_size": 4}
+    assert inherit_from_checkpoint(asked) == {"model_size": "micro", "patch_size": 4}
     with pytest.raises(LiVTError, match="nowhere could not be loaded as a checkpoint folder or from the Hub"):
-        lent_by_checkpoint({"dataset": "glyphs", "pretrained": str(tmp_path / "nowhere")})
+        inherit_from_checkpoint({"dataset": "glyphs", "pretrained": str(tmp_path / "nowhere")})
 
 
 def test_fine_tuning_keeps_the_image_size_of_its_checkpoint_unless_told_another(tmp_path):

@@ -23,7 +23,7 @@ from livt_hf.recipes.paper import figures
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, PretrainSettings
-from livt_hf.training.start import lent_by_checkpoint
+from livt_hf.training.start import inherit_from_checkpoint
 
 CONFIGS = RECIPES / "configs"
 
@@ -215,7 +215,9 @@ class Runs:
             output.write("error: what was wrong\n")
             return SimpleNamespace(wait=lambda: 1)
         finetune = stage == "finetune"
-        cls, inherit = (FinetuneSettings, lent_by_checkpoint) if finetune else (PretrainSettings, lambda asked: {})
+        cls, inherit = (
+            (FinetuneSettings, inherit_from_checkpoint) if finetune else (PretrainSettings, lambda asked: {})
+        )
         arguments = cls.parse(words, CONFIGS, inherit)
         folder.mkdir()
         save_settings(arguments, folder / "arguments.yaml")

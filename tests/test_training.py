@@ -22,9 +22,9 @@ from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results
 from livt_hf.runs import Run, check_resumable
 from livt_hf.settings import PretrainSettings
-from livt_hf.training.checkpoints import CheckpointError, checkpoints
-from livt_hf.training.device import StopOnSignal, available_cores, choose_precision, cpu_computes_bf16
-from livt_hf.training.loop import Course, Loop, make_accelerator, open_run
+from livt_hf.training.checkpoints import CheckpointError, list_checkpoints
+from livt_hf.training.device import StopOnSignal, available_cores, choose_precision, has_fast_cpu_bf16
+from livt_hf.training.loop import TrainingLoop, TrainingTask, make_accelerator, open_run
 
 PER_EPOCH = 4
 
@@ -59,7 +59,7 @@ class Batches:
                 yield {"pixel_values": part}
 
 
-def squared_error(model, batch, moment):
+def squared_error(model, batch, step):
     return (model(batch["pixel_values"]) - 1).square().mean()
 
 
@@ -69,18 +69,20 @@ def settings(folder: Path, **options) -> PretrainSettings:
     return PretrainSettings(output_dir=str(folder), **(defaults | options))
 
 
-def make_loop(arguments: PretrainSettings, loss_of=squared_error, resumed: Run | None = None) -> Loop:
+def make_loop(arguments: PretrainSettings, compute_loss=squared_error, resumed: Run | None = None) -> TrainingLoop:
     accelerator = make_accelerator(arguments)
     torch.manual_seed(0)
     run = open_run(accelerator, arguments, resumed)
-    return Loop(accelerator, arguments, run, Course(Line(), Batches(arguments.accumulation), loss_of))
+    return TrainingLoop(
+        accelerator, arguments, run, TrainingTask(Line(), Batches(arguments.accumulation), compute_loss)
+    )
 
 
-def resumed(arguments: PretrainSettings, loss_of=squared_error, **options) -> Loop:
+def resumed(arguments: PretrainSettings, compute_loss=squared_error, **options) -> TrainingLoop:
     AcceleratorState._reset_state(reset_partial_state=True)
     arguments, run = PretrainSettings(**(vars(arguments) | options)), Run(Path(arguments.output_dir))
     check_resumable(run, arguments)
-    loop = make_loop(arguments, loss_of, run)
+    loop = make_loop(arguments, compute_loss, run)
     loop.resume()
     return loop
 
@@ -95,7 +97,7 @@ def test_a_run_does_not_go_on_with_other_images_than_it_began_with(tmp_path):
     assert loop.progress.update == 1
 
 
-def log_of(loop: Loop) -> list[dict]:
+def log_of(loop: TrainingLoop) -> list[dict]:
     return [json.loads(line) for line in (loop.run.folder / "log.jsonl").read_text().splitlines()]
 
 
@@ -136,9 +138,9 @@ def test_two_micro_batches_of_four_make_the_step_of_eight(tmp_path):
 def test_every_micro_batch_of_every_update_draws_its_own_random_numbers(tmp_path):
     drawn = []
 
-    def drawing(model, batch, moment):
+    def drawing(model, batch, step):
         drawn.append(torch.rand(()).item())  # as drop path does
-        return squared_error(model, batch, moment)
+        return squared_error(model, batch, step)
 
     make_loop(settings(tmp_path / "run", accumulation=2), drawing).fit()
     assert len(set(drawn)) == len(drawn) == 2 * 3 * PER_EPOCH
@@ -191,11 +193,11 @@ def test_a_run_that_dies_in_any_update_goes_on_from_the_last_checkpoint(tmp_path
     arguments = settings(tmp_path / "broken", ema_decay=0.5, log_steps=5, save_steps=3)
     calls = []
 
-    def dying(model, batch, moment):
+    def dying(model, batch, step):
         if len(calls) == last:
             raise Failing
-        calls.append(moment.epoch)
-        return squared_error(model, batch, moment)
+        calls.append(step.epoch)
+        return squared_error(model, batch, step)
 
     with pytest.raises(Failing):
         make_loop(arguments, dying).fit()
@@ -249,16 +251,16 @@ def test_resuming_runs_no_code_from_the_run_folder(tmp_path, name):
 def test_a_loss_that_becomes_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     calls = []
 
-    def nan_from_the_eighth(model, batch, moment):
-        calls.append(moment.epoch)
-        return squared_error(model, batch, moment) * (math.nan if len(calls) >= 8 else 1)
+    def nan_from_the_eighth(model, batch, step):
+        calls.append(step.epoch)
+        return squared_error(model, batch, step) * (math.nan if len(calls) >= 8 else 1)
 
     loop = make_loop(settings(tmp_path / "run", save_steps=3, log_steps=10), nan_from_the_eighth)
     with pytest.raises(LiVTError) as raised:
         loop.fit()
     good = tmp_path / "run" / "checkpoints" / "step-6"
     assert str(raised.value).startswith(f"the loss became nan at update 8; the last good checkpoint is {good}.")
-    assert [path.name for path in checkpoints(loop.run)] == ["step-3", "step-6"]
+    assert [path.name for path in list_checkpoints(loop.run)] == ["step-3", "step-6"]
 
 
 def test_weights_that_became_infinite_are_not_saved(tmp_path):
@@ -271,7 +273,7 @@ def test_weights_that_became_infinite_are_not_saved(tmp_path):
     loop.optimizer.optimizer.register_step_post_hook(overflow)
     with pytest.raises(LiVTError, match="the weights became infinite or NaN at update 4; .*step-2"):
         loop.fit()
-    assert [path.name for path in checkpoints(loop.run)] == ["step-2"]
+    assert [path.name for path in list_checkpoints(loop.run)] == ["step-2"]
 
 
 def test_a_limit_of_hours_counts_from_each_start(tmp_path):
@@ -418,7 +420,7 @@ def test_bf16_on_a_cpu_is_believed_only_after_a_trial(tmp_path, monkeypatch, tri
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    assert cpu_computes_bf16() is able
+    assert has_fast_cpu_bf16() is able
     if able:
         assert choose_precision("bf16") == "bf16"
     else:
@@ -430,7 +432,7 @@ def test_bf16_on_a_cpu_is_believed_only_after_a_trial(tmp_path, monkeypatch, tri
 def test_the_trial_of_bf16_agrees_with_the_cpu():
     code = "import torch; a = torch.ones(512, 512, dtype=torch.bfloat16); a @ a"
     dies = subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode != 0
-    assert not (dies and cpu_computes_bf16())
+    assert not (dies and has_fast_cpu_bf16())
 
 
 def test_a_process_pinned_to_one_thread_takes_all_cores(tmp_path):

@@ -35,16 +35,16 @@ from livt_hf import balance
 from livt_hf.data import Batches, DeviceTransform, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import load_checkpoint, load_processor
-from livt_hf.long_tail.structure import classifier_of, pooled_features
-from livt_hf.processors import input_facts, resized
+from livt_hf.long_tail.structure import extract_features, get_classifier
+from livt_hf.processors import read_input_spec, resize_processor
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings
-from livt_hf.training.finetune import finetune_augmentation, measure
-from livt_hf.training.frozen import FeatureLoader, FrozenBackbone, HeadOnly, KeptFeatures
+from livt_hf.training.finetune import build_augmentation, measure
+from livt_hf.training.frozen import FeatureCache, FeatureClassifier, FeatureLoader, FrozenBackbone
 from livt_hf.training.lora import add_lora, merge_lora
-from livt_hf.training.start import build_classifier, freeze_unused, lent_by_checkpoint, serving_processor
+from livt_hf.training.start import build_classifier, build_processor, freeze_unused_parameters, inherit_from_checkpoint
 
 SHORT = "--epochs 3 --warmup_epochs 1 --batch_size 16 --threads 1 --eval_epochs 3 --image_size 16".split()
 
@@ -179,11 +179,11 @@ def test_features_are_measured_with_or_without_a_classifier_and_equal(pictures, 
 
 def test_a_checkpoint_of_another_family_lends_its_name_and_the_recipe_for_backbones(tmp_path):
     asked = {"dataset": "glyphs", "pretrained": str(wrapped_timm(tmp_path / "timm"))}
-    assert lent_by_checkpoint(asked) == {"model_size": "resnet18", "patch_size": None, "tune": "full"}
+    assert inherit_from_checkpoint(asked) == {"model_size": "resnet18", "patch_size": None, "tune": "full"}
     configs = Path(finetune.__file__).parent / "configs"
-    settings = FinetuneSettings.merged(asked, configs, lent_by_checkpoint(asked))
+    settings = FinetuneSettings.merged(asked, configs, inherit_from_checkpoint(asked))
     assert (settings.tune, settings.epochs) == ("full", 30)
-    head = FinetuneSettings.merged(asked | {"tune": "head"}, configs, lent_by_checkpoint(asked))
+    head = FinetuneSettings.merged(asked | {"tune": "head"}, configs, inherit_from_checkpoint(asked))
     assert (head.mixup, head.cutmix, head.erase) == (0, 0, 0)
 
 
@@ -195,7 +195,7 @@ def frozen(pictures, tmp_path):
     settings = FinetuneSettings.parse(["--pretrained", str(path), "--dataset", str(pictures), *plain])
     data = load_long_tailed(str(pictures))
     model = build_classifier(settings, data["train"])
-    processor = serving_processor(settings, data["train"], model)
+    processor = build_processor(settings, data["train"], model)
     return settings, data["train"], model, FrozenBackbone(model, processor, Accelerator(cpu=True))
 
 
@@ -204,14 +204,14 @@ def test_kept_features_are_those_the_classifier_of_the_whole_model_sees(frozen):
     features = backbone.features(train, settings)
     (batch,) = eval_loader(train, backbone.processor, Batches(64))
     with torch.no_grad():
-        expected = pooled_features(model.eval(), batch["pixel_values"])
+        expected = extract_features(model.eval(), batch["pixel_values"])
     np.testing.assert_allclose(features[0], expected.flatten(1), atol=1e-6)
 
 
 def test_a_classifier_trained_on_standardised_features_fits_the_backbone_s_own(frozen):
     settings, train, model, backbone = frozen
     features = backbone.features(train, settings)
-    module = HeadOnly(model, features)
+    module = FeatureClassifier(model, features)
     torch.nn.init.normal_(module.classifier.weight)
     inputs = torch.from_numpy(np.array(features[0]))
     before = module(inputs).logits
@@ -224,7 +224,7 @@ def test_a_classifier_trained_on_standardised_features_fits_the_backbone_s_own(f
 def test_features_are_standardised_without_a_copy_of_them(frozen):
     noise = np.random.default_rng(0).normal(3, 2, size=(2, 20_000, 16)).astype(np.float32)
     tracemalloc.start()
-    module = HeadOnly(frozen[2], noise)
+    module = FeatureClassifier(frozen[2], noise)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < noise.nbytes / 2
@@ -233,7 +233,7 @@ def test_features_are_standardised_without_a_copy_of_them(frozen):
 
 
 def test_a_head_is_trained_on_the_device_of_its_backbone(frozen):
-    head = HeadOnly(frozen[2].to("meta"), np.ones((1, 4, 16), dtype=np.float32))
+    head = FeatureClassifier(frozen[2].to("meta"), np.ones((1, 4, 16), dtype=np.float32))
     assert {tensor.device.type for tensor in (*head.parameters(), *head.buffers())} == {"meta"}
     assert head(torch.ones(4, 16, device="meta"), torch.zeros(4, 4, device="meta")).loss.device.type == "meta"
 
@@ -252,7 +252,7 @@ def test_features_are_computed_once_per_image_and_never_reused_for_other_weights
     np.testing.assert_array_equal(some[:, [1, 2, 3, 5]], whole[:, [5, 7, 7, 0]])
     np.testing.assert_array_equal(backbone.features(train, settings)[:, order], some)
     assert computed == [60, 2, 2]
-    FrozenBackbone(model, resized(backbone.processor, 32), backbone.accelerator).features(train, settings)
+    FrozenBackbone(model, resize_processor(backbone.processor, 32), backbone.accelerator).features(train, settings)
     next(p for n, p in model.named_parameters() if "embedder" in n).data += 1
     FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train, settings)
     assert computed == [60, 2, 2, 64, 64]
@@ -265,7 +265,7 @@ def test_features_are_computed_once_per_image_and_never_reused_for_other_weights
 
 
 def test_a_part_of_kept_features_that_is_damaged_counts_for_nothing(tmp_path):
-    kept, digests = KeptFeatures(tmp_path / "features"), [bytes([i]) * 32 for i in range(4)]
+    kept, digests = FeatureCache(tmp_path / "features"), [bytes([i]) * 32 for i in range(4)]
     kept.write(np.ones((1, 4, 2), np.float32), digests)
     assert kept.missing(digests) == []
     (part,) = kept.folder.iterdir()
@@ -275,8 +275,8 @@ def test_a_part_of_kept_features_that_is_damaged_counts_for_nothing(tmp_path):
 
 def test_a_process_that_has_none_of_the_missing_images_computes_nothing(frozen, tmp_path, monkeypatch):
     settings, train, _, backbone = frozen
-    monkeypatch.setattr("livt_hf.training.frozen.shared_batches", lambda *_: Batches(64, rank=0, world_size=2))
-    kept = KeptFeatures(tmp_path / "features")
+    monkeypatch.setattr("livt_hf.training.frozen.build_eval_batches", lambda *_: Batches(64, rank=0, world_size=2))
+    kept = FeatureCache(tmp_path / "features")
     backbone._compute(train.select([0]), [bytes(32)], kept, settings, None)
     assert not kept.folder.exists()
 
@@ -292,7 +292,7 @@ def test_weights_in_half_precision_are_trained_and_served_in_full(pictures, tmp_
 def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(frozen):
     settings, train, model, backbone = frozen
     settings.views = 3
-    features = backbone.features(train, settings, finetune_augmentation(settings, input_facts(backbone.processor)))
+    features = backbone.features(train, settings, build_augmentation(settings, read_input_spec(backbone.processor)))
     assert len(features) == 3 and not np.allclose(features[1], features[2])
     loader = FeatureLoader(features, train, Batches(64))
     for epoch in range(4):
@@ -302,7 +302,7 @@ def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(froz
 
 def test_views_are_of_the_seed_that_was_asked_for(frozen):
     settings, train, _, backbone = frozen
-    settings.views, augmentation = 2, finetune_augmentation(settings, input_facts(backbone.processor))
+    settings.views, augmentation = 2, build_augmentation(settings, read_input_spec(backbone.processor))
     views = []
     for settings.seed in (0, 1):
         views.append(backbone.features(train, settings, augmentation))
@@ -314,11 +314,11 @@ def test_a_head_goes_on_from_a_trained_one_with_the_answers_that_it_gave(frozen)
     settings, train, model, backbone = frozen
     features = backbone.features(train, settings).copy()
     features[..., 3] = 0  # a feature that no training image has
-    classifier = classifier_of(model)
+    classifier = get_classifier(model)
     torch.nn.init.normal_(classifier.weight)
     torch.nn.init.normal_(classifier.bias)
     weight, answers = classifier.weight.clone(), classifier(torch.from_numpy(features[0]))
-    head = HeadOnly(model, features)
+    head = FeatureClassifier(model, features)
     torch.testing.assert_close(head(torch.from_numpy(features[0])).logits, answers, atol=1e-4, rtol=1e-4)
     head.unstandardise()
     torch.testing.assert_close(classifier.weight, weight, atol=1e-4, rtol=1e-4)  # also of the feature that is missing
@@ -356,7 +356,7 @@ def test_training_goes_on_from_a_classifier_of_the_same_labels_and_anew_for_othe
     assert all(torch.equal(going_on[name], head[name]) for name in head)
     names = [f"other {name}" for name in train.features["label"].names]
     anew = build_classifier(settings, train.cast_column("label", ClassLabel(names=names)))
-    assert classifier_of(anew).weight.abs().max() < 1e-3
+    assert get_classifier(anew).weight.abs().max() < 1e-3
 
 
 def test_lora_fine_tuning_ends_as_a_stock_model(pictures, tmp_path):
@@ -409,7 +409,7 @@ def test_a_model_that_cannot_trade_time_for_memory_says_so(pictures, tmp_path):
 
 def test_what_no_logit_depends_on_is_frozen(tmp_path):
     model = AutoModelForImageClassification.from_pretrained(dinov2(tmp_path / "d"))
-    freeze_unused(model, 16)
+    freeze_unused_parameters(model, 16)
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["dinov2.embeddings.mask_token"]
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -455,15 +455,15 @@ def test_a_processor_of_another_size_keeps_its_margin():
     processor = ViTImageProcessor(
         size={"shortest_edge": 256}, crop_size={"height": 224, "width": 224}, do_center_crop=True
     )
-    smaller = resized(processor, 112)
-    assert input_facts(smaller).size == 112 and dict(smaller.size)["shortest_edge"] == 128
+    smaller = resize_processor(processor, 112)
+    assert read_input_spec(smaller).size == 112 and dict(smaller.size)["shortest_edge"] == 128
 
 
 @pytest.mark.parametrize(
     "processor", [ViTImageProcessor(), EfficientNetImageProcessor(include_top=True), ConvNextImageProcessor()]
 )
 def test_a_colour_is_in_training_what_it_is_in_serving(processor):
-    colour, facts = (200, 100, 0), input_facts(processor)
+    colour, facts = (200, 100, 0), read_input_spec(processor)
     image = {"pixel_values": torch.tensor(colour, dtype=torch.uint8)[None, :, None, None], "index": torch.tensor([0])}
     trained_on = DeviceTransform(facts.mean, facts.std)(image, epoch=0, update=0)["pixel_values"].flatten()
     served = processor(Pictures.new("RGB", (300, 300), colour), return_tensors="pt")["pixel_values"]
@@ -474,12 +474,12 @@ def test_a_colour_is_in_training_what_it_is_in_serving(processor):
 @pytest.mark.parametrize("size", [{"shortest_edge": 16}, {"height": 16, "width": 24}])
 def test_a_processor_that_makes_no_squares_is_refused(size):
     with pytest.raises(LiVTError, match="whose shorter side has 16 pixels; have it crop squares"):
-        input_facts(ViTImageProcessor(size=size))
+        read_input_spec(ViTImageProcessor(size=size))
 
 
 def test_a_processor_that_swaps_channels_is_refused():
     with pytest.raises(LiVTError, match="MobileViTImageProcessor.* does more than rescale and normalise"):
-        input_facts(MobileViTImageProcessor())
+        read_input_spec(MobileViTImageProcessor())
 
 
 @pytest.mark.parametrize("backbone", [resnet, densenet])

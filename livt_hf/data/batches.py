@@ -92,7 +92,7 @@ def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
     return batch
 
 
-def shared_batches(per_process: int, accelerator: Accelerator, num_workers: int = 0) -> Batches:
+def build_eval_batches(per_process: int, accelerator: Accelerator, num_workers: int = 0) -> Batches:
     """Batches for evaluation: `per_process` images per forward pass, each image on one process."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     return Batches(per_process * world_size, rank=rank, world_size=world_size, num_workers=num_workers)

@@ -324,10 +324,10 @@ LOOKED_AT = 16  # images that tell the sizes of all
 
 def is_native(dataset: Dataset, image_size: int) -> bool:
     """Whether images are small and come at the model's own size, so that evaluation leaves them as they are."""
-    return image_size <= 96 and set(some_sizes(dataset)) == {(image_size, image_size)}
+    return image_size <= 96 and set(sample_image_sizes(dataset)) == {(image_size, image_size)}
 
 
-def some_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
+def sample_image_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
     """Height and width of some images, from the first to the last one of a dataset."""
     return [tuple(image.shape[-2:]) for image in some_images(dataset, spread_rows(dataset, LOOKED_AT))]
 

@@ -20,7 +20,7 @@ from torchvision.transforms import ColorJitter
 from transformers import ViTImageProcessor
 
 from livt_hf.errors import LiVTError
-from livt_hf.randomness import kept_rng, keyed_rng, keyed_uniform, purpose_seed, seed_generators
+from livt_hf.randomness import keyed_rng, keyed_uniform, preserve_rng_state, purpose_seed, seed_generators
 
 CROP_TRIES = 10
 CROP_NUMBERS = 4 * CROP_TRIES + 1
@@ -101,7 +101,7 @@ class FinetuneAugmentation(Augmentation):
     def _recoloured(self, images: torch.Tensor, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
         pictures = images.permute(0, 2, 3, 1).contiguous().numpy()
         result = np.empty_like(pictures)
-        with kept_rng():  # timm and torchvision draw from the global generators
+        with preserve_rng_state():  # timm and torchvision draw from the global generators
             for i, index in enumerate(indices):
                 seed_generators(purpose_seed(seed, "colour"), epoch, index)
                 picture = Image.fromarray(pictures[i])

@@ -29,7 +29,7 @@ from livt_hf.evaluation.models import (
 )
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.priors import Prior
-from livt_hf.long_tail.structure import pooled_features
+from livt_hf.long_tail.structure import extract_features
 from livt_hf.reports.style import GROUP_COLOURS
 
 TOP = 5
@@ -83,7 +83,7 @@ class ServedClassifier:
     def features(self, images: Sequence[Tensor]) -> Tensor:
         """What the classifier sees of decoded images, as directions of length 1. (B, D)"""
         pixels = self.predictor.processor(list(images), return_tensors="pt")["pixel_values"]
-        seen = pooled_features(self.model, pixels.to(self.predictor.device))
+        seen = extract_features(self.model, pixels.to(self.predictor.device))
         return torch.nn.functional.normalize(seen.float(), dim=-1).cpu()
 
     def nearest(self, train: Dataset, image: Tensor, labels: Sequence[int], count: int) -> list[tuple]:

@@ -19,7 +19,7 @@ from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
-from livt_hf.pretrained import listed, read_config, reading_checkpoint, without_load_report
+from livt_hf.pretrained import explain_load_errors, format_names, hide_load_report, read_config
 from livt_hf.records import in_words
 from livt_hf.results import Results
 from livt_hf.runs import Run, lent_data, lent_plugin, newest_finished, place_of, runs_folder
@@ -30,7 +30,7 @@ def load_checkpoint(path: str) -> PreTrainedModel:
     """A LiViT in either of its forms, a ViTMAE, or any other image classifier, balanced again where it was so."""
     config = read_config(path)
     kind = config.get("model_type")
-    with reading_checkpoint(path):
+    with explain_load_errors(path):
         if kind is None and Run(Path(path)).fold(1).folder.is_dir():
             raise LiVTError(f"{path} is a cross-validation; its models are in fold-1, fold-2 and so on.")
         if kind is None:
@@ -42,11 +42,11 @@ def load_checkpoint(path: str) -> PreTrainedModel:
         livit = kind == "livit" or "livit" in config
         reader = LiViTForImageClassification if livit else AutoModelForImageClassification
         options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
-        with without_load_report():
+        with hide_load_report():
             model, info = reader.from_pretrained(path, **options)
         if info["missing_keys"]:
             raise LiVTError(
-                f"{path} lacks weights of a classifier ({listed(info['missing_keys'])}); fine-tune it first, or "
+                f"{path} lacks weights of a classifier ({format_names(info['missing_keys'])}); fine-tune it first, or "
                 "measure its features (livt eval --probe)."
             )
         return balance(model.eval()) if config.get("long_tail") else model.eval()
@@ -90,7 +90,7 @@ def load_processor(path: str) -> BaseImageProcessor:
     """The image processor that was saved beside a checkpoint."""
     try:
         return AutoImageProcessor.from_pretrained(path)
-    except Exception as error:  # as of `reading_checkpoint`
+    except Exception as error:  # as of `explain_load_errors`
         raise LiVTError(
             f"{path} has no image processor (preprocessor_config.json) that can be read, so it is unknown how its "
             f"images are prepared; save the one it was trained with beside it ({in_words(error)})."

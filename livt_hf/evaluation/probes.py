@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from livt_hf.evaluation.running import progress
-from livt_hf.long_tail.structure import pooled_features
+from livt_hf.long_tail.structure import extract_features
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 
 PROBE_STEPS = 500
@@ -24,7 +24,7 @@ class Features:
 @torch.no_grad()
 def frozen_features(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Features:
     """What the classifier of a model sees of every image of the loader; of a pretraining, the mean patch token."""
-    see = LiViTForPreTraining.features if isinstance(model, LiViTForPreTraining) else pooled_features
+    see = LiViTForPreTraining.features if isinstance(model, LiViTForPreTraining) else extract_features
     model.eval()
     features, labels = [], []
     for batch in progress(loader, "encoding", accelerator):

@@ -222,7 +222,7 @@ def _data(results: Results, chosen: str) -> str:
 
 def _outputs(head: LongTailHead, form: str) -> dict:
     """What the logits and the probabilities mean, which the settings of the head decide."""
-    settings, spec = head.settings, head.spec
+    settings, spec = head.settings, head.definition
     shares = "of the training data" if settings.seen_counts is None else "that the sampler showed in training"
     bias = spec.balanced and settings.tau > 0
     told = dict(bias=bias, sigmoid=spec.activation == "sigmoid", shares=shares, no_posterior=head.no_posterior)
@@ -232,7 +232,7 @@ def _outputs(head: LongTailHead, form: str) -> dict:
 
 def _world(head: LongTailHead, shares: str, form: str) -> str | None:
     """Where argmax z is right: the share tau of the prior's logarithm that the loss has taken out is not in z."""
-    prior, tau = head.settings.test_prior, head.settings.tau if head.spec.balanced else 0.0
+    prior, tau = head.settings.test_prior, head.settings.tau if head.definition.balanced else 0.0
     place = "" if form == "timm" else " (`test_prior` in `config.json`)"
     own = prior not in (None, "uniform")
     if head.no_posterior:

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.losses import LOSSES, PACKAGED, LossSpec
+from livt_hf.long_tail.losses import LOSSES, PACKAGED, LossDefinition
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings
 from livt_hf.system import shell_line
@@ -33,7 +33,7 @@ def is_vit(results: Results) -> bool:
     return results.model_type in (None, "livit", "vit_mae")
 
 
-def loss_spec(results: Results) -> LossSpec:
+def loss_spec(results: Results) -> LossDefinition:
     """What the loss of a run is. A loss of the user's own is known once its plugin is loaded."""
     if results.loss not in LOSSES:
         raise LiVTError(

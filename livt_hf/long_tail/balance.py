@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.long_tail.head import CosineClassifier, LongTailHead, start_std
+from livt_hf.long_tail.head import CosineClassifier, LongTailHead, classifier_init_std
 from livt_hf.long_tail.priors import Prior
-from livt_hf.long_tail.structure import classifier_of, parameter_depths, prefer_channels_last, undecayed_parameters
+from livt_hf.long_tail.structure import get_classifier, parameter_depths, parameters_without_decay, use_channels_last
 
 
 class BalancedClassifier:
@@ -37,7 +37,7 @@ class BalancedClassifier:
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay leaves alone."""
-        return undecayed_parameters(self)
+        return parameters_without_decay(self)
 
 
 def balance(
@@ -54,7 +54,7 @@ def balance(
     A classifier that was trained elsewhere gets probabilities under any prior without training:
     `balance(model, class_counts=counts, loss="ce")` (or "bce") names the loss it was trained with.
     """
-    classifier = classifier_of(model)
+    classifier = get_classifier(model)
     if not isinstance(model, BalancedClassifier):
         _check_kind(model)
     if class_counts is not None:
@@ -98,9 +98,9 @@ def _check_kind(model: PreTrainedModel) -> None:
 def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
     model.__class__ = _balanced_class(type(model))
     model.head = LongTailHead(model.config).to(classifier.weight.device).train(model.training)
-    classifier.register_forward_pre_hook(model.head.take_features)
-    model.register_forward_hook(model.head.drop_features, always_call=True)
-    prefer_channels_last(model)
+    classifier.register_forward_pre_hook(model.head.capture_features)
+    model.register_forward_hook(model.head.release_features, always_call=True)
+    use_channels_last(model)
 
 
 @functools.cache
@@ -123,6 +123,6 @@ def _empty(kind: type[PreTrainedModel]) -> PreTrainedModel:
 
 @torch.no_grad()
 def _start(classifier: nn.Linear, head: LongTailHead) -> None:
-    nn.init.trunc_normal_(classifier.weight, std=start_std(classifier))
+    nn.init.trunc_normal_(classifier.weight, std=classifier_init_std(classifier))
     if classifier.bias is not None:
-        classifier.bias.copy_(head.classifier_start())
+        classifier.bias.copy_(head.initial_classifier_bias())

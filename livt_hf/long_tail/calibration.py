@@ -49,7 +49,7 @@ def calibrated(log_posterior: Tensor, calibration: Calibration, prior: Tensor) -
     return (prior.log() + calibration.scale * evidence + offsets).log_softmax(-1)
 
 
-def calibrated_odds(log_odds: Tensor, calibration: Calibration, prior: Tensor) -> Tensor:
+def calibrate_odds(log_odds: Tensor, calibration: Calibration, prior: Tensor) -> Tensor:
     """The log-odds of each class of an image that may have several. (B, C)"""
     base = torch.logit(prior.cpu().double()).to(log_odds)  # not every device has float64
     return base + calibration.scale * (log_odds - base) + torch.tensor(calibration.offsets).to(log_odds)

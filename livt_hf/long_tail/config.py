@@ -9,7 +9,7 @@ import numpy as np
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
-from livt_hf.long_tail.losses import LOSSES, LossSpec
+from livt_hf.long_tail.losses import LOSSES, LossDefinition
 from livt_hf.long_tail.priors import as_prior
 from livt_hf.records import check_settings, shown
 
@@ -102,18 +102,18 @@ class LongTailConfig(dict):
         return {name: value for name, value in saved.items() if name not in void} | settings
 
     @property
-    def spec(self) -> LossSpec:
+    def definition(self) -> LossDefinition:
         return LOSSES[self.loss]
 
     @property
     def weighted_from(self) -> float | None:
         """The share of the training after which images are weighted by class, or None where they never are."""
-        if self.spec.class_weighted or (self.class_weights is not None and self.drw_start is None):
+        if self.definition.class_weighted or (self.class_weights is not None and self.drw_start is None):
             return 0.0
         return self.drw_start
 
     @property
-    def shown_counts(self) -> list[int] | list[float] | None:
+    def prior_counts(self) -> list[int] | list[float] | None:
         """The images of each class that training shows: what the head learns the posterior under."""
         return self.class_counts if self.seen_counts is None else self.seen_counts
 
@@ -132,22 +132,22 @@ class LongTailConfig(dict):
         for name, (holds, words) in _RANGES.items():
             if self[name] is not None and not holds(self[name]):
                 raise LiVTError(f"{name} {self[name]} {words}.")
-        if self.label_smoothing and not self.spec.soft_labels:
+        if self.label_smoothing and not self.definition.soft_labels:
             raise LiVTError(
                 f"label_smoothing {self.label_smoothing} cannot be used with loss {self.loss!r}, which wants hard "
                 "labels; set it to 0."
             )
-        if self.normalised_classifier and not self.spec.scaled:
+        if self.normalised_classifier and not self.definition.scaled:
             raise LiVTError(
                 f"normalised_classifier gives logits between -1 and 1, from which loss {self.loss!r} learns nothing; "
                 "take ldam, which scales them, or leave it out."
             )
-        if self.drw_start is not None and self.spec.class_weighted:
+        if self.drw_start is not None and self.definition.class_weighted:
             raise LiVTError(
                 f"drw_start cannot be used with loss {self.loss!r}, which weights images by class already; "
                 "leave it out."
             )
-        if self.weighted_from is not None and self.spec.batch_statistic:
+        if self.weighted_from is not None and self.definition.batch_statistic:
             raise LiVTError(
                 f"{self._weighted_by} cannot be used with loss {self.loss!r}, which is no mean over images; "
                 "leave it out."
@@ -156,7 +156,7 @@ class LongTailConfig(dict):
     @property
     def _weighted_by(self) -> str:
         """What says that images are weighted by class."""
-        if self.spec.class_weighted:
+        if self.definition.class_weighted:
             return f"loss {self.loss!r}"
         return "class_weights" if self.drw_start is None else "drw_start"
 
@@ -182,10 +182,10 @@ class LongTailConfig(dict):
     def _check_multi_label(self) -> None:
         if self.bias == "ce":
             raise LiVTError("bias='ce' compares the classes of one image; multi-label data needs bias='bce'.")
-        if self.spec.activation == "softmax":
+        if self.definition.activation == "softmax":
             raise LiVTError(f"loss {self.loss!r} picks one class per image; multi-label data needs a sigmoid loss.")
         if self.weighted_from is not None:
-            way_out = "needs another sigmoid loss" if self.spec.class_weighted else "goes without"
+            way_out = "needs another sigmoid loss" if self.definition.class_weighted else "goes without"
             raise LiVTError(f"{self._weighted_by} weighs an image by its one label; multi-label data {way_out}.")
         if self.seen_counts is not None:
             raise LiVTError("a sampler draws an image by its one label; multi-label data needs --sampler natural.")

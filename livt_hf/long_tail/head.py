@@ -8,19 +8,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.calibration import Calibration, calibrated, calibrated_odds
+from livt_hf.long_tail.calibration import Calibration, calibrate_odds, calibrated
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import (
     ClassStatistics,
+    LossDefinition,
     LossInputs,
-    LossSpec,
     balanced_bce_bias,
     balanced_ce_bias,
     class_weighted,
     effective_number_weights,
     inverse_count_weights,
     ldam_margins,
-    scaled_weights,
+    normalize_class_weights,
 )
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_odds, shift_odds, shift_prior
 
@@ -38,7 +38,7 @@ class CosineClassifier(nn.Linear):
         return nn.functional.linear(unit(features, dim=-1), unit(self.weight, dim=-1))
 
 
-def start_std(classifier: nn.Linear) -> float:
+def classifier_init_std(classifier: nn.Linear) -> float:
     """How the weights of a fresh classifier are spread: almost 0, or of length 1 where they are normalised anyway."""
     return classifier.in_features**-0.5 if isinstance(classifier, CosineClassifier) else 2e-5
 
@@ -63,8 +63,8 @@ class LongTailHead(nn.Module):
         return self.config.long_tail
 
     @property
-    def spec(self) -> LossSpec:
-        return self.settings.spec
+    def definition(self) -> LossDefinition:
+        return self.settings.definition
 
     @property
     def multi_label(self) -> bool:
@@ -75,19 +75,19 @@ class LongTailHead(nn.Module):
         """Why this head gives no class probabilities, or None where it does."""
         if self.settings.class_counts is None:
             return UNKNOWN_PRIOR
-        why = self.spec.why_no_posterior(self.settings)
+        why = self.definition.why_no_posterior(self.settings)
         return why and f"it was trained with loss {self.settings.loss!r}: {why}"
 
     def set_epoch(self, epoch: int, epochs: int) -> None:
         """Tell the head that `epoch` of `epochs` begins, for losses that change during training."""
         self.progress = epoch / epochs
 
-    def take_features(self, _classifier: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def capture_features(self, _classifier: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """A forward pre-hook for the classifier of a model that does not hand its features over."""
-        if self.spec.uses_features:
+        if self.definition.uses_features:
             self.features = inputs[0]
 
-    def drop_features(self, *_) -> None:
+    def release_features(self, *_) -> None:
         """A forward hook for that model: features of a past forward would hold its graph."""
         self.features = None
 
@@ -100,13 +100,13 @@ class LongTailHead(nn.Module):
 
     def constants(self) -> dict[str, Tensor]:
         """Everything the class counts determine: never saved, always derived."""
-        settings, counts, bias = self.settings, self.settings.shown_counts, torch.zeros(self.config.num_labels)
+        settings, counts, bias = self.settings, self.settings.prior_counts, torch.zeros(self.config.num_labels)
         if counts is None:
             return {"logit_bias": bias}
-        if self.spec.balanced and self.spec.activation == "sigmoid" and settings.bias == "bce":
+        if self.definition.balanced and self.definition.activation == "sigmoid" and settings.bias == "bce":
             images = settings.num_images if self.multi_label else None
             bias = balanced_bce_bias(counts, settings.test_prior, num_images=images)
-        elif self.spec.balanced:
+        elif self.definition.balanced:
             bias = balanced_ce_bias(counts, settings.test_prior)
         return {
             "logit_bias": settings.tau * bias,
@@ -120,7 +120,7 @@ class LongTailHead(nn.Module):
         """Those that were given, scaled to sum C like the others, or those by effective numbers."""
         if self.settings.class_weights is None:
             return effective_number_weights(counts, self.settings.cb_beta)
-        return scaled_weights(torch.tensor(self.settings.class_weights, dtype=torch.float64))
+        return normalize_class_weights(torch.tensor(self.settings.class_weights, dtype=torch.float64))
 
     def _apply(self, fn, recurse=True):
         """Follow the model to its device but not to half precision: priors of one in ten million must survive."""
@@ -128,7 +128,7 @@ class LongTailHead(nn.Module):
         self.derive(self.logit_bias.device)
         return self
 
-    def classifier_start(self) -> Tensor:
+    def initial_classifier_bias(self) -> Tensor:
         """Where the bias of the classifier starts: a fresh sigmoid head predicts the training prior (at tau 1).
 
         The bias of a class of two images hardly moves in a short training. Started higher, its sigmoid would stay far
@@ -136,10 +136,10 @@ class LongTailHead(nn.Module):
         """
         settings, classes = self.settings, self.config.num_labels
         zero = torch.zeros(classes)
-        if self.spec.activation == "softmax" or settings.head_start == "zero":
+        if self.definition.activation == "softmax" or settings.head_start == "zero":
             return zero
-        if not self.spec.balanced and settings.class_counts is not None:
-            return log_odds(settings.shown_counts, settings.num_images).float()
+        if not self.definition.balanced and settings.class_counts is not None:
+            return log_odds(settings.prior_counts, settings.num_images).float()
         if settings.test_prior is None:  # the bias of the loss is logit(pi_s) itself
             return zero
         return torch.logit(as_prior(settings.test_prior, classes, multi_label=self.multi_label)).float()
@@ -148,7 +148,7 @@ class LongTailHead(nn.Module):
         settings, classes = self.settings, None
         if settings.class_counts is not None:
             classes = ClassStatistics(self.prior, self.class_weight, self.inverse_count, self.margin)
-        elif self.spec.uses_counts or settings.weighted_from is not None:
+        elif self.definition.uses_counts or settings.weighted_from is not None:
             raise LiVTError(f"loss {settings.loss!r} needs class_counts; pass them to the config or from_pretrained.")
         targets = self._targets(labels, len(logits))
         if self.training and settings.label_smoothing:
@@ -159,7 +159,7 @@ class LongTailHead(nn.Module):
         logits = logits.float()
         adjusted = logits + self.logit_bias
         inputs = LossInputs(logits, adjusted, targets, features, classes, settings, self.progress)
-        return (weight * self.spec.function(inputs)).mean()
+        return (weight * self.definition.function(inputs)).mean()
 
     def _targets(self, labels: Tensor, images: int) -> Tensor:
         """Class ids, soft labels or multi-hot labels as (B, C) floats, checked where looking does not stall a GPU."""
@@ -176,7 +176,7 @@ class LongTailHead(nn.Module):
             if look and images and not 0 <= labels.min() <= labels.max() < classes:
                 raise LiVTError(f"labels span {labels.min()} to {labels.max()}; the classes are 0 to {classes - 1}.")
             return nn.functional.one_hot(labels.long(), classes).float()
-        if not self.spec.soft_labels:
+        if not self.definition.soft_labels:
             raise LiVTError(f"loss {self.settings.loss!r} is defined for class ids only; turn mixup and cutmix off.")
         labels = labels.float()
         if look and not ((labels >= 0) & (labels <= 1)).all():
@@ -195,13 +195,15 @@ class LongTailHead(nn.Module):
         adjusted = logits.float() + self.logit_bias  # as in training
         if self.multi_label:
             return adjusted
-        return adjusted.log_softmax(-1) if self.spec.activation == "softmax" else nn.functional.logsigmoid(adjusted)
+        return (
+            adjusted.log_softmax(-1) if self.definition.activation == "softmax" else nn.functional.logsigmoid(adjusted)
+        )
 
     def training_posterior(self, logits: Tensor) -> Tensor:
         """log P_s(j|x) under the training prior (log-odds for multi-label); refuses losses that do not estimate it."""
         fitted, smooth = self.fitted_posterior(logits), self.settings.label_smoothing
         if self.settings.calibration is not None:
-            correct = calibrated_odds if self.multi_label else calibrated
+            correct = calibrate_odds if self.multi_label else calibrated
             return correct(fitted, Calibration(**self.settings.calibration), self.prior)
         if smooth:
             # Training fitted (1 - s) p + s / C; the share s / C would swamp a rare class once divided by its prior.
@@ -224,7 +226,7 @@ class LongTailHead(nn.Module):
 
     def training_prior(self) -> Tensor:
         """In double precision. (C,)"""
-        return class_prior(self.settings.shown_counts, self.settings.num_images)
+        return class_prior(self.settings.prior_counts, self.settings.num_images)
 
     def shifted(self, log_posterior: Tensor, target: Tensor) -> Tensor:
         """From what `training_posterior` gives to probabilities under a serving prior. (B, C)"""

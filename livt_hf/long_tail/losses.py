@@ -43,7 +43,7 @@ def balanced_bce_bias(
     return bias.float()
 
 
-def scaled_weights(weights: Tensor) -> Tensor:
+def normalize_class_weights(weights: Tensor) -> Tensor:
     """Class weights with the sum C, so that the loss keeps its size. (C,)"""
     return (weights * len(weights) / weights.sum()).float()
 
@@ -51,12 +51,12 @@ def scaled_weights(weights: Tensor) -> Tensor:
 def effective_number_weights(class_counts: Sequence[int], beta: float) -> Tensor:
     """Class-balanced weights (1 - beta) / (1 - beta^n), scaled to sum C (Cui et al., 2019). (C,)"""
     counts = torch.as_tensor(class_counts, dtype=torch.float64)
-    return scaled_weights(1 / -torch.expm1(counts * torch.tensor(beta, dtype=torch.float64).log()))
+    return normalize_class_weights(1 / -torch.expm1(counts * torch.tensor(beta, dtype=torch.float64).log()))
 
 
 def inverse_count_weights(class_counts: Sequence[int]) -> Tensor:
     """Weights 1 / n, scaled to sum C: the lambda_k of Park et al. (2021). (C,)"""
-    return scaled_weights(1 / torch.as_tensor(class_counts, dtype=torch.float64))
+    return normalize_class_weights(1 / torch.as_tensor(class_counts, dtype=torch.float64))
 
 
 def class_weighted(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ class LossInputs:
 
 
 @dataclass(frozen=True)
-class LossSpec:
+class LossDefinition:
     """A loss and what a head must know of it; `function` returns one number per image (B,).
 
     balanced: tau B is added to the logits. class_weighted: images are weighted by the class of their label.
@@ -188,16 +188,16 @@ class LossSpec:
         return self.no_posterior(settings) if callable(self.no_posterior) else self.no_posterior
 
 
-LOSSES: dict[str, LossSpec] = {}
+LOSSES: dict[str, LossDefinition] = {}
 
 
 def register_loss(name: str, **spec) -> Callable[[Callable[[LossInputs], Tensor]], Callable[[LossInputs], Tensor]]:
-    """Make a function of `LossInputs` a loss that a config can name; the keyword arguments are those of `LossSpec`."""
+    """Register a function of `LossInputs` under a name for `LongTailConfig.loss`."""
 
     def register(function: Callable[[LossInputs], Tensor]) -> Callable[[LossInputs], Tensor]:
         if name in LOSSES:
             raise LiVTError(f"a loss named {name!r} exists already; choose another name.")
-        LOSSES[name] = LossSpec(function, **spec)
+        LOSSES[name] = LossDefinition(function, **spec)
         return function
 
     return register

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TimmWrapperForImageClassification
 from livt_hf.errors import LiVTError
 
 
-def classifier_of(model: PreTrainedModel) -> nn.Linear:
+def get_classifier(model: PreTrainedModel) -> nn.Linear:
     """The linear layer that makes logits of features."""
     if isinstance(model, TimmWrapperForImageClassification):
         place, found = "timm_model.get_classifier()", model.timm_model.get_classifier()
@@ -32,7 +32,7 @@ def classifier_of(model: PreTrainedModel) -> nn.Linear:
     return layers[-1]
 
 
-def pooled_features(model: PreTrainedModel, pixel_values: Tensor, **inputs) -> Tensor:
+def extract_features(model: PreTrainedModel, pixel_values: Tensor, **inputs) -> Tensor:
     """What the classifier of a model sees of these images. (B, D)
 
     Another thread, such as that of a second visitor of the demo, may be using the model at the same time.
@@ -44,7 +44,7 @@ def pooled_features(model: PreTrainedModel, pixel_values: Tensor, **inputs) -> T
         if threading.get_ident() == here:
             seen.append(arguments[0])
 
-    hook = classifier_of(model).register_forward_pre_hook(see)
+    hook = get_classifier(model).register_forward_pre_hook(see)
     try:
         model(pixel_values, **inputs)
     finally:
@@ -64,7 +64,7 @@ def parameter_depths(model: PreTrainedModel) -> dict[str, int]:
     blocks = _blocks(model)
     last = len(blocks) + 1
     known = {id(p): index + 1 for index, block in enumerate(blocks) for p in block.parameters()}
-    known |= {id(p): last for p in classifier_of(model).parameters()}
+    known |= {id(p): last for p in get_classifier(model).parameters()}
     depths, passed = {}, 0
     for name, parameter in model.named_parameters():  # in the order of the layers
         passed = known.get(id(parameter), passed)
@@ -73,7 +73,7 @@ def parameter_depths(model: PreTrainedModel) -> dict[str, int]:
     return depths
 
 
-def undecayed_parameters(model: nn.Module) -> set[str]:
+def parameters_without_decay(model: nn.Module) -> set[str]:
     """Everything but the matrices of linear, convolution and attention layers: biases, norms, tokens, positions."""
     decayed = set()
     for layer in model.modules():
@@ -84,7 +84,7 @@ def undecayed_parameters(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.ndim <= 1 or id(p) not in decayed}
 
 
-def prefer_channels_last(model: nn.Module) -> None:
+def use_channels_last(model: nn.Module) -> None:
     """Give a convolutional model its pixels in the layout in which convolutions are fastest; later layers keep it.
 
     The patch embedding of a transformer has its patches side by side, and gains nothing.

@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 
 from livt_hf.configuration_livit import PRESETS
-from livt_hf.randomness import kept_rng
+from livt_hf.randomness import preserve_rng_state
 from livt_hf.settings import TrainingSettings
-from livt_hf.training.loop import Course, Loop
+from livt_hf.training.loop import TrainingLoop, TrainingTask
 
 # The clock that budgets are counted by. recipes/benchmarks/race.py takes the processor's time instead.
 clock: Callable[[], float] = time.perf_counter
@@ -58,29 +58,29 @@ MIXUP_EPOCHS = 30
 COMPILING_PAYS_AFTER = 30 * 60
 
 
-def epochs_within(seconds: float, per_epoch: float, last: int = 0, per_last: float = 0.0) -> int:
+def fit_epochs(seconds: float, per_epoch: float, last: int = 0, per_last: float = 0.0) -> int:
     """Whole epochs that fit, of which the `last` ones take longer; at least one, for less is no training."""
     rest = seconds - last * per_last
     return max(1, int(seconds / per_last) if last and rest < 0 else last + int(rest / per_epoch))
 
 
-def compiling_pays(seconds: float, device: str) -> bool:
+def compile_pays(seconds: float, device: str) -> bool:
     """Of a training that takes so long without: always on a GPU, and on a CPU where it is long enough."""
     return device not in ("cpu", "mps") or (device == "cpu" and seconds >= COMPILING_PAYS_AFTER)
 
 
-def layer_flops(width: int, tokens: int) -> float:
+def count_layer_flops(width: int, tokens: int) -> float:
     """Of the matrix products of one image's forward pass through one layer of a ViT."""
     return 24 * width**2 * tokens + 4 * width * tokens**2
 
 
-def training_flops(model_size: str, image_size: int, patch_size: int) -> float:
+def count_training_flops(model_size: str, image_size: int, patch_size: int) -> float:
     """Of one image in fine-tuning, forward and backward."""
     preset, tokens = PRESETS[model_size], (image_size // patch_size) ** 2 + 1
-    return 3 * preset["num_hidden_layers"] * layer_flops(preset["hidden_size"], tokens)
+    return 3 * preset["num_hidden_layers"] * count_layer_flops(preset["hidden_size"], tokens)
 
 
-def batch_within(num_images: int) -> int:
+def choose_batch_size(num_images: int) -> int:
     """Images per update: a power of two from 16 to 256 that leaves an epoch its updates, or as many as there are."""
     fitting = next((size for size in (256, 128, 64, 32) if num_images >= UPDATES_PER_EPOCH * size), 16)
     return min(fitting, 2 ** (max(num_images, 1).bit_length() - 1))
@@ -92,7 +92,7 @@ def wanted(model: tuple[str, int, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Scratch:
+class ScratchPlan:
     """What is trained from scratch on so many images, their shorter side in pixels, with so much computation.
 
     `alike`: all are squares of that side. `soft_labels`: the loss takes those of mixed images.
@@ -117,12 +117,12 @@ class Scratch:
     def passes(self, model: tuple[str, int, int]) -> float:
         """How often the whole time would show every image to the model in fine-tuning."""
         kept = KEPT if model[0] == "micro" else 1.0
-        return self.flops / (kept * training_flops(*model)) / self.num_images
+        return self.flops / (kept * count_training_flops(*model)) / self.num_images
 
     @property
     def batch_size(self) -> int:
         """Of pretraining."""
-        return batch_within(self.num_images)
+        return choose_batch_size(self.num_images)
 
     @property
     def second_batch_size(self) -> int:
@@ -184,7 +184,7 @@ class Scratch:
         )
 
 
-def tuning_within(seconds: float, per_epoch: float, num_images: int, batch_size: int) -> str:
+def choose_tuning(seconds: float, per_epoch: float, num_images: int, batch_size: int) -> str:
     """What of a pretrained backbone is trained, if an epoch takes so many seconds: everything or the head."""
     epochs = seconds / per_epoch
     enough = epochs >= FULL_EPOCHS and epochs * max(1, num_images // batch_size) >= FULL_UPDATES
@@ -195,7 +195,9 @@ def tuning_within(seconds: float, per_epoch: float, num_images: int, batch_size:
 WARM_UP, TIMED = 2, 10
 
 
-def settle(settings: TrainingSettings, accelerator: Accelerator, began: float, course: Course) -> None:
+def resolve_auto_options(
+    settings: TrainingSettings, accelerator: Accelerator, began: float, task: TrainingTask
+) -> None:
     """Choose what was left open, by the time that some updates take, and say it.
 
     Of `--hours`, counted from `began`: as many epochs as fit. Of `--compile auto`: whether it pays. The run is then,
@@ -203,10 +205,10 @@ def settle(settings: TrainingSettings, accelerator: Accelerator, began: float, c
     """
     if settings.hours is None and settings.compile != "auto":
         return
-    updates = course.loader.updates_per_epoch
+    updates = task.loader.updates_per_epoch
 
     def seconds_of(epoch: int) -> float:
-        return seconds_per_update(settings, accelerator, course, epoch) * updates
+        return measure_update_seconds(settings, accelerator, task, epoch) * updates
 
     per_epoch = seconds_of(0)
     if settings.hours is not None:
@@ -214,7 +216,7 @@ def settle(settings: TrainingSettings, accelerator: Accelerator, began: float, c
         per_last = seconds_of(settings.epochs - 1) if last else 0.0
         left = 3600 * settings.hours - (clock() - began)
         # The clocks of processes differ, their epochs must not.
-        fitting = epochs_within(left, per_epoch, last, per_last)
+        fitting = fit_epochs(left, per_epoch, last, per_last)
         if settings.max_steps is not None:
             fitting = min(fitting, math.ceil(settings.max_steps / updates))
         settings.epochs = int(_gathered(accelerator, fitting).min())
@@ -225,7 +227,7 @@ def settle(settings: TrainingSettings, accelerator: Accelerator, began: float, c
         accelerator.print(f"{said}: {settings.epochs}{late}", file=sys.stderr)
     if settings.compile == "auto":
         seconds, device = settings.epochs * per_epoch, accelerator.device.type
-        settings.compile = compiling_pays(seconds, device) and can_compile(device)
+        settings.compile = compile_pays(seconds, device) and can_compile(device)
         said = f"{'' if settings.compile else 'not '}compiling the model: {seconds / 60:.0f} minutes on {device}"
         accelerator.print(said, file=sys.stderr)
 
@@ -235,14 +237,16 @@ def can_compile(device: str) -> bool:
     return device != "cpu" or shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def seconds_per_update(settings: TrainingSettings, accelerator: Accelerator, course: Course, epoch: int) -> float:
+def measure_update_seconds(
+    settings: TrainingSettings, accelerator: Accelerator, task: TrainingTask, epoch: int
+) -> float:
     """The mean over some updates of an epoch by a copy of the model, which is thrown away; on the slowest process."""
     plain = dataclasses.replace(settings, ema_decay=None)
-    with kept_rng():
-        loop = Loop(accelerator, plain, None, dataclasses.replace(course, module=copy.deepcopy(course.module)))
+    with preserve_rng_state():
+        loop = TrainingLoop(accelerator, plain, None, dataclasses.replace(task, module=copy.deepcopy(task.module)))
         loop.model.train()
         updates = min(WARM_UP + TIMED, loop.per_epoch)
-        batches = iter(course.loader.epoch(epoch))
+        batches = iter(task.loader.epoch(epoch))
         for update in range(updates):
             if update == min(WARM_UP, updates - 1):
                 began = clock()

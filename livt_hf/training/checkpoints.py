@@ -42,7 +42,7 @@ class Progress:
     trained_on: str | None = None
 
 
-def checkpoints(run: Run) -> list[Path]:
+def list_checkpoints(run: Run) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = run.checkpoints.glob("step-*") if run.checkpoints.is_dir() else []
     numbered = {folder: folder.name.removeprefix("step-") for folder in found}
@@ -56,7 +56,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: d
     """
     folder = run.checkpoints / f"step-{state['update']}"
     if accelerator.is_main_process and not folder.exists():  # the same update of the same run is the same state
-        with saving(f"the checkpoint of update {state['update']}", run), replacing(folder) as writing:
+        with explain_save_errors(f"the checkpoint of update {state['update']}", run), replacing(folder) as writing:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
             for name, part in parts.items():
@@ -70,7 +70,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: d
             flush(*writing.iterdir(), writing)
         flush(run.checkpoints)
     if accelerator.is_main_process:
-        for old in checkpoints(run)[:-keep]:
+        for old in list_checkpoints(run)[:-keep]:
             # Renamed first: a kill while deleting must not leave half a checkpoint under the name of a whole one.
             shutil.rmtree(old.rename(old.with_name(f".removing-{old.name}")))
     accelerator.wait_for_everyone()
@@ -81,7 +81,7 @@ def load_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping) -> dict 
     if accelerator.is_main_process and run.checkpoints.is_dir():
         for leftover in [*run.checkpoints.glob(".writing-*"), *run.checkpoints.glob(".removing-*")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()  # weights of --select best
-    found = checkpoints(run)
+    found = list_checkpoints(run)
     if not found:
         return None
     folder = found[-1]
@@ -124,18 +124,18 @@ def read_state(folder: Path) -> dict:
 
 
 @contextlib.contextmanager
-def saving(what: str, run: Run) -> Iterator[None]:
+def explain_save_errors(what: str, run: Run) -> Iterator[None]:
     """Around writing something of a run: a full disk is said, and what is still there."""
     try:
         yield
     # torch.save and safetensors report a full disk in their own ways.
     except (OSError, RuntimeError, SafetensorError) as error:
-        left = checkpoints(run)
+        left = list_checkpoints(run)
         kept = f"the last checkpoint, {left[-1]}, is intact" if left else "there is no checkpoint yet"
         raise CheckpointError(f"could not save {what}: {in_words(error)}; {kept}.") from error
 
 
-def read_weights(module: nn.Module, path: Path) -> None:
+def load_weights(module: nn.Module, path: Path) -> None:
     """Put weights back that were saved by `save_model`."""
     try:
         load_model(module, str(path))

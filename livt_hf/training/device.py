@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _SPLITTING = DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM
 
 # For Accelerate: the others wait while the first process looks at every image, not torch's 10 or 30 minutes.
-PATIENT = [InitProcessGroupKwargs(timeout=timedelta(days=1))]
+LONG_TIMEOUT = [InitProcessGroupKwargs(timeout=timedelta(days=1))]
 
 
 def available_cores() -> int:
@@ -29,7 +29,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def use_all_cores(device: torch.device, threads: int | None = None) -> None:
+def configure_threads(device: torch.device, threads: int | None = None) -> None:
     """Give a CPU process its share of the cores: `accelerate launch` pins it to one, whatever the machine has."""
     if device.type == "cpu":
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -82,12 +82,12 @@ def choose_precision(asked: str) -> str:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if cpu and asked == "fp16":
         raise LiVTError("mixed_precision fp16 needs a GPU; use no.")
-    if cpu and asked == "bf16" and not cpu_computes_bf16():
+    if cpu and asked == "bf16" and not has_fast_cpu_bf16():
         raise LiVTError("this CPU has no bf16 or only emulates it, far slower than float32; use mixed_precision no.")
     return asked
 
 
-def cpu_computes_bf16() -> bool:
+def has_fast_cpu_bf16() -> bool:
     """Whether bf16 matrices multiply faster than float32 ones; in a process of its own, for some CPUs die trying."""
     code = (
         "import torch, timeit\n"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, train_loader
-from livt_hf.data.batches import shared_batches
+from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.division import is_carved, refuse_single_class
 from livt_hf.data.labels import is_multi_label, number_of_classes
 from livt_hf.data.transforms import FinetuneAugmentation
@@ -22,20 +22,20 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import given_labels, headline, standard_rules
 from livt_hf.evaluation.running import evaluate_multi_label, evaluate_rules, logits_of
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.long_tail.structure import classifier_of
+from livt_hf.long_tail.structure import get_classifier
 from livt_hf.metrics import GROUPS, shot_groups
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.processors import InputFacts, input_facts
+from livt_hf.processors import InputSpec, read_input_spec
 from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.system import replacing
-from livt_hf.training.checkpoints import checkpoints, read_state, read_weights, saving
-from livt_hf.training.frozen import FeatureLoader, FrozenBackbone, HeadOnly
-from livt_hf.training.loop import Course, Loop
+from livt_hf.training.checkpoints import explain_save_errors, list_checkpoints, load_weights, read_state
+from livt_hf.training.frozen import FeatureClassifier, FeatureLoader, FrozenBackbone
+from livt_hf.training.loop import TrainingLoop, TrainingTask
 from livt_hf.training.lora import add_lora, merge_lora
-from livt_hf.training.results import common_results, counts_summary, is_local, is_own, training_batches
-from livt_hf.training.start import freeze_unused
+from livt_hf.training.results import build_batches, build_common_results, is_local, is_own, summarize_class_counts
+from livt_hf.training.start import freeze_unused_parameters
 
 CLASS_ACCURACIES = ("mean_class_accuracy", "worst_class_accuracy")
 _AUGMENTATION = {
@@ -77,7 +77,7 @@ def _check_selection(settings: FinetuneSettings, data: DatasetDict) -> None:
             "never used to select. Use --select last."
         )
     several = is_multi_label(data["train"])
-    name = selection_metric(settings, several)
+    name = choose_selection_metric(settings, several)
     known = {*GROUPS, "macro_f1"} | ({"map", "auroc"} if several else {"accuracy", *CLASS_ACCURACIES})
     if name not in known:
         labels = "several labels" if several else "one label"
@@ -87,12 +87,12 @@ def _check_selection(settings: FinetuneSettings, data: DatasetDict) -> None:
         raise LiVTError(f"the validation split has no image of a {name}-shot class; choose another --select_metric.")
 
 
-def selection_metric(settings: FinetuneSettings, several: bool) -> str:
+def choose_selection_metric(settings: FinetuneSettings, several: bool) -> str:
     """What the best epoch is best by: plain accuracy on imbalanced images would reward the frequent classes."""
     return settings.select_metric or ("map" if several else CLASS_ACCURACIES[0])
 
 
-def finetune_augmentation(settings: FinetuneSettings, facts: InputFacts) -> FinetuneAugmentation:
+def build_augmentation(settings: FinetuneSettings, facts: InputSpec) -> FinetuneAugmentation:
     return FinetuneAugmentation(
         facts.size,
         scale=(settings.crop_scale, 1.0),
@@ -102,7 +102,7 @@ def finetune_augmentation(settings: FinetuneSettings, facts: InputFacts) -> Fine
     )
 
 
-def kept_patches(settings: FinetuneSettings, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
+def draw_kept_patches(settings: FinetuneSettings, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
     """Of `--keep_ratio`: the numbers of the patches that are shown of each image, in their order. (B, kept)"""
     noise = keyed_uniform(purpose_seed(settings.seed, "keep"), epoch, indices.cpu().numpy(), num_patches)
     kept = noise.argsort(axis=1)[:, : max(1, round(settings.keep_ratio * num_patches))]
@@ -110,20 +110,20 @@ def kept_patches(settings: FinetuneSettings, epoch: int, indices: Tensor, num_pa
 
 
 @dataclass(frozen=True)
-class FinetuneCourse(Course):
+class FinetuneTask(TrainingTask):
     """Images through the whole model, or kept features through its classifier."""
 
-    batches_of: Callable[[str], Iterable[dict]]  # a split -> what it is measured on
+    eval_batches: Callable[[str], Iterable[dict]]  # a split -> what it is measured on
     published: Callable[[nn.Module], PreTrainedModel]  # what was trained -> the whole model
 
 
-def plan_course(
+def build_finetune_task(
     settings: FinetuneSettings,
     data: DatasetDict,
     model: PreTrainedModel,
     processor: BaseImageProcessor,
     accelerator: Accelerator,
-) -> FinetuneCourse:
+) -> FinetuneTask:
     if settings.keep_ratio < 1 and (settings.tune == "head" or not isinstance(model, LiViTForImageClassification)):
         raise LiVTError(
             f"keep_ratio is {settings.keep_ratio}, but only a LiViT that learns from images can leave out patches; "
@@ -134,54 +134,54 @@ def plan_course(
     if settings.gradient_checkpointing and not model.supports_gradient_checkpointing:
         kind = model.config.model_type
         raise LiVTError(f"a {kind} cannot trade time for memory; leave --gradient_checkpointing out.")
-    facts, batches = input_facts(processor), training_batches(settings, accelerator)
+    facts, batches = read_input_spec(processor), build_batches(settings, accelerator)
     if settings.tune == "lora":
         add_lora(model, settings.lora_rank)
     if not isinstance(model, LiViTForImageClassification):
-        freeze_unused(model, facts.size)
+        freeze_unused_parameters(model, facts.size)
     fixed = dict(erase=settings.erase, num_classes=number_of_classes(data["train"]), seed=settings.seed)
     mixing = DeviceTransform(facts.mean, facts.std, mixup=settings.mixup, cutmix=settings.cutmix, **fixed)
     mixing.check_batch(batches.micro_size)
     plain = DeviceTransform(facts.mean, facts.std, **fixed)
 
-    def loss_of(module, batch, moment):
-        left = settings.epochs - moment.epoch
+    def compute_loss(module, batch, step):
+        left = settings.epochs - step.epoch
         transform = mixing if left > settings.mixup_off_epochs else plain
-        batch, shown = transform(batch, **vars(moment)), {}
+        batch, shown = transform(batch, **vars(step)), {}
         if settings.keep_ratio < 1 and left > settings.keep_all_epochs:
-            shown = {"kept": kept_patches(settings, moment.epoch, batch["index"], model.config.num_patches)}
+            shown = {"kept": draw_kept_patches(settings, step.epoch, batch["index"], model.config.num_patches)}
         return module(batch["pixel_values"], labels=batch["labels"], **shown).loss
 
-    def batches_of(split):
-        return eval_loader(data[split], processor, shared_batches(256, accelerator, settings.num_workers))
+    def eval_batches(split):
+        return eval_loader(data[split], processor, build_eval_batches(256, accelerator, settings.num_workers))
 
-    loader = train_loader(data["train"], finetune_augmentation(settings, facts), batches)
+    loader = train_loader(data["train"], build_augmentation(settings, facts), batches)
     published = merge_lora if settings.tune == "lora" else lambda module: module
-    return FinetuneCourse(model, loader, loss_of, batches_of, published)
+    return FinetuneTask(model, loader, compute_loss, eval_batches, published)
 
 
 def _on_features(
     settings: FinetuneSettings, data: DatasetDict, model: PreTrainedModel, backbone: FrozenBackbone
-) -> FinetuneCourse:
+) -> FinetuneTask:
     accelerator = backbone.accelerator
-    augmentation = finetune_augmentation(settings, input_facts(backbone.processor)) if settings.views > 1 else None
+    augmentation = build_augmentation(settings, read_input_spec(backbone.processor)) if settings.views > 1 else None
     features = backbone.features(data["train"], settings, augmentation)
-    loader = FeatureLoader(features, data["train"], training_batches(settings, accelerator))
+    loader = FeatureLoader(features, data["train"], build_batches(settings, accelerator))
 
-    def loss_of(module, batch, _moment):
+    def compute_loss(module, batch, _step):
         return module(batch["pixel_values"], labels=batch["labels"]).loss
 
-    def batches_of(split):
+    def eval_batches(split):
         kept = backbone.features(data[split], settings)
-        return FeatureLoader(kept, data[split], shared_batches(1024, accelerator)).in_order()
+        return FeatureLoader(kept, data[split], build_eval_batches(1024, accelerator)).in_order()
 
     def published(module):
         module.unstandardise()
-        classifier_of(model).load_state_dict(module.classifier.state_dict())
+        get_classifier(model).load_state_dict(module.classifier.state_dict())
         model.config.long_tail = module.config.long_tail  # a moving average has a config of its own
         return model
 
-    return FinetuneCourse(HeadOnly(model, features), loader, loss_of, batches_of, published)
+    return FinetuneTask(FeatureClassifier(model, features), loader, compute_loss, eval_batches, published)
 
 
 def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
@@ -195,13 +195,13 @@ def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, 
     return {field: measured[rule].compute() if rule in measured else None for field, rule in fields.items()}
 
 
-class BestWeights:
+class BestCheckpoint:
     """Of `--select best`: the weights of the epoch that was best on the validation split.
 
     One file per epoch, so that a checkpoint and the weights it speaks of belong together whenever a run is killed.
     """
 
-    def __init__(self, loop: Loop):
+    def __init__(self, loop: TrainingLoop):
         self.loop = loop
 
     def path(self, epoch: int) -> Path:
@@ -216,27 +216,31 @@ class BestWeights:
 
     def restore(self) -> None:
         self.loop.accelerator.wait_for_everyone()
-        read_weights(self.loop.final_model, self.path(self.loop.progress.best_epoch))
+        load_weights(self.loop.final_model, self.path(self.loop.progress.best_epoch))
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with saving("the best weights", self.loop.run), replacing(path) as writing:
+        with explain_save_errors("the best weights", self.loop.run), replacing(path) as writing:
             save_model(self.loop.final_model, str(writing))
-        spoken_of = [read_state(folder).get("best_epoch") for folder in checkpoints(self.loop.run)]
+        spoken_of = [read_state(folder).get("best_epoch") for folder in list_checkpoints(self.loop.run)]
         kept = {path, *(self.path(epoch) for epoch in spoken_of)}
         for old in set(path.parent.glob("best-*.safetensors")) - kept:
             old.unlink()
 
 
-def results_of(
-    settings: FinetuneSettings, data: DatasetDict, loop: Loop, model: PreTrainedModel, measured: dict
+def build_results(
+    settings: FinetuneSettings, data: DatasetDict, loop: TrainingLoop, model: PreTrainedModel, measured: dict
 ) -> Results:
-    config, best, name = model.config, loop.progress.best_epoch, selection_metric(settings, model.head.multi_label)
+    config, best, name = (
+        model.config,
+        loop.progress.best_epoch,
+        choose_selection_metric(settings, model.head.multi_label),
+    )
     held_out = is_carved(data, "validation")
     watched = "held-out training images" if held_out else "the validation split"
     calibration = config.long_tail.calibration
     return Results(
-        **common_results(settings, loop, model),
+        **build_common_results(settings, loop, model),
         **measured,
         headline=headline(model),
         split="test",
@@ -245,7 +249,7 @@ def results_of(
         num_images=measured["metrics"]["num_images"],
         num_train_images=config.long_tail.num_images,
         num_classes=config.num_labels,
-        class_counts=counts_summary(class_counts(data["train"])),
+        class_counts=summarize_class_counts(class_counts(data["train"])),
         loss=settings.loss,
         tau=settings.tau,
         epoch=loop.progress.update / loop.per_epoch if best is None else best,

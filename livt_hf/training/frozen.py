@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from livt_hf.configuration_livit import OF_LABELS
+from livt_hf.configuration_livit import LABEL_FIELDS
 from livt_hf.data import Batches, DeviceTransform, FinetuneAugmentation, eval_loader
-from livt_hf.data.batches import shared_batches
+from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.decoding import image_digests
 from livt_hf.data.labels import labels_of, number_of_classes
 from livt_hf.data.loading import UpdateSampler, augmented_in_order
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.running import progress
 from livt_hf.long_tail.balance import BalancedClassifier
-from livt_hf.long_tail.structure import classifier_of, pooled_features
-from livt_hf.processors import input_facts
+from livt_hf.long_tail.structure import extract_features, get_classifier
+from livt_hf.processors import read_input_spec
 from livt_hf.runs import runs_folder
 from livt_hf.settings import FinetuneSettings
 
@@ -41,17 +41,17 @@ logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 # What a config says beside how its model computes features.
-_NOT_OF_FEATURES = OF_LABELS | {"num_classes", "label_names", "long_tail"}
+_NOT_OF_FEATURES = LABEL_FIELDS | {"num_classes", "label_names", "long_tail"}
 _NOT_OF_FEATURES |= {"architectures", "transformers_version", "_name_or_path"}
 
 
-class HeadOnly(BalancedClassifier, nn.Module):
+class FeatureClassifier(BalancedClassifier, nn.Module):
     """The classifier and the balanced head of a model, on standardised features of its frozen backbone."""
 
     def __init__(self, model: PreTrainedModel, features: np.ndarray):
         super().__init__()
         self.config, self.head = model.config, model.head
-        self.classifier = classifier_of(model)
+        self.classifier = get_classifier(model)
         mean = features.mean(axis=(0, 1), dtype=np.float64)
         # numpy's own variance would hold all features twice more in memory.
         square = np.einsum("vnd,vnd->d", features, features, dtype=np.float64) / (
@@ -125,7 +125,7 @@ class FrozenBackbone:
 
     def __init__(self, model: PreTrainedModel, processor: BaseImageProcessor, accelerator: Accelerator):
         self.model, self.processor, self.accelerator = model.to(accelerator.device).eval(), processor, accelerator
-        self.weights = _digest_of_backbone(model)
+        self.weights = _hash_backbone(model)
 
     def features(self, dataset: Dataset, settings: FinetuneSettings, augmentation: FinetuneAugmentation | None = None):
         """Features (views, images, D), float32. View 0 is the plain image, the others augmented.
@@ -138,7 +138,7 @@ class FrozenBackbone:
             key |= {"augmentation": repr(augmentation), "views": settings.views, "seed": settings.seed}
             key["data"] = hashlib.sha256(b"".join(digests)).hexdigest()
         name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        kept = KeptFeatures(runs_folder() / "features" / name)
+        kept = FeatureCache(runs_folder() / "features" / name)
         missing = [kept.missing(digests)]
         if missing[0] and augmentation is not None:
             missing = [list(range(len(digests)))]
@@ -152,9 +152,11 @@ class FrozenBackbone:
         return kept.read(digests)
 
     def _compute(
-        self, dataset: Dataset, digests: list[bytes], kept: "KeptFeatures", settings: FinetuneSettings, augmentation
+        self, dataset: Dataset, digests: list[bytes], kept: "FeatureCache", settings: FinetuneSettings, augmentation
     ) -> None:
-        batches = dataclasses.replace(shared_batches(64, self.accelerator, settings.num_workers), seed=settings.seed)
+        batches = dataclasses.replace(
+            build_eval_batches(64, self.accelerator, settings.num_workers), seed=settings.seed
+        )
         numbers = range(1 if augmentation is None else settings.views)
         mine = [digests[row] for rows in batches.in_order(len(dataset)) for row in rows]
         if mine:  # of few images, some processes have none
@@ -166,7 +168,7 @@ class FrozenBackbone:
         if number == 0:
             loader, transform = eval_loader(dataset, self.processor, batches), None
         else:
-            facts = input_facts(self.processor)
+            facts = read_input_spec(self.processor)
             loader = augmented_in_order(dataset, augmentation, batches, number)
             transform = DeviceTransform(facts.mean, facts.std)
         features = []
@@ -174,11 +176,11 @@ class FrozenBackbone:
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             if transform is not None:
                 batch = transform(batch, epoch=number, update=0)
-            features.append(pooled_features(self.model, batch["pixel_values"]).float().cpu().numpy())
+            features.append(extract_features(self.model, batch["pixel_values"]).float().cpu().numpy())
         return np.concatenate(features)
 
 
-class KeptFeatures:
+class FeatureCache:
     """Features on disk, in parts: each a file of features (views, images, D) and the digests of their images."""
 
     def __init__(self, folder: Path):
@@ -238,9 +240,9 @@ class KeptFeatures:
         return places
 
 
-def _digest_of_backbone(model: PreTrainedModel) -> str:
+def _hash_backbone(model: PreTrainedModel) -> str:
     """Of everything the features depend on: the classifier, which is fresh, and its labels are left out."""
-    classifier = {id(parameter) for parameter in classifier_of(model).parameters()}
+    classifier = {id(parameter) for parameter in get_classifier(model).parameters()}
     digest = hashlib.sha256(str(type(model)).encode())
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_FEATURES}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())

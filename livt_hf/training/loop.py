@@ -28,27 +28,27 @@ from livt_hf.settings import TrainingSettings
 from livt_hf.training.checkpoints import (
     SCALER,
     Progress,
-    checkpoints,
+    explain_save_errors,
+    list_checkpoints,
     load_checkpoint,
     save_checkpoint,
-    saving,
 )
 from livt_hf.training.device import (
-    PATIENT,
+    LONG_TIMEOUT,
     StopOnSignal,
     check_distribution,
     check_processes,
     choose_precision,
-    use_all_cores,
+    configure_threads,
 )
-from livt_hf.training.optim import layer_decay_groups, muon_groups, scaled_lr, set_rate, warmup_cosine
+from livt_hf.training.optim import layer_decay_groups, scale_lr, set_lr, split_muon_groups, warmup_cosine
 
 logger = logging.getLogger(__name__)
 
 # A network drive may remember for a minute that there was no such folder.
-SECONDS_TO_BE_SEEN = 90
+VISIBILITY_TIMEOUT = 90
 # Where there is no bar: log.jsonl has every line.
-SECONDS_BETWEEN_LINES = 10
+LOG_INTERVAL = 10
 
 
 def make_accelerator(settings: TrainingSettings) -> Accelerator:
@@ -61,14 +61,14 @@ def make_accelerator(settings: TrainingSettings) -> Accelerator:
             )
     precision = choose_precision(settings.mixed_precision)
     chosen = {"mixed_precision": precision, "log_with": trackers or None}
-    accelerator = Accelerator(**chosen, project_dir=".", kwargs_handlers=PATIENT)
+    accelerator = Accelerator(**chosen, project_dir=".", kwargs_handlers=LONG_TIMEOUT)
     check_distribution(accelerator.distributed_type)
     check_processes(accelerator.num_processes)
-    use_all_cores(accelerator.device, settings.threads)
+    configure_threads(accelerator.device, settings.threads)
     return accelerator
 
 
-def claim_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
+def claim_run_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
     """The folder this command works in, the same on every process: a new one, or the one to resume."""
     found = [resumed]
     if accelerator.is_main_process and resumed is None:
@@ -83,7 +83,7 @@ def claim_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: 
 
 def _check_shared(accelerator: Accelerator, run: Run) -> None:
     """Refuse a folder that only some machines see: their processes would begin anew where the others resume."""
-    deadline = time.monotonic() + SECONDS_TO_BE_SEEN
+    deadline = time.monotonic() + VISIBILITY_TIMEOUT
     while not (seen := run.started) and time.monotonic() < deadline:
         time.sleep(1)
     without = [number for number, sees in enumerate(gather_object([seen])) if not sees]
@@ -96,7 +96,7 @@ def _check_shared(accelerator: Accelerator, run: Run) -> None:
 
 def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
     """The folder of a training, with the trackers that write there."""
-    run = claim_folder(accelerator, settings, resumed)
+    run = claim_run_folder(accelerator, settings, resumed)
     accelerator.project_configuration.logging_dir = str(run.folder)
     said = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
     place = run.folder.resolve()
@@ -117,7 +117,7 @@ def track_picture(accelerator: Accelerator, name: str, path: Path, update: int) 
 
 def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
     groups = layer_decay_groups(model, settings.weight_decay, getattr(settings, "layer_decay", 1.0))
-    lr = scaled_lr(settings.base_lr, settings.batch_size)
+    lr = scale_lr(settings.base_lr, settings.batch_size)
     betas = 0.9, settings.adam_beta2
     optimizer = getattr(settings, "optimizer", "adamw")
     if optimizer == "lamb":
@@ -127,12 +127,12 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.
     if optimizer == "muon":
         from timm.optim import Muon  # scaled so that rates and decay of AdamW fit it too
 
-        return Muon(muon_groups(model, groups), lr=lr, betas=betas, nesterov=True)
+        return Muon(split_muon_groups(model, groups), lr=lr, betas=betas, nesterov=True)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepKey:
     """Where in a run a micro-batch is trained on: all that randomness beyond a single image is keyed by."""
 
     epoch: int
@@ -142,24 +142,24 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingTask:
     """What is trained on what."""
 
     module: nn.Module
     loader: Any
-    loss_of: Callable[[nn.Module, dict, Moment], Tensor]
+    compute_loss: Callable[[nn.Module, dict, StepKey], Tensor]
 
 
-class Loop:
-    """Trains a model: the loss of its course is the stage, everything else is the same for both.
+class TrainingLoop:
+    """Trains a model: the loss of its task is the stage, everything else is the same for both.
 
     All randomness is keyed (see randomness.py): data by (seed, epoch, image), the rest by (seed, update, process). So
     the state of a run is its weights, its optimizer and the number of the update.
     """
 
-    def __init__(self, accelerator: Accelerator, settings: TrainingSettings, run: Run, course: Course):
-        self.accelerator, self.settings, self.run, self.course = accelerator, settings, run, course
-        self.per_epoch, model = course.loader.updates_per_epoch, course.module
+    def __init__(self, accelerator: Accelerator, settings: TrainingSettings, run: Run, task: TrainingTask):
+        self.accelerator, self.settings, self.run, self.task = accelerator, settings, run, task
+        self.per_epoch, model = task.loader.updates_per_epoch, task.module
         self.total = settings.epochs * self.per_epoch
         if settings.max_steps is not None:
             self.total = min(self.total, settings.max_steps)
@@ -218,7 +218,7 @@ class Loop:
             for epoch in range(self.progress.update // self.per_epoch, math.ceil(self.total / self.per_epoch)):
                 before_epoch(epoch)
                 self.model.train()
-                batches = iter(self.course.loader.epoch(epoch, start_update=self.progress.update % self.per_epoch))
+                batches = iter(self.task.loader.epoch(epoch, start_update=self.progress.update % self.per_epoch))
                 end = min((epoch + 1) * self.per_epoch, self.total)
                 while self.progress.update < end:
                     self.update(batches, epoch)
@@ -249,20 +249,20 @@ class Loop:
     def update(self, batches: Iterable[dict], epoch: int) -> None:
         """One update: all micro-batches, each weighted alike, then one optimizer step."""
         accelerator, settings, update = self.accelerator, self.settings, self.progress.update
-        peak = scaled_lr(settings.base_lr, settings.batch_size)
+        peak = scale_lr(settings.base_lr, settings.batch_size)
         # A function of the update alone, so resuming needs no state.
         self._lr = warmup_cosine(update, self.warmup, self.total, peak, settings.min_lr)
-        set_rate(self.optimizer, self._lr)
+        set_lr(self.optimizer, self._lr)
         total = 0.0
         for micro in range(settings.accumulation):
             # Drop path draws from the global generator; keyed like this it needs no state to resume.
             torch.manual_seed(keyed_seed(settings.seed, update, micro, accelerator.process_index))
             batch = {name: value.to(accelerator.device) for name, value in next(batches).items()}
-            moment = Moment(epoch, update, micro, accelerator.process_index)
+            step = StepKey(epoch, update, micro, accelerator.process_index)
             last = micro == settings.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
                 with accelerator.autocast():
-                    loss = self.course.loss_of(self.model, batch, moment) / settings.accumulation
+                    loss = self.task.compute_loss(self.model, batch, step) / settings.accumulation
                 accelerator.backward(loss)
             total = total + loss.detach()
         if settings.clip_grad is not None:
@@ -298,7 +298,7 @@ class Loop:
             self._diverged("the weights became infinite or NaN", self.progress.update)
 
     def _diverged(self, what: str, update: int) -> NoReturn:
-        kept = checkpoints(self.run)
+        kept = list_checkpoints(self.run)
         rest = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise LiVTError(f"{what} at update {update}; {rest}. Lower base_lr or clip gradients (--clip_grad 1).")
 
@@ -317,7 +317,7 @@ class Loop:
         progress.pending = []
         if self.accelerator.is_main_process:
             self.run.log(line)
-            if not self._interactive and (last or time.monotonic() - self._said >= SECONDS_BETWEEN_LINES):
+            if not self._interactive and (last or time.monotonic() - self._said >= LOG_INTERVAL):
                 self._said = time.monotonic()
                 left = "" if last else f"  {duration((self.total - progress.update) * batch / speed)} left"
                 said = "update %(update)d  epoch %(epoch).2f  loss %(loss).4f  lr %(lr).2e"
@@ -354,14 +354,14 @@ class Loop:
         return self.accelerator.is_main_process and sys.stderr.isatty()
 
 
-def finish_run(loop: Loop, model: PreTrainedModel, processor: BaseImageProcessor, results: Results) -> None:
+def finish_run(loop: TrainingLoop, model: PreTrainedModel, processor: BaseImageProcessor, results: Results) -> None:
     """Write the final model and its processor, then the results that mark the run as finished.
 
     The process group stays: the next fold needs it.
     """
     accelerator = loop.accelerator
     if accelerator.is_main_process:
-        with saving("the final model", loop.run):
+        with explain_save_errors("the final model", loop.run):
             model.save_pretrained(loop.run.folder)
             processor.save_pretrained(loop.run.folder)
             loop.run.write_results(results)

@@ -4,7 +4,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.structure import classifier_of
+from livt_hf.long_tail.structure import get_classifier
 from livt_hf.plugins import find_module
 
 
@@ -22,7 +22,7 @@ def add_lora(model: PreTrainedModel, rank: int) -> None:
     check_lora()
     from peft import LoraConfig, inject_adapter_in_model
 
-    classifier = classifier_of(model)
+    classifier = get_classifier(model)
     linear = [name for name, layer in model.named_modules() if _is_linear(layer) and layer is not classifier]
     if not linear:
         raise LiVTError(

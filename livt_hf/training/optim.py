@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-def scaled_lr(base_lr: float, batch_size: int) -> float:
+def scale_lr(base_lr: float, batch_size: int) -> float:
     """The linear rule of MAE: base rates are for 256 images per update."""
     return base_lr * batch_size / 256
 
@@ -40,7 +40,7 @@ def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: fl
     return [groups[key] for key in sorted(groups)]
 
 
-def muon_groups(model: LayeredModel, groups: list[dict]) -> list[dict]:
+def split_muon_groups(model: LayeredModel, groups: list[dict]) -> list[dict]:
     """The groups, with what follows the blocks marked for NAdamW: Muon is for matrices between features."""
     depths = model.parameter_depths()
     last = max(depths.values())
@@ -62,7 +62,7 @@ def warmup_cosine(step: float, warmup: float, total: float, peak: float, floor: 
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """In every group, times its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)

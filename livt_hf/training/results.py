@@ -16,20 +16,20 @@ from livt_hf.metrics import group_sizes
 from livt_hf.results import provenance
 from livt_hf.runs import Run
 from livt_hf.settings import FinetuneSettings, TrainingSettings
-from livt_hf.training.loop import Loop
+from livt_hf.training.loop import TrainingLoop
 
 
 def image_size(settings: TrainingSettings) -> int:
     return settings.image_size or encoder_preset(settings.model_size)["image_size"]
 
 
-def cut_epochs(settings: TrainingSettings, updates_per_epoch: int) -> None:
+def limit_epochs(settings: TrainingSettings, updates_per_epoch: int) -> None:
     """Of `--max_steps`: only the epochs that are reached, for what changes in the course of training goes by them."""
     if settings.max_steps is not None:
         settings.epochs = min(settings.epochs, math.ceil(settings.max_steps / updates_per_epoch))
 
 
-def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Batches:
+def build_batches(settings: TrainingSettings, accelerator: Accelerator) -> Batches:
     """How the images of an update are shared out among processes and accumulation steps."""
     return Batches(
         settings.batch_size,
@@ -42,7 +42,7 @@ def training_batches(settings: TrainingSettings, accelerator: Accelerator) -> Ba
     )
 
 
-def counts_summary(counts: np.ndarray) -> dict:
+def summarize_class_counts(counts: np.ndarray) -> dict:
     """The shape of a long tail in six numbers."""
     sizes = {"max": int(counts.max()), "min": int(counts.min()), "imbalance": float(counts.max() / counts.min())}
     return sizes | group_sizes(counts)
@@ -61,7 +61,7 @@ def is_own(start: str | None) -> bool:
     return run.finished and run.results.pretrained_own
 
 
-def common_results(settings: TrainingSettings, loop: Loop, model: PreTrainedModel) -> dict:
+def build_common_results(settings: TrainingSettings, loop: TrainingLoop, model: PreTrainedModel) -> dict:
     """What the results of both stages say alike."""
     made = with_defaults(settings, BENCHMARKS.get(settings.dataset, Benchmark()))
     return {

@@ -16,7 +16,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from livt_hf.configuration_livit import LiViTConfig, size_name
+from livt_hf.configuration_livit import LiViTConfig, get_size_name
 from livt_hf.data import class_counts, eval_processor, normalization
 from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import class_feature, is_multi_label
@@ -27,8 +27,8 @@ from livt_hf.long_tail.balance import balance
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.pretrained import load_image_classifier, read_config, reading_checkpoint
-from livt_hf.processors import input_facts, resized
+from livt_hf.pretrained import explain_load_errors, load_image_classifier, read_config
+from livt_hf.processors import read_input_spec, resize_processor
 from livt_hf.runs import lent_by_pretraining
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.results import image_size
@@ -36,18 +36,18 @@ from livt_hf.training.results import image_size
 logger = logging.getLogger(__name__)
 
 
-def becomes_livit(config: dict) -> bool:
+def is_livit_compatible(config: dict) -> bool:
     """Whether a checkpoint is read into a LiViT: every plain ViT is, for its patch tokens are pooled and dropped."""
     return config.get("model_type") in ("livit", "vit", "vit_mae") or "livit" in config
 
 
-def lent_by_checkpoint(asked: dict) -> dict:
+def inherit_from_checkpoint(asked: dict) -> dict:
     """What fine-tuning takes over from where it starts: its size and, of a pretraining run, its data too."""
     lent, named = lent_by_pretraining(asked), asked.get("pretrained", "none")
     if not lent and named != "none":
         config = read_config(named)
-        if becomes_livit(config):
-            return {"model_size": size_name(config), "patch_size": config["patch_size"]}
+        if is_livit_compatible(config):
+            return {"model_size": get_size_name(config), "patch_size": config["patch_size"]}
         family = config.get("architecture") or config.get("model_type")
         own = {"model_size": family, "patch_size": None, "pooling": FinetuneSettings.pooling}
         for name in own.keys() & asked.keys():
@@ -59,8 +59,8 @@ def lent_by_checkpoint(asked: dict) -> dict:
 
 def build_classifier(settings: FinetuneSettings, train: Dataset) -> PreTrainedModel:
     """The model at its start: from scratch or from a checkpoint, under a fresh head that knows the class counts."""
-    head, labels = head_settings(settings, train), label_settings(train)
-    if settings.pretrained != "none" and not becomes_livit(read_config(settings.pretrained)):
+    head, labels = build_head_config(settings, train), build_label_config(train)
+    if settings.pretrained != "none" and not is_livit_compatible(read_config(settings.pretrained)):
         return _backbone(settings, head, labels)
     encoder = {"pooling": settings.pooling, "drop_path_rate": settings.drop_path}
     if settings.pretrained == "none" or settings.image_size is not None:  # else that of the checkpoint
@@ -69,11 +69,11 @@ def build_classifier(settings: FinetuneSettings, train: Dataset) -> PreTrainedMo
         if settings.patch_size is not None:
             encoder["patch_size"] = settings.patch_size
         return LiViTForImageClassification(LiViTConfig.preset(settings.model_size, **encoder, **head, **labels))
-    with reading_checkpoint(settings.pretrained):
+    with explain_load_errors(settings.pretrained):
         model = LiViTForImageClassification.from_pretrained(
             settings.pretrained, dtype=torch.float32, **encoder, **head, **labels
         )
-    found = size_name(model.config.to_dict())
+    found = get_size_name(model.config.to_dict())
     if found != settings.model_size:
         raise LiVTError(f"{settings.pretrained} is of size {found}; leave --model_size out.")
     if settings.patch_size not in (None, model.config.patch_size):
@@ -81,7 +81,7 @@ def build_classifier(settings: FinetuneSettings, train: Dataset) -> PreTrainedMo
     return model
 
 
-def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
+def build_head_config(settings: FinetuneSettings, train: Dataset) -> dict:
     """The fields of a `LongTailConfig`: those that are options, and what the training images say."""
     counts = class_counts(train)
     names, several = class_feature(train).names, is_multi_label(train)
@@ -103,7 +103,7 @@ def head_settings(settings: FinetuneSettings, train: Dataset) -> dict:
     return head
 
 
-def label_settings(train: Dataset) -> dict:
+def build_label_config(train: Dataset) -> dict:
     """What the config of any classifier says of its labels; whatever a checkpoint's labels were is replaced."""
     names = class_feature(train).names
     return {
@@ -118,7 +118,7 @@ def _backbone(settings: FinetuneSettings, head: dict, labels: dict) -> PreTraine
     kept, so that one can train the head first and then everything; any other is replaced by a fresh one.
     """
     path = settings.pretrained
-    with reading_checkpoint(path):
+    with explain_load_errors(path):
         config = AutoConfig.from_pretrained(path)
         drops = {"drop_path_rate": settings.drop_path} if _has_drop_path(config) else {}
     fresh = getattr(config, "long_tail", None) is None or config.id2label != labels["id2label"]
@@ -146,7 +146,7 @@ def _has_drop_path(config: PreTrainedConfig) -> bool:
     return any("drop_path_rate" in inspect.signature(kind.__init__).parameters for kind in kinds)
 
 
-def serving_processor(settings: FinetuneSettings, train: Dataset, model: PreTrainedModel) -> BaseImageProcessor:
+def build_processor(settings: FinetuneSettings, train: Dataset, model: PreTrainedModel) -> BaseImageProcessor:
     """The processor that is saved with the model: the backbone's own, or for a LiViT one with its statistics."""
     if not isinstance(model, LiViTForImageClassification):
         return _backbone_processor(settings, model)
@@ -168,8 +168,8 @@ def serving_processor(settings: FinetuneSettings, train: Dataset, model: PreTrai
 def _backbone_processor(settings: FinetuneSettings, model: PreTrainedModel) -> BaseImageProcessor:
     processor = load_processor(settings.pretrained)
     if settings.image_size is not None:
-        processor = resized(processor, settings.image_size)
-    side = input_facts(processor).size
+        processor = resize_processor(processor, settings.image_size)
+    side = read_input_spec(processor).size
     try:
         with torch.no_grad():
             model.eval()(torch.zeros(1, 3, side, side))
@@ -181,7 +181,7 @@ def _backbone_processor(settings: FinetuneSettings, model: PreTrainedModel) -> B
     return processor
 
 
-def freeze_unused(model: PreTrainedModel, side: int) -> None:
+def freeze_unused_parameters(model: PreTrainedModel, side: int) -> None:
     """Freeze what no logit depends on (the mask token of a DINOv2, the pooling of a SigLIP, the last norm of a CLIP).
 
     It would learn nothing, and several processes would wait for its gradient in vain.

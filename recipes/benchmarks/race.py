@@ -46,7 +46,7 @@ from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import Run
 from livt_hf.training import autotune
-from livt_hf.training.device import use_all_cores
+from livt_hf.training.device import configure_threads
 from livt_hf.training.optim import warmup_cosine
 
 BUDGETS = (5, 15, 45, 120)  # core-minutes
@@ -225,10 +225,15 @@ def run_ours(row: Row, **changed) -> dict:
 
         return timed
 
-    for recipe, names in ((pretrain, ("reconstruction_loss", "reconstruction_rows")), (finetune, ("measure",))):
+    for recipe, names in (
+        (pretrain, ("compute_reconstruction_loss", "reconstruct_examples")),
+        (finetune, ("measure",)),
+    ):
         for name in names:
             setattr(recipe, name, uncounted(getattr(recipe, name)))
-    chosen = autotune.Scratch(len(row.data["train"]), 32, row.seconds * autotune.CORE_FLOPS).options(row.minutes / 60)
+    chosen = autotune.ScratchPlan(len(row.data["train"]), 32, row.seconds * autotune.CORE_FLOPS).options(
+        row.minutes / 60
+    )
     common = {"dataset": "cifar100-lt", "imbalance_factor": 100, "source": row.source}
     common |= {"seed": row.seed, "threads": 1, "save_minutes": 1000}
 
@@ -270,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = itertools.product(arguments.budgets, arguments.seeds, arguments.only)
     if arguments.row:
         ((minutes, seed, name),) = wanted
-        use_all_cores(torch.device("cpu"), threads=1)
+        configure_threads(torch.device("cpu"), threads=1)
         torch.manual_seed(seed)
         print(json.dumps(PEERS[name][1](Row(minutes, seed, arguments.source))))
         return

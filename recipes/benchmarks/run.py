@@ -24,7 +24,7 @@ import torch
 from livt_hf.recipes.benchmarks.measuring import ratio_words
 from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
-from livt_hf.training.device import available_cores, use_all_cores
+from livt_hf.training.device import available_cores, configure_threads
 
 # Subcommand: module and function.
 BENCHMARKS = {
@@ -72,7 +72,7 @@ def record(path: Path, rows: list[dict]) -> None:
 def answered(name: str, quick: bool, runs: int) -> list[dict]:
     """The rows of a question; of several runs, each in a process of its own, what they have in common."""
     if runs == 1:
-        use_all_cores(torch.device("cpu"), available_cores())  # peers in the same process gain by it alike
+        configure_threads(torch.device("cpu"), available_cores())  # peers in the same process gain by it alike
         module, function = BENCHMARKS[name]
         return getattr(importlib.import_module(f"livt_hf.recipes.benchmarks.{module}"), function)(quick)
     found = []

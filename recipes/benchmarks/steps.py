@@ -20,8 +20,8 @@ from transformers import (
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance, pretraining_config
 from livt_hf.recipes.benchmarks.measuring import compared, median_seconds, processor_seconds, say
-from livt_hf.training.autotune import layer_flops
-from livt_hf.training.device import cpu_computes_bf16
+from livt_hf.training.autotune import count_layer_flops
+from livt_hf.training.device import has_fast_cpu_bf16
 from livt_hf.training.optim import layer_decay_groups
 
 # Preset, images per step.
@@ -33,7 +33,7 @@ UNIT = "images per second of one core"
 
 def run_pretrain(quick: bool = False) -> list[dict]:
     torch.set_num_threads(1)
-    rows, bf16 = [], not quick and cpu_computes_bf16()
+    rows, bf16 = [], not quick and has_fast_cpu_bf16()
     for shape, (size, images) in list(SHAPES.items())[: 1 if quick else None]:
         config = pretraining_config(size)
         pixels = torch.randn(images, 3, config.image_size, config.image_size)
@@ -64,7 +64,7 @@ def run_pretrain(quick: bool = False) -> list[dict]:
 
 def run_finetune(quick: bool = False) -> list[dict]:
     torch.set_num_threads(1)
-    rows, bf16 = [], not quick and cpu_computes_bf16()
+    rows, bf16 = [], not quick and has_fast_cpu_bf16()
     for shape, (size, images) in list(SHAPES.items())[: 1 if quick else None]:
         config = LiViTConfig.preset(size, class_counts=[100] * 100)
         dropping = LiViTConfig.preset(size, class_counts=[100] * 100, drop_path_rate=0.1)
@@ -155,9 +155,9 @@ def _flops(config) -> float:
     patches = (config.image_size // config.patch_size) ** 2
     visible = int(patches * (1 - config.mask_ratio))
     pixels = config.patch_size**2 * config.num_channels
-    encoder = config.num_hidden_layers * layer_flops(config.hidden_size, visible + 1)
+    encoder = config.num_hidden_layers * count_layer_flops(config.hidden_size, visible + 1)
     width, hidden = config.decoder_hidden_size, patches - visible
-    decoder = (config.decoder_num_hidden_layers - 1) * layer_flops(width, patches + 1)
+    decoder = (config.decoder_num_hidden_layers - 1) * count_layer_flops(width, patches + 1)
     # The last layer answers for hidden patches alone: only its keys and values are those of all.
     decoder += 4 * width**2 * (patches + 1) + 20 * width**2 * hidden + 4 * width * hidden * (patches + 1)
     ends = 2 * visible * pixels * config.hidden_size + 2 * hidden * pixels * width

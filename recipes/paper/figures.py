@@ -23,7 +23,7 @@ from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, tr
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import LOG, RESULTS, Run
 from livt_hf.settings import PretrainSettings
-from livt_hf.training.pretrain import held_out_images, reconstruction_rows
+from livt_hf.training.pretrain import reconstruct_examples, select_eval_images
 
 
 def curves(file: Path, runs: list[Run]) -> Path:
@@ -33,13 +33,13 @@ def curves(file: Path, runs: list[Run]) -> Path:
 @torch.no_grad()
 def reconstructions(file: Path, runs: list[Run]) -> Path:
     """One column per run; images, masks and processor are those of the first run's data."""
-    images = held_out_images(load_data(PretrainSettings(**runs[0].settings_of(PretrainSettings))), 8)
+    images = select_eval_images(load_data(PretrainSettings(**runs[0].settings_of(PretrainSettings))), 8)
     processor = AutoImageProcessor.from_pretrained(runs[0].folder)
     models = [LiViTForPreTraining.from_pretrained(run.folder) for run in runs]
     sizes = {(model.config.image_size, model.config.patch_size, model.config.mask_ratio) for model in models}
     if len(sizes) > 1:
         raise LiVTError(f"the runs differ in image size, patch size or mask ratio {sorted(sizes)}: no common masks.")
-    first, *others = [reconstruction_rows(model, images, processor, seed=0) for model in models]
+    first, *others = [reconstruct_examples(model, images, processor, seed=0) for model in models]
     rows = [[*row, *(other[number][2] for other in others)] for number, row in enumerate(first)]
     return reconstruction_sheet(rows, file, ["image", "masked", *(str(run.folder) for run in runs)])
 
