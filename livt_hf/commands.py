@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.results import Results, percent
+from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import TrainingSettings
-from livt_hf.system import shell_line
+from livt_hf.text import format_percent, shell_line
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
@@ -134,8 +134,8 @@ def accuracy_line(metrics: dict) -> str:
     """
     overall = "accuracy" if "accuracy" in metrics else "map"
     words = {"map": "mean average precision"}
-    parts = [f"{words.get(name, name)} {percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
-    if percent(metrics.get("mean_class_accuracy")) not in ("-", percent(metrics[overall])):
-        parts.insert(1, f"mean class accuracy {percent(metrics['mean_class_accuracy'])}")
-    calibration = f"; ECE {percent(metrics['ece'])}" if "ece" in metrics else ""
+    parts = [f"{words.get(name, name)} {format_percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
+    if format_percent(metrics.get("mean_class_accuracy")) not in ("-", format_percent(metrics[overall])):
+        parts.insert(1, f"mean class accuracy {format_percent(metrics['mean_class_accuracy'])}")
+    calibration = f"; ECE {format_percent(metrics['ece'])}" if "ece" in metrics else ""
     return "  ".join(parts) + f"  (percent{calibration})"

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.records import check_settings
+from livt_hf.specs import check_types
 
 # The encoders; intermediate layers are four times the width, as in every ViT of the paper.
 PRESETS: dict[str, dict[str, int]] = {
@@ -91,7 +91,7 @@ class LiViTConfig(PreTrainedConfig):
 
     def _check_sizes(self):
         hints = LiViTConfig.__annotations__
-        check_settings({name: getattr(self, name) for name in hints}, hints)
+        check_types({name: getattr(self, name) for name in hints}, hints)
         for name in _SIZES:
             if not 1 <= getattr(self, name) <= _LARGEST:
                 raise LiVTError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_LARGEST}.")

@@ -16,11 +16,11 @@ from transformers import BaseImageProcessor, BeitConfig, BeitForImageClassificat
 
 from livt_hf.configuration_livit import LiViTConfig, get_size_name
 from livt_hf.errors import LiVTError
+from livt_hf.files import read_record, write_values
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.pretrained import format_names
-from livt_hf.records import read_record, write_values
 
 # How many classes the heads of the authors' files have.
 OFFICIAL_CLASSES = {"imagenet-lt": 1000, "inat18": 8142, "places-lt": 365}

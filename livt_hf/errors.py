@@ -1,4 +1,4 @@
-"""What the package refuses, what was perhaps meant, and how a run says that it was stopped."""
+"""The errors of the package, and suggestions for names that do not exist."""
 
 import difflib
 import re
@@ -9,7 +9,7 @@ _HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*(:[^\\]+)?", re.ASCII)  # a d
 
 
 class LiVTError(ValueError):
-    """Bad input or circumstances, in one sentence that names the value and the way out.
+    """Bad input or circumstances, in one sentence with the value and the way out.
 
     Commands print the sentence alone. Every other exception is a bug and keeps its traceback. `argument` is the name
     of the argument or option that is wrong, where there is one.
@@ -21,17 +21,23 @@ class LiVTError(ValueError):
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, saved itself and can go on; with the words of the `livt` command that does it."""
+    """The run was stopped and has saved itself; the arguments are those of the `livt` command that resumes it."""
 
 
-def means_a_place(name: str) -> bool:
-    """Whether a name can only be that of a place on this machine and no id on the Hub."""
+def is_path_not_hub_id(name: str) -> bool:
+    """Return True if a name can only be a path on this machine and no id on the Hub."""
     return _HUB_ID.fullmatch(name) is None
 
 
-def perhaps_meant(place: str | Path, names: Iterable[str] = ()) -> str:
-    """Of a place that is not there: a sentence with what is nearly so called, beside it or of `names`, if any is."""
-    path = Path(place).expanduser()
+def did_you_mean(path: str | Path, names: Iterable[str] = ()) -> str:
+    """Return a sentence with the existing name nearest to a path, of its neighbours or of `names`; empty if none."""
+    path = Path(path).expanduser()
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, [*names, *beside], n=1)
     return f" Did you mean {path.parent / near[0]}?" if near else ""
+
+
+def suggest_name(name: str, names: Iterable[str], prefix: str = "", otherwise: str = "--help lists them.") -> str:
+    """Return the end of a sentence about a name that does not exist: the nearest of `names`, or `otherwise`."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else f"; {otherwise}"

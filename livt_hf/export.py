@@ -16,8 +16,8 @@ from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImagePr
 
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import check_posterior, class_names, head_of
+from livt_hf.files import write_values
 from livt_hf.processors import measure_output_sizes
-from livt_hf.records import write_values
 
 TOLERANCE = 1e-4
 _LARGEST = 2**30  # bytes of weights in one ONNX file; its format ends at 2 GiB

@@ -6,7 +6,6 @@ else from the dataset's own config, else from the defaults. All of them are merg
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import re
 import sys
@@ -17,9 +16,9 @@ from typing import Any, ClassVar, Self, get_args, get_origin
 
 import yaml
 
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, suggest_name
+from livt_hf.files import read_values, replace_text
 from livt_hf.plugins import load_plugin
-from livt_hf.records import read_values, replace_text
 from livt_hf.specs import REQUIRED, Spec, expand_user, option, option_choices, option_type
 
 
@@ -85,7 +84,7 @@ def command_line(cls: type[CommandSettings], argv: Sequence[str]) -> dict[str, A
     if unknown:
         word = unknown[0].split("=")[0]
         names = [*cls.names(), "config"]
-        raise LiVTError(f"there is no option {word!r}{nearest(word.lstrip('-'), names, '--')}")
+        raise LiVTError(f"there is no option {word!r}{suggest_name(word.lstrip('-'), names, '--')}")
     kinds, named = {f.name: option_type(cls, f)[0] for f in dataclasses.fields(cls)}, vars(parsed)
     for name in cls.names("positional"):
         if name in named and _AS_OPTION + name in named:
@@ -170,7 +169,7 @@ def read_settings(cls: type[CommandSettings], path: Path) -> dict[str, Any]:
     values = {}
     for name, text in texts.items():
         if name not in kinds:
-            raise LiVTError(f"{path}: there is no option {name!r}{nearest(name, list(kinds))}")
+            raise LiVTError(f"{path}: there is no option {name!r}{suggest_name(name, list(kinds))}")
         if not isinstance(text, str) and get_origin(kinds[name]) is not list:
             raise LiVTError(f"{path}: {name} must be a single value, not a {type(text).__name__}.")
         if text not in ("", "~", "null"):
@@ -211,9 +210,3 @@ def _trained(place: Any) -> Any:
         return [_trained(one) for one in place]
     own, last = Path(place), Path(place, "finetune")
     return str(last) if (last / "config.json").exists() and not (own / "config.json").exists() else place
-
-
-def nearest(name: str, names: list[str], prefix: str = "", otherwise: str = "--help lists them.") -> str:
-    """What to say of an option that does not exist."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else f"; {otherwise}"

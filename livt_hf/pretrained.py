@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from livt_hf.configuration_livit import LABEL_FIELDS, LiViTConfig, get_label_names, merge_config_values
-from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
+from livt_hf.errors import LiVTError, did_you_mean, is_path_not_hub_id
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.structure import get_classifier, use_channels_last
-from livt_hf.records import in_words
+from livt_hf.text import format_error
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class CheckpointReader:
                 model, info = super().from_pretrained(path, config=config, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise LiVTError(
-                f"the weights in {path} are damaged ({in_words(error)}); copy or download them again."
+                f"the weights in {path} are damaged ({format_error(error)}); copy or download them again."
             ) from error
         if info["mismatched_keys"]:
             key, stored, wanted = min(info["mismatched_keys"])
@@ -131,15 +131,15 @@ def explain_load_errors(path) -> Iterator[None]:
     """Around what transformers reads of a checkpoint: what it raises on missing or damaged files, in a sentence."""
     away, near = f"{path} could not be loaded as a checkpoint folder or from the Hub", ""
     if not Path(path).exists():
-        near = perhaps_meant(path)
-        if means_a_place(str(path)):
+        near = did_you_mean(path)
+        if is_path_not_hub_id(str(path)):
             raise LiVTError(f"{away}: there is no such folder.{near}")
     try:
         yield
     except LiVTError:
         raise
     except Exception as error:  # a damaged config comes to light in any line of the model that it describes
-        raise LiVTError(f"{away}: {in_words(error)}{near}") from error
+        raise LiVTError(f"{away}: {format_error(error)}{near}") from error
 
 
 def read_config(path: str) -> dict:

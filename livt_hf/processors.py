@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import BaseImageProcessor
 
 from livt_hf.errors import LiVTError
-from livt_hf.records import in_words
+from livt_hf.text import format_error
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def _prepared(processor: BaseImageProcessor, images: list[Image.Image], **option
         return processor(images, return_tensors="pt", **options)["pixel_values"]
     except Exception as error:  # a damaged file comes to light in any line of the processor
         raise LiVTError(
-            f"the image processor cannot prepare an image ({in_words(error)}); correct preprocessor_config.json."
+            f"the image processor cannot prepare an image ({format_error(error)}); correct preprocessor_config.json."
         ) from error
 
 

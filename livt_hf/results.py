@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, get_type_hints
 
-from livt_hf.records import read_record
+from livt_hf.files import read_record
 from livt_hf.version import __version__
 
 # Decision rules: how an image gets its label from the logits z (livt_hf/evaluation/rules.py).
@@ -96,23 +96,6 @@ class Results:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-
-def percent(fraction: float | None) -> str:
-    """A fraction for people: 0.1234 is "12.3"; what was not measured is a dash."""
-    return "-" if fraction is None else f"{100 * fraction:.1f}"
-
-
-def duration(seconds: float) -> str:
-    """A time for people: 1.4 is "1 second", 7.4 is "7 seconds", 200 is "3.3 minutes"."""
-    if seconds < 1.5:
-        return "1 second"
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
-
-
-def number(count: int | None) -> str:
-    """A count for people: 7102 is "7,102"."""
-    return "-" if count is None else f"{count:,}"
 
 
 def provenance() -> dict:

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,22 +14,38 @@ from filelock import FileLock, Timeout
 
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.errors import LiVTError
+from livt_hf.files import read_record, read_records, replace_text
 from livt_hf.options import command_line, save_settings
 from livt_hf.plugins import find_module
-from livt_hf.records import read_record, read_records, replace_text
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings, FinetuneSettings, PretrainSettings, TrainingSettings
 from livt_hf.specs import REQUIRED
-from livt_hf.system import runs_folder, shell_line
+from livt_hf.text import shell_line
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
 LOCK, PLAN = ".lock", "plan.json"  # the plan of `livt train` lies beside the runs of its stages
 SECONDS_FOR_THE_LAST = 15  # data loading workers outlive a process that was killed by some seconds, and hold its lock
 _HELD: dict[str, FileLock] = {}  # by folder
 FOLD = "fold-"
+# What the commands put into the folder of runs.
+_IN_RUNS = re.compile(r"(pretrain|finetune|train|data|report|slurm)-.+|compare|comparison(-\d+)?|sweeps|features")
 WITHOUT_PRETRAINING = (
     "run `livt pretrain` first, name a checkpoint with --pretrained, or train from scratch with --pretrained none."
 )
+
+
+def runs_folder() -> Path:
+    """Return the folder of runs: `runs` here, or the environment variable LIVT_RUNS."""
+    return Path(os.environ.get("LIVT_RUNS", "runs"))
+
+
+def is_in_runs_folder(path: str | Path, root: str | Path) -> bool:
+    """Return True if a path below `root` belongs to runs and not to the data, where both share a folder."""
+    path, root, runs = (Path(os.path.realpath(one)) for one in (path, root, runs_folder()))
+    if path.is_relative_to(runs) and not root.is_relative_to(runs):
+        return True
+    earlier = root / "runs"
+    return path.is_relative_to(earlier) and all(_IN_RUNS.fullmatch(entry.name) for entry in earlier.iterdir())
 
 
 @dataclasses.dataclass

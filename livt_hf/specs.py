@@ -8,7 +8,7 @@ import functools
 import operator
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, g
 from annotated_types import Ge, Gt, Le, Lt
 
 from livt_hf.errors import LiVTError
+from livt_hf.text import shorten
 
 REQUIRED = dataclasses.MISSING  # the default of an option that must be given
 Positive = Annotated[int, Ge(1)]
@@ -147,3 +148,36 @@ def expand_user(path: Any) -> Any:
     if isinstance(path, list):
         return [expand_user(one) for one in path]
     return os.path.expanduser(path) if isinstance(path, str) else path
+
+
+def matches_type(value: Any, hint: Any) -> bool:
+    """Return True if a value is of a type: unions, literals, lists and dictionaries are supported.
+
+    A whole number is a float too; a bool is neither.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return matches_type(value, parts[0])
+    if origin in (Union, types.UnionType):
+        return any(matches_type(value, part) for part in parts)
+    if origin is Literal:
+        return isinstance(value, str | bool) and value in parts
+    if origin is list:
+        return isinstance(value, list | tuple) and all(matches_type(item, parts[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            matches_type(key, parts[0]) and matches_type(item, parts[1]) for key, item in value.items()
+        )
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
+
+
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise a `LiVTError` if a value of a config is missing or not of its type."""
+    for name, hint in hints.items():
+        if not matches_type(values.get(name), hint):
+            way_out = "correct it in the call or in config.json"
+            if get_origin(hint) is Literal:
+                way_out = f"choose one of {', '.join(get_args(hint))}"
+            raise LiVTError(f"{name} cannot be {shorten(values.get(name))}; {way_out}.", argument=name)

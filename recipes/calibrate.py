@@ -32,12 +32,12 @@ from livt_hf.evaluation.models import (
     was_trained_on,
 )
 from livt_hf.evaluation.rules import headline
+from livt_hf.files import read_record, write_values
 from livt_hf.recipes.settings import CalibrateSettings
-from livt_hf.records import read_record, write_values
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 from livt_hf.training.device import configure_threads
 from livt_hf.training.finetune import measure
 

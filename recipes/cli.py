@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from livt_hf import __version__
-from livt_hf.errors import LiVTError
-from livt_hf.options import command_line, nearest
+from livt_hf.errors import LiVTError, suggest_name
+from livt_hf.options import command_line
 from livt_hf.recipes.settings import COMMANDS, CONFIGS, STAGES
 
 LAUNCHED = ("pretrain", "finetune", "eval")
@@ -81,7 +81,8 @@ def without_command(words: Sequence[str]) -> str | None:
     if "--version" in words:
         print(f"livt_hf {__version__}")
         return None
-    return f"error: there is no command {words[0]!r}{nearest(words[0], list(COMMANDS), otherwise='see livt --help.')}"
+    hint = suggest_name(words[0], COMMANDS, otherwise="see livt --help.")
+    return f"error: there is no command {words[0]!r}{hint}"
 
 
 def launch(launcher: Sequence[str], command: str, argv: Sequence[str]) -> None:

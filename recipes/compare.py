@@ -18,16 +18,16 @@ from livt_hf.commands import run_command
 from livt_hf.data import load_data
 from livt_hf.data.labels import is_multi_label
 from livt_hf.errors import LiVTError
+from livt_hf.files import write_values
 from livt_hf.pretrained import read_config
 from livt_hf.recipes.ablations import Variant, summarise, table_rows
 from livt_hf.recipes.settings import CompareSettings, SweepSettings, as_words
 from livt_hf.recipes.sweep import Plan, carried_out
 from livt_hf.recipes.train import plan_scratch_training, unmixed
-from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 from livt_hf.training.lora import check_lora
 
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def as_sweep(settings: CompareSettings) -> SweepSettings:
     """The runs of a comparison are those of a sweep; both stages see the same images."""
     common = ("dataset", "source", "imbalance_factor", "plugin")
-    said = {name: value for name, value in settings.said_of_data().items() if name not in common}
+    said = {name: value for name, value in settings.non_default_data_options().items() if name not in common}
     of_images = {name: value for name, value in said.items() if name != "validation_fraction"}
     return SweepSettings(
         **{name: getattr(settings, name) for name in (*common, "pretrained", "seeds", "dry_run")},

@@ -22,10 +22,10 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.models import balanced_by_counts, load_classifier, load_processor
 from livt_hf.evaluation.rules import serving_prior
 from livt_hf.export import FORMS, export_model, image_size
+from livt_hf.files import read_values
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.plugins import find_module
 from livt_hf.recipes.settings import ConvertSettings
-from livt_hf.records import read_values
 from livt_hf.runs import lent_plugin_of
 
 OF_AUTHORS = ("dataset", "labels", "keep_class_order")  # what their files do not say

@@ -19,7 +19,7 @@ from livt_hf.metrics import group_sizes
 from livt_hf.recipes.settings import LookSettings, as_words
 from livt_hf.reports import class_distribution, contact_sheet
 from livt_hf.runs import runs_folder
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 5, 8
 

@@ -61,17 +61,17 @@ from livt_hf.evaluation.rules import (
 from livt_hf.evaluation.running import Rule, evaluate_multi_label, run_model
 from livt_hf.evaluation.shifts import measure_shift, shifted_sets
 from livt_hf.evaluation.tables import check_table, write_predictions
+from livt_hf.files import write_values
 from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.metrics import long_tail_metrics, shot_groups
 from livt_hf.pretrained import load_backbone
-from livt_hf.records import write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
 from livt_hf.reports.curves import shift_rows
 from livt_hf.reports.evaluation import choose_folder, write_report
-from livt_hf.results import EACH_LABEL, percent, provenance
+from livt_hf.results import EACH_LABEL, provenance
 from livt_hf.settings import EvalSettings
-from livt_hf.system import shell_line
+from livt_hf.text import format_percent, shell_line
 from livt_hf.training.device import LONG_TIMEOUT, check_processes, configure_threads
 
 
@@ -250,16 +250,19 @@ def findings_in_words(found: Findings, exam: Exam) -> str:
     lines = [measured_in_words(summary, images)]
     lines += [f"  {name:32s} {accuracy_line(metrics)}" for name, metrics in rules.items()]
     intervals = {name: found for name, found in summary["intervals"][first].items() if found is not None}
-    shown = (f"{name} {percent(low)} to {percent(high)}" for name, (low, high) in intervals.items())
+    shown = (f"{name} {format_percent(low)} to {format_percent(high)}" for name, (low, high) in intervals.items())
     over = "over images" if exam.clusters is None else "over groups"
     if intervals:
         lines.append(f"  {first}, 95 % intervals {over}: {', '.join(shown)}")
     if "under_prior" in summary:
         (_, words), *accuracies = summary["under_prior"].items()
-        shown = ", ".join(f"{rule} {percent(accuracy)}" for rule, accuracy in accuracies) or "no class has test images"
+        shown = (
+            ", ".join(f"{rule} {format_percent(accuracy)}" for rule, accuracy in accuracies)
+            or "no class has test images"
+        )
         lines.append(f"  Accuracy where classes are as frequent as the {words} says (percent): {shown}")
     if bad:
-        lines.append(f"  {bad} images gave NaN logits and count as wrong ({percent(bad / images)} %)")
+        lines.append(f"  {bad} images gave NaN logits and count as wrong ({format_percent(bad / images)} %)")
     if why_uncalibrated(exam.model):
         lines.append(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
     if "shifted" in summary:
@@ -271,7 +274,7 @@ def several_labels_in_words(summary: dict) -> str:
     """The mean over classes of what each is measured by, as a question of its own."""
     (metrics,) = summary["rules"].values()
     shown = {"AUROC": "auroc", "macro F1": "macro_f1"}
-    others = (f"{word} {percent(metrics[name])}" for word, name in shown.items() if name in metrics)
+    others = (f"{word} {format_percent(metrics[name])}" for word, name in shown.items() if name in metrics)
     began = measured_in_words(summary, metrics["num_images"])
     return f"{began}\n  {accuracy_line(metrics)}\n  mean over classes: {', '.join(others)}"
 

@@ -34,9 +34,10 @@ from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.processors import read_input_spec
 from livt_hf.reports import markdown_table
 from livt_hf.reports.evaluation import fold_rows
-from livt_hf.results import Results, duration
+from livt_hf.results import Results
 from livt_hf.runs import Run, check_same_images, find_pretraining, keep_settled, parse_training
 from livt_hf.settings import FinetuneSettings
+from livt_hf.text import format_duration
 from livt_hf.training import autotune
 from livt_hf.training.autotune import resolve_auto_options
 from livt_hf.training.finetune import (
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = "scratch" if settings.pretrained == "none" else settings.pretrained
     accelerator.print(
         f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
-        f"{settings.dataset}, from {start}, in {duration(results.seconds)}; {results.selection}.\n"
+        f"{settings.dataset}, from {start}, in {format_duration(results.seconds)}; {results.selection}.\n"
         + "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in results.rules.items())
         + f"  checkpoint: {run.folder}"
         + what_next("Next, look closer", "eval", run.folder)

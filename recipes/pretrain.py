@@ -29,9 +29,10 @@ from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import digest_of, number_of_classes
 from livt_hf.modeling_livit_mae import LiViTForPreTraining, pretraining_config
 from livt_hf.reports import reconstruction_sheet
-from livt_hf.results import Results, duration
+from livt_hf.results import Results
 from livt_hf.runs import Run, parse_training
 from livt_hf.settings import FinetuneSettings, PretrainSettings
+from livt_hf.text import format_duration
 from livt_hf.training import autotune
 from livt_hf.training.autotune import resolve_auto_options
 from livt_hf.training.loop import TrainingLoop, TrainingTask, finish_run, make_accelerator, open_run, track_picture
@@ -124,7 +125,7 @@ def in_words(settings: PretrainSettings, run: Run, results: Results) -> str:
     smaller = ["--batch_size", str(autotune.choose_batch_size(left))] if default > left else []
     return (
         f"\nPretrained {settings.model_size} on {results.num_train_images:,} images of {settings.dataset} "
-        f"for {results.updates:,} updates in {duration(results.seconds)}.\n"
+        f"for {results.updates:,} updates in {format_duration(results.seconds)}.\n"
         f"  loss on held-out images  {loss:.3f}  (predicting zero: {zero_loss:.3f})\n"
         + (f"  warning                  {advice}\n" if advice else "")
         + f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"

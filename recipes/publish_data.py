@@ -13,7 +13,7 @@ from livt_hf.data import class_counts, load_data
 from livt_hf.data.decoding import refuse_broken
 from livt_hf.hub import Publication, origin_of, publish_dataset
 from livt_hf.recipes.settings import PublishDataSettings
-from livt_hf.results import number
+from livt_hf.text import format_count
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"To the {publication.visibility} repository {settings.repo_id}, with the images' file names and metadata:")
     for name, split in data.items():
         counts = class_counts(split)
-        print(f"  {name}: {number(len(split))} images of {number(int((counts > 0).sum()))} classes")
+        print(f"  {name}: {format_count(len(split))} images of {format_count(int((counts > 0).sum()))} classes")
     if settings.dry_run:
         print("Nothing was uploaded.")
         return

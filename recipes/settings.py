@@ -22,7 +22,7 @@ from livt_hf.settings import (
     PretrainSettings,
 )
 from livt_hf.specs import REQUIRED, AboveZero, Positive, option
-from livt_hf.system import shell_line, shell_words
+from livt_hf.text import shell_line, shell_words
 
 CONFIGS = Path(__file__).parent / "configs"
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}

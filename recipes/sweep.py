@@ -26,14 +26,14 @@ from tqdm.auto import tqdm
 
 from livt_hf.commands import run_command
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.files import write_values
 from livt_hf.recipes.ablations import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
 from livt_hf.recipes.settings import CONFIGS, STAGES, SweepSettings, as_words
-from livt_hf.records import write_values
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
 from livt_hf.runs import Run, check_same_settings
 from livt_hf.settings import TrainingSettings
-from livt_hf.system import shell_line, shell_words
+from livt_hf.text import shell_line, shell_words
 from livt_hf.training.device import available_cores
 from livt_hf.training.start import inherit_from_checkpoint
 

@@ -29,14 +29,13 @@ from livt_hf.data import Batches, eval_loader, load_data
 from livt_hf.data.decoding import LOOKED_AT, sample_image_sizes, spread_rows
 from livt_hf.data.division import refuse_single_class
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.files import read_record, write_values
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.processors import read_input_spec
 from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
-from livt_hf.records import read_record, write_values
-from livt_hf.results import duration
 from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
 from livt_hf.settings import FinetuneSettings
-from livt_hf.system import shell_words
+from livt_hf.text import format_duration, shell_words
 from livt_hf.training import autotune
 from livt_hf.training.device import available_cores, configure_threads
 from livt_hf.training.finetune import check_options
@@ -169,11 +168,11 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
     chosen = {
         "full": f"hold {enough} or more: all of it is fine-tuned.",
         "head": f"do not hold {enough}: its classifier is trained on frozen features, which take about "
-        f"{duration(features)} to compute.{late}",
+        f"{format_duration(features)} to compute.{late}",
     }
     why = (
-        f"{settings.pretrained}: an epoch of {len(train):,} images at {size} pixels takes about {duration(epoch)} "
-        f"where everything is trained, and {settings.hours:g} hours {chosen[tune]}"
+        f"{settings.pretrained}: an epoch of {len(train):,} images at {size} pixels takes about "
+        f"{format_duration(epoch)} where everything is trained, and {settings.hours:g} hours {chosen[tune]}"
     )
     limit = ["--hours", f"{settings.hours:g}"] if tune == "full" else []  # on its features, a head is done in seconds
     return why, {"finetune": [*words, "--tune", tune, *limit]}

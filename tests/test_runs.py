@@ -11,9 +11,10 @@ import yaml
 
 import livt_hf.results
 from livt_hf.commands import run_command
-from livt_hf.results import duration, provenance
+from livt_hf.results import provenance
 from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run
 from livt_hf.settings import PretrainSettings
+from livt_hf.text import format_duration
 from livt_hf.training.device import available_cores
 
 
@@ -125,6 +126,6 @@ def test_cores_are_those_of_the_process_where_the_system_tells_and_of_the_machin
 
 
 def test_a_short_time_is_told_in_seconds():
-    assert duration(0.3) == duration(1.4) == "1 second"
-    assert duration(7.4) == "7 seconds"
-    assert duration(200) == "3.3 minutes"
+    assert format_duration(0.3) == format_duration(1.4) == "1 second"
+    assert format_duration(7.4) == "7 seconds"
+    assert format_duration(200) == "3.3 minutes"

@@ -13,6 +13,7 @@ from datasets import ClassLabel, Dataset, Features
 from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
 from livt_hf.commands import check_publishing, what_next
 from livt_hf.errors import LiVTError
+from livt_hf.files import read_values
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings, command_line, make_parser, save_settings
 from livt_hf.plugins import find_module, load_plugin
@@ -25,7 +26,6 @@ from livt_hf.recipes.settings import (
     TrainSettings,
     as_words,
 )
-from livt_hf.records import read_values
 from livt_hf.results import Results
 from livt_hf.runs import (
     PLAN,

@@ -32,7 +32,7 @@ from livt_hf.data.division import carved_test, is_carved
 from livt_hf.data.lists import read_list
 from livt_hf.data.sources import Images
 from livt_hf.data.splits import stratified_split
-from livt_hf.errors import LiVTError, means_a_place
+from livt_hf.errors import LiVTError, is_path_not_hub_id
 from livt_hf.recipes.settings import PublishDataSettings
 from livt_hf.settings import DataSettings
 
@@ -746,8 +746,10 @@ def test_labels_without_a_name_or_without_a_value_are_refused(tmp_path):
 
 
 def test_only_what_cannot_be_an_id_of_the_hub_is_a_place():
-    assert all(map(means_a_place, ("runs/finetune-birds/1", "./birds", "~/birds", "/birds", "my birds/x", r"a\b")))
-    assert not any(map(means_a_place, ("timm/resnet50.a1_in1k", "gpt2", "uoft-cs/cifar100:fine")))
+    assert all(
+        map(is_path_not_hub_id, ("runs/finetune-birds/1", "./birds", "~/birds", "/birds", "my birds/x", r"a\b"))
+    )
+    assert not any(map(is_path_not_hub_id, ("timm/resnet50.a1_in1k", "gpt2", "uoft-cs/cifar100:fine")))
 
 
 def test_a_hub_dataset_that_cannot_be_reached_asks_for_a_local_copy(monkeypatch):

@@ -15,6 +15,7 @@ from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data.batches import Batches
 from livt_hf.data.loading import augmented_in_order, eval_loader, train_loader
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, eval_processor
+from livt_hf.data.workers import outlive_ctrl_c
 from livt_hf.errors import LiVTError
 from livt_hf.hub.scrubbing import Scrubber, named_places
 from livt_hf.long_tail.calibration import Calibration, fit_calibration
@@ -22,7 +23,7 @@ from livt_hf.long_tail.losses import LOSSES
 from livt_hf.metrics import LongTailMetrics
 from livt_hf.recipes import sweep
 from livt_hf.recipes.ablations import SWEEPS
-from livt_hf.system import outlive_ctrl_c, shell_line, shell_words
+from livt_hf.text import shell_line, shell_words
 
 ROOT = Path(__file__).parents[1]
 

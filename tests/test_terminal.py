@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from recipe_runs import TINY, RecipeRun, make_pictures
 
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 
 
 @pytest.fixture(scope="module")

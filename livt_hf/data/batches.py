@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from livt_hf.data.decoding import BrokenImageError, refuse_broken
 from livt_hf.data.sampling import Sampler
+from livt_hf.data.workers import outlive_signals
 from livt_hf.errors import LiVTError
-from livt_hf.system import outlive_signals
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from livt_hf.data.labels import Labels, plain_name
 from livt_hf.data.paths import datasets_of_paths
 from livt_hf.data.split_names import SPLIT_OF_WORD, named_folders, refuse_empty_splits
 from livt_hf.errors import LiVTError
-from livt_hf.system import is_of_runs
+from livt_hf.runs import is_in_runs_folder
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def walk(folder: Path) -> Tree:
                     links.append(path)
                 if not entry.is_dir(follow_symlinks=False):
                     files.append(path)
-                elif not is_of_runs(entry.path, root):
+                elif not is_in_runs_folder(entry.path, root):
                     folders.append(path)
                     waiting.append(f"{path}/")
     return Tree(root, sorted(files), sorted(folders), sorted(links))

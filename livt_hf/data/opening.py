@@ -19,9 +19,9 @@ from livt_hf.data.lists import ImageList, datasets_from_lists, find_lists, is_im
 from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
 from livt_hf.data.split_names import by_split, named_splits, refuse_empty_splits
 from livt_hf.data.tables import TABLES, is_table
-from livt_hf.errors import LiVTError, means_a_place, perhaps_meant
-from livt_hf.records import in_words
+from livt_hf.errors import LiVTError, did_you_mean, is_path_not_hub_id
 from livt_hf.settings import DataSettings
+from livt_hf.text import format_error
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
 STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
@@ -125,9 +125,9 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
         splits = _load(KINDS.get(path.suffix.lower(), ""), {"train": [str(path)]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, streaming, skip_missing)
-    elif means_a_place(where) or path.suffix.lower() in TABLES:
+    elif is_path_not_hub_id(where) or path.suffix.lower() in TABLES:
         pass_one = "pass an image folder, a table, a list or a Hub id"
-        raise LiVTError(f"{where} does not exist: {pass_one}.{perhaps_meant(where)}")
+        raise LiVTError(f"{where} does not exist: {pass_one}.{did_you_mean(where)}")
     else:
         splits = _open_hub(where, settings, streaming)
     splits = named_splits(splits, where)
@@ -140,7 +140,7 @@ def _open(where: str, settings: DataSettings, streaming: bool) -> dict:
 
 def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
     repository, _, config = where.partition(":")
-    near = perhaps_meant(where, () if "/" in where else BENCHMARKS)
+    near = did_you_mean(where, () if "/" in where else BENCHMARKS)
     try:
         if near and "/" not in where:  # perhaps a misspelt folder: one short question, where loading asks many times
             HfApi().dataset_info(repository, timeout=10)
@@ -150,7 +150,7 @@ def _open_hub(where: str, settings: DataSettings, streaming: bool) -> dict:
         streams = builder.as_streaming_dataset()
     # A ValueError is a config that is missing or misspelt, or no name for a dataset; a RuntimeError a loading script.
     except (ConnectionError, FileNotFoundError, HTTPError, ValueError, RuntimeError) as error:
-        away = f"{repository} could not be loaded from the Hub ({in_words(error)})"
+        away = f"{repository} could not be loaded from the Hub ({format_error(error)})"
         if settings.dataset in BENCHMARKS:
             away += ": without internet or access rights, pass a local copy with --source FOLDER."
         else:
@@ -224,4 +224,6 @@ def _reading_dataset(place: str | Path) -> Iterator[None]:
             cause = cause.__cause__
         if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # where the cache is: the files may be good
             raise cause from None
-        raise LiVTError(f"{place} cannot be read as a dataset: {in_words(cause)}; put back a good copy.") from error
+        raise LiVTError(
+            f"{place} cannot be read as a dataset: {format_error(cause)}; put back a good copy."
+        ) from error

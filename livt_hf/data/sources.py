@@ -25,8 +25,7 @@ from livt_hf.data.division import (
 from livt_hf.data.opening import open_splits
 from livt_hf.data.split_names import SPLITS, named_splits, refuse_empty_splits, split_by_column
 from livt_hf.data.tables import is_table, open_table
-from livt_hf.errors import LiVTError
-from livt_hf.options import nearest
+from livt_hf.errors import LiVTError, suggest_name
 from livt_hf.settings import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ def load_long_tailed(
         if option in called:
             raise LiVTError(f"load_long_tailed has no option {option!r}; it is called {called[option]} here.")
         if option not in known:
-            near = nearest(option, known, otherwise=f"choose from {', '.join(known)}.")
+            near = suggest_name(option, known, otherwise=f"choose from {', '.join(known)}.")
             raise LiVTError(f"load_long_tailed has no option {option!r}{near}")
     options |= {"dataset": str(name), "imbalance_factor": imbalance_factor, "source": source, "split_seed": seed}
     options = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}

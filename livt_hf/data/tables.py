@@ -27,9 +27,9 @@ from livt_hf.data.columns import (
 from livt_hf.data.labels import Labels, first_names, flat_lists, offsets_of
 from livt_hf.data.paths import datasets_of_paths, locate, relative_paths, repeated
 from livt_hf.data.split_names import SPLIT_NAMES, read_splits
-from livt_hf.errors import LiVTError, perhaps_meant
-from livt_hf.records import in_words
+from livt_hf.errors import LiVTError, did_you_mean
 from livt_hf.settings import DataSettings
+from livt_hf.text import format_error
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _image_folder(file: Path, settings: DataSettings) -> Path:
     root = Path(os.path.abspath(settings.source or file.parent))
     if not root.is_dir():
         raise LiVTError(
-            f"the folder of the images, {root}, does not exist: pass it with --source.{perhaps_meant(root)}"
+            f"the folder of the images, {root}, does not exist: pass it with --source.{did_you_mean(root)}"
         )
     return root
 
@@ -130,7 +130,7 @@ def reading_table(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise LiVTError(f"{file} cannot be read as a table in UTF-8: {in_words(error)}") from error
+        raise LiVTError(f"{file} cannot be read as a table in UTF-8: {format_error(error)}") from error
 
 
 def _read_json(file: Path) -> pa.Table:

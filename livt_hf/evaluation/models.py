@@ -20,10 +20,10 @@ from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
 from livt_hf.pretrained import explain_load_errors, format_names, hide_load_report, read_config
-from livt_hf.records import in_words
 from livt_hf.results import Results
 from livt_hf.runs import Run, lent_data, lent_plugin, newest_finished, place_of, runs_folder
 from livt_hf.settings import DataSettings, FinetuneSettings
+from livt_hf.text import format_error
 
 
 def load_checkpoint(path: str) -> PreTrainedModel:
@@ -93,7 +93,7 @@ def load_processor(path: str) -> BaseImageProcessor:
     except Exception as error:  # as of `explain_load_errors`
         raise LiVTError(
             f"{path} has no image processor (preprocessor_config.json) that can be read, so it is unknown how its "
-            f"images are prepared; save the one it was trained with beside it ({in_words(error)})."
+            f"images are prepared; save the one it was trained with beside it ({format_error(error)})."
         ) from error
 
 

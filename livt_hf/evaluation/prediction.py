@@ -25,8 +25,8 @@ from livt_hf.evaluation.models import (
 from livt_hf.evaluation.rules import BY_LOGIT, label_thresholds, posterior_rule, standard_rules
 from livt_hf.evaluation.running import scores_under
 from livt_hf.long_tail.priors import Prior
-from livt_hf.records import in_words
-from livt_hf.system import is_of_runs
+from livt_hf.runs import is_in_runs_folder
+from livt_hf.text import format_error
 
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
 
@@ -89,7 +89,7 @@ class Predictor:
         try:
             image = decode_rgb(path.read_bytes())
         except DAMAGED as error:
-            return in_words(error)
+            return format_error(error)
         if not self.stepwise:
             # In a list: the processor of timm models takes a single tensor for one that is rescaled already.
             return processor([image], return_tensors="pt")["pixel_values"][0]
@@ -149,7 +149,7 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
                 found[match] = None
                 continue
             images = [path for path in match.rglob("*") if path.suffix.lower() in suffixes]
-            of_runs = {folder for folder in {path.parent for path in images} if is_of_runs(folder, match)}
+            of_runs = {folder for folder in {path.parent for path in images} if is_in_runs_folder(folder, match)}
             for path in sorted(images):
                 if path.parent not in of_runs and not any(map(is_hidden, path.relative_to(match).parts)):
                     found[path] = None

@@ -23,7 +23,8 @@ from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.metrics import GROUPS
-from livt_hf.results import PAPER, Results, duration, number, percent
+from livt_hf.results import PAPER, Results
+from livt_hf.text import format_count, format_duration, format_percent
 
 TAGS = ["livt", "long-tailed-recognition", "imbalanced-data"]
 PAPER_URL = "https://arxiv.org/abs/2212.02015"
@@ -123,9 +124,9 @@ def eval_result_files(results: Results, arguments: Mapping) -> dict[str, str]:
 def count_row(results: Results) -> list[str]:
     counts = results.class_counts or {}
     gamma = counts.get("imbalance")
-    row = [number(results.num_train_images), number(results.num_classes)]
-    row += [number(counts.get("max")), number(counts.get("min")), "-" if gamma is None else f"{gamma:g}"]
-    return row + [number(counts.get(group)) for group in GROUPS]
+    row = [format_count(results.num_train_images), format_count(results.num_classes)]
+    row += [format_count(counts.get("max")), format_count(counts.get("min")), "-" if gamma is None else f"{gamma:g}"]
+    return row + [format_count(counts.get(group)) for group in GROUPS]
 
 
 def model_card(
@@ -268,7 +269,7 @@ def _results_sections(results: Results, arguments: Mapping) -> dict:
 
 
 def _percents(metrics: Mapping, names: Sequence[str]) -> list[str]:
-    return [percent(metrics.get(name)) for name in names]
+    return [format_percent(metrics.get(name)) for name in names]
 
 
 def fractions(paper: Mapping) -> dict[str, float]:
@@ -285,7 +286,7 @@ def _measured_on(results: Results) -> str:
 def _evaluation(results: Results) -> str:
     weights = "exponential moving average of the weights" if results.weights == "ema" else "plain weights"
     return (
-        f"Measured on {_measured_on(results)} ({number(results.num_images)} images) after epoch "
+        f"Measured on {_measured_on(results)} ({format_count(results.num_images)} images) after epoch "
         f"{round(results.epoch, 2):g} of {results.epochs:g}. "
         f"Selection: {results.selection}; {weights}; seed {results.seed}."
     )
@@ -330,9 +331,9 @@ def _limits(results: Results) -> str:
         if "map" not in metrics:
             lines.append("It always names one of its classes, also for images of something else.")
             if few is not None:
-                lines.append(f"Few-shot classes are right {percent(few)} % of the time: check them before use.")
+                lines.append(f"Few-shot classes are right {format_percent(few)} % of the time: check them before use.")
         if worst is not None:
-            lines.append(f"The worst class reaches {percent(worst)} %.")
+            lines.append(f"The worst class reaches {format_percent(worst)} %.")
         lines.append("The numbers were measured on images from the same source as the training data.")
     other = "other sizes interpolate positions and were" if is_vit(results) else "other sizes were"
     lines.append(f"Trained at {results.image_size} px; {other} not measured.")
@@ -346,7 +347,7 @@ def _training(results: Results, arguments: Mapping) -> str:
     if results.pretrained not in (None, "none"):
         lines.append(f"- started from: `{results.pretrained}`")
     if results.seconds:
-        lines.append(f"- duration: {duration(results.seconds)}")
+        lines.append(f"- duration: {format_duration(results.seconds)}")
     lines += [f"- {name} {version}" for name, version in (results.versions or {}).items()]
     if results.git_revision:
         lines.append(f"- livt_hf revision: `{results.git_revision}`")

@@ -18,8 +18,8 @@ from livt_hf.hub.facts import CHOOSING, data_choices
 from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.metrics import group_sizes
 from livt_hf.reports.page import markdown_table
-from livt_hf.results import number
 from livt_hf.settings import DataSettings
+from livt_hf.text import format_count
 
 LISTED_CLASSES = 1000  # with more classes than this, the card lists the largest and the smallest only
 RULES = {
@@ -135,15 +135,17 @@ def _sizes(counts: np.ndarray, num_images: int) -> dict[str, str]:
     present = counts[counts > 0]
     sizes = {"images": num_images, "classes with images": len(present)}
     sizes |= {"largest class": present.max(), "smallest class": present.min()}
-    row = {name: number(int(size)) for name, size in sizes.items()}
+    row = {name: format_count(int(size)) for name, size in sizes.items()}
     row["imbalance"] = f"{present.max() / present.min():g}"
-    return row | {group: number(size) for group, size in group_sizes(present).items()}
+    return row | {group: format_count(size) for group, size in group_sizes(present).items()}
 
 
 def _class_rows(names: list[str], counts: dict[str, np.ndarray]) -> list[dict[str, str]]:
     """Every class from head to tail of the first split, or the two ends of a long list."""
     order = np.argsort(-next(iter(counts.values())), kind="stable")
-    rows = [{"class": names[i]} | {split: number(int(count[i])) for split, count in counts.items()} for i in order]
+    rows = [
+        {"class": names[i]} | {split: format_count(int(count[i])) for split, count in counts.items()} for i in order
+    ]
     if len(rows) <= LISTED_CLASSES:
         return rows
     return [*rows[:50], dict.fromkeys(rows[0], "…"), *rows[-50:]]

@@ -8,7 +8,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.losses import LOSSES, PACKAGED, LossDefinition
 from livt_hf.results import Results
 from livt_hf.settings import DataSettings
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 
 # How the benchmarks of this package are called in prose.
 TITLES = {

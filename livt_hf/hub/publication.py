@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from livt_hf.errors import LiVTError
 from livt_hf.hub.facts import TITLES, hub_ids
 from livt_hf.results import Results
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 
 BENCHMARK_LICENSE = "apache-2.0"
 # What the Hub and the way to it can fail with; ValueError is the client's word for metadata that the Hub refuses.

@@ -11,21 +11,21 @@ from huggingface_hub.repocard import SpaceCard, SpaceCardData
 from transformers import PreTrainedModel
 
 from livt_hf.conversion import save_timm, to_beit
-from livt_hf.errors import LiVTError, perhaps_meant
+from livt_hf.errors import LiVTError, did_you_mean
 from livt_hf.evaluation.models import class_names, head_of, is_multi_label, load_checkpoint, load_processor
+from livt_hf.files import read_record
 from livt_hf.hub.cards import TAGS, eval_result_files, model_card, render
 from livt_hf.hub.facts import hub_ids, loss_spec, needs_plugin
 from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.hub.scrubbing import TEXTS, Scrubber, named_places, refuse_secrets
 from livt_hf.metrics import THRESHOLDS
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.records import read_record
 from livt_hf.reports.biases import class_distribution
 from livt_hf.reports.comparison import NUMBERS
 from livt_hf.reports.evaluation import WITHOUT_IMAGES
 from livt_hf.results import EACH_LABEL, Results
 from livt_hf.runs import ARGUMENTS, LOG, RESULTS, Run
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 from livt_hf.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def _finished_results(run: Path) -> Results:
             f"{Run(run).fold(1).folder}, or a run without --folds."
         )
     if not run.exists():
-        raise LiVTError(f"{run} does not exist; give the folder of a finished run.{perhaps_meant(run)}")
+        raise LiVTError(f"{run} does not exist; give the folder of a finished run.{did_you_mean(run)}")
     missing = [name for name in ("config.json", RESULTS, ARGUMENTS) if not (run / name).is_file()]
     if missing:
         raise LiVTError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from livt_hf.errors import LiVTError
-from livt_hf.records import read_records, read_values
+from livt_hf.files import read_records, read_values
 from livt_hf.reports.page import plain_markdown
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 

@@ -11,7 +11,8 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.losses import LOSSES, LossDefinition
 from livt_hf.long_tail.priors import as_prior
-from livt_hf.records import check_settings, shown
+from livt_hf.specs import check_types
+from livt_hf.text import shorten
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +73,9 @@ class LongTailConfig(dict):
             if values[name] is not None and not isinstance(values[name], str):
                 values[name] = _listed(name, values[name], number)
         # `check_labels` knows what the test prior can be.
-        check_settings(values, LongTailConfig.__annotations__ | {"test_prior": Any})
+        check_types(values, LongTailConfig.__annotations__ | {"test_prior": Any})
         if self.calibration is not None:
-            check_settings(self.calibration, get_type_hints(Calibration))
+            check_types(self.calibration, get_type_hints(Calibration))
         self.update(values)
         self._check()
 
@@ -240,7 +241,7 @@ def _listed(name: str, values, number: Callable) -> list:
     except LiVTError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        raise LiVTError(f"{name} cannot be {shown(values)}; give one number per class.") from error
+        raise LiVTError(f"{name} cannot be {shorten(values)}; give one number per class.") from error
 
 
 def _whole(count) -> int:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.records import fits, read_values
+from livt_hf.files import read_values
+from livt_hf.specs import matches_type
 
 _BLOCK = 2**20  # posteriors looked at in one piece
 # Of EM: how often it is repeated with disturbed evidence, by which standard deviation of the log evidence for a class
@@ -96,7 +97,7 @@ def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
             how = " and ".join(f"{words} {classes}" for words, classes in told.items() if classes)
             raise LiVTError(f"{path} ({what}) {how}; name each class of the model once.")
         content = [names[label] for label in labels]
-    if not fits(content, list[float]) or len(content) != len(labels):
+    if not matches_type(content, list[float]) or len(content) != len(labels):
         raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
     wrong = [value for value in content if not -_LARGEST < value < _LARGEST]  # so written, NaN is refused too
     if wrong:

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from livt_hf.errors import LiVTError
+from livt_hf.files import replacing
 from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import Prior, class_prior
 from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, DecisionRule
-from livt_hf.records import in_words
-from livt_hf.system import replacing
+from livt_hf.text import format_error
 
 LOGITS, LABEL, MODEL = "logits", "label", "model"
 FOLDER = "predictions"  # of a record in a run or a report
@@ -458,7 +458,7 @@ def _read_part(file: Path) -> tuple[Predictions, int, int]:
         return part, int(values["start"]), int(values["total"])
     # What damaged bytes and foreign files can lead to, a LiVTError (which is a ValueError) of the settings included.
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
-        message = f"{file} is damaged or no prediction record ({in_words(error)}); predict again."
+        message = f"{file} is damaged or no prediction record ({format_error(error)}); predict again."
         raise LiVTError(message, argument="path") from error
 
 
@@ -511,7 +511,7 @@ def _checked_column(name: str, values, rows: int) -> pa.Array:
     try:
         column = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
     except (pa.ArrowException, TypeError) as error:
-        raise LiVTError(f"column {name!r} cannot be stored: {in_words(error)}.", argument=name) from error
+        raise LiVTError(f"column {name!r} cannot be stored: {format_error(error)}.", argument=name) from error
     if len(column) != rows:
         raise LiVTError(f"column {name!r} has {len(column)} values for {rows} images; pass one each.", argument=name)
     return column

@@ -9,13 +9,12 @@ import numpy as np
 
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
+from livt_hf.files import read_record
 from livt_hf.metrics import THRESHOLDS
-from livt_hf.records import in_words, read_record
 from livt_hf.reports.mistakes import read_predictions
 from livt_hf.reports.page import html_report
-from livt_hf.results import percent
 from livt_hf.runs import Run
-from livt_hf.system import shell_line
+from livt_hf.text import format_error, format_percent, shell_line
 
 NUMBERS, CLASSES = "evaluation.json", "classes.csv"
 METRICS = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece")
@@ -71,7 +70,9 @@ def _read_classes(path: Path) -> list[dict]:
                 for row in csv.DictReader(file)
             ]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise LiVTError(f"{path} is damaged ({in_words(error)}); write the report again with livt eval.") from error
+        raise LiVTError(
+            f"{path} is damaged ({format_error(error)}); write the report again with livt eval."
+        ) from error
 
 
 def write_classes(rows: list[dict], path: Path) -> None:
@@ -116,11 +117,11 @@ def difference(first: dict, second: dict, noise: float | None = None) -> str:
     if noise is None:
         noise = 1.96 * math.sqrt(a * (1 - a) / first["num_images"] + b * (1 - b) / second["num_images"])
         if_so = " if they err independently"
-    words = f"The first is right for {percent(a)} % of the test images, the second for {percent(b)} %:"
+    words = f"The first is right for {format_percent(a)} % of the test images, the second for {format_percent(b)} %:"
     if abs(b - a) <= noise:
-        return f"{words} no more apart than chance could make them{if_so} ({percent(noise)} points)."
+        return f"{words} no more apart than chance could make them{if_so} ({format_percent(noise)} points)."
     better = "second" if b > a else "first"
-    return f"{words} the {better} is better, by more than chance could make{if_so} ({percent(noise)} points)."
+    return f"{words} the {better} is better, by more than chance could make{if_so} ({format_percent(noise)} points)."
 
 
 def _paired_noise(one: Report, other: Report) -> float | None:
@@ -145,7 +146,7 @@ def _metric_rows(one: Report, other: Report) -> list[dict]:
 
 def _rule_rows(report: Report) -> list[dict]:
     return [
-        {"model": report.name, "rule": rule} | {name: percent(metrics[name]) for name in METRICS}
+        {"model": report.name, "rule": rule} | {name: format_percent(metrics[name]) for name in METRICS}
         for rule, metrics in report.summary["rules"].items()
     ]
 
@@ -163,4 +164,4 @@ def _class_rows(one: Report, other: Report) -> list[dict]:
 
 def _compared(first: float | None, second: float | None) -> dict:
     difference = "-" if first is None or second is None else f"{100 * (second - first):+.1f}"
-    return {"first": percent(first), "second": percent(second), "difference": difference}
+    return {"first": format_percent(first), "second": format_percent(second), "difference": difference}

@@ -11,8 +11,8 @@ from matplotlib.lines import Line2D
 
 from livt_hf.errors import LiVTError
 from livt_hf.reports.style import GROUP_COLOURS, GROUP_MARKERS, GROUP_NAMES, PALETTE, new_figure, plain, save, shorten
-from livt_hf.results import percent
 from livt_hf.runs import read_log
+from livt_hf.text import format_percent
 
 _LINES = ("-", "--", ":", "-.")
 
@@ -142,7 +142,7 @@ def shift_rows(shifts: Sequence[Mapping]) -> list[dict]:
     """One row per test set: its images and the accuracy of each rule; a dash where no prior could be estimated."""
     return [
         {"test set": _shift_name(shift["imbalance"]), "images": shift["num_images"]}
-        | {name: percent(shift["rules"].get(name, {}).get("accuracy")) for name in _rules(shifts)}
+        | {name: format_percent(shift["rules"].get(name, {}).get("accuracy")) for name in _rules(shifts)}
         for shift in shifts
     ]
 

@@ -11,8 +11,8 @@ from livt_hf.data.labels import class_feature, labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Findings
 from livt_hf.evaluation.tables import ANSWERS, facts_of, image_facts, write_answers
+from livt_hf.files import write_values
 from livt_hf.metrics import GROUPS
-from livt_hf.records import write_values
 from livt_hf.reports import (
     accuracy_by_frequency,
     best_and_worst,
@@ -25,9 +25,9 @@ from livt_hf.reports import (
 from livt_hf.reports.comparison import CLASSES, NUMBERS, write_classes
 from livt_hf.reports.curves import accuracy_by_shift, shift_rows
 from livt_hf.reports.verdict import first_screen, first_screen_text
-from livt_hf.results import percent
 from livt_hf.runs import FOLD, LOG, Run, runs_folder
 from livt_hf.settings import EvalSettings
+from livt_hf.text import format_percent
 
 Pictures, Tables = dict[str, Path], dict[str, list[dict]]
 SAMPLES = 6
@@ -107,7 +107,7 @@ def _of_several_labels(folder: Path, found: Findings, _dataset: Dataset) -> tupl
         pictures["Average precision against class frequency"] = picture
     means = {"mean average precision": "map"} | {group: group for group in GROUPS} | {"AUROC": "auroc"}
     means |= {name: f"macro_{name}" for name in ("precision", "recall", "f1") if f"macro_{name}" in metrics}
-    over_classes = {words: percent(metrics[name]) for words, name in means.items()}
+    over_classes = {words: format_percent(metrics[name]) for words, name in means.items()}
     tables = {"Mean over classes (percent; of frequent and rare classes the average precision)": [over_classes]}
     if "folds" in found.summary:
         tables["Folds (percent)"] = fold_rows(found.summary)
@@ -124,7 +124,7 @@ def _tables(summary: dict, per_class: list[dict]) -> Tables:
         tables = {f"Folds (percent; {first})": fold_rows(summary)} | tables
     if "under_prior" in summary:
         (_, words), *accuracies = summary["under_prior"].items()
-        rows = [{"rule": rule, "accuracy": percent(accuracy)} for rule, accuracy in accuracies]
+        rows = [{"rule": rule, "accuracy": format_percent(accuracy)} for rule, accuracy in accuracies]
         rows = rows or [{"accuracy": "no class has test images"}]
         tables[f"Accuracy where classes are as frequent as the {words} says (percent)"] = rows
     if "shifted" in summary:
@@ -133,7 +133,9 @@ def _tables(summary: dict, per_class: list[dict]) -> Tables:
 
 
 def _class_rows(per_class: list[dict]) -> list[dict]:
-    return [{name: percent(value) if name in _SHARES else value for name, value in row.items()} for row in per_class]
+    return [
+        {name: format_percent(value) if name in _SHARES else value for name, value in row.items()} for row in per_class
+    ]
 
 
 def _rule_row(rule: str, summary: dict) -> dict:
@@ -141,8 +143,8 @@ def _rule_row(rule: str, summary: dict) -> dict:
     row = {"rule": rule}
     for name in ("accuracy", *GROUPS, "mean_class_accuracy", "macro_f1", "worst_class_accuracy", "ece", "mce"):
         low_high = intervals.get(name)
-        words = f" ({percent(low_high[0])} to {percent(low_high[1])})" if low_high else ""
-        row[name] = percent(metrics[name]) + words
+        words = f" ({format_percent(low_high[0])} to {format_percent(low_high[1])})" if low_high else ""
+        row[name] = format_percent(metrics[name]) + words
     return row
 
 
@@ -152,11 +154,15 @@ def fold_rows(summary: dict) -> list[dict]:
     folds = {str(number): metrics for number, metrics in enumerate(summary["folds"]["each"], 1)} | {"pooled": pooled}
     names = [name for name in FOLD_METRICS if name in pooled]
     rows = [
-        {"fold": fold, "images": metrics["num_images"]} | {name: percent(metrics[name]) for name in names}
+        {"fold": fold, "images": metrics["num_images"]} | {name: format_percent(metrics[name]) for name in names}
         for fold, metrics in folds.items()
     ]
     mean, deviation = summary["folds"]["mean"], summary["folds"]["deviation"]
-    spread = {name: f"{percent(mean[name])} ± {percent(deviation[name])}" for name in names if mean[name] is not None}
+    spread = {
+        name: f"{format_percent(mean[name])} ± {format_percent(deviation[name])}"
+        for name in names
+        if mean[name] is not None
+    }
     return [*rows[:-1], {"fold": "mean ± deviation"} | spread, rows[-1]]
 
 
@@ -167,6 +173,6 @@ def _group_rows(summary: dict) -> list[dict]:
     names = {"all": ("macro_precision", "mean_class_accuracy", "macro_f1", "auroc", "average_precision")}
     names |= {g: (f"{g}_precision", g, f"{g}_f1", f"{g}_auroc", f"{g}_average_precision") for g in GROUPS}
     return [
-        {"classes": group} | {column: percent(metrics[name]) for column, name in zip(columns, row, strict=True)}
+        {"classes": group} | {column: format_percent(metrics[name]) for column, name in zip(columns, row, strict=True)}
         for group, row in names.items()
     ]

@@ -19,7 +19,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.metrics import LongTailMetrics, confusions
 from livt_hf.runs import Run
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 
 _COLUMN = re.compile(r"prediction \((?P<rule>.*)\)")
 COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "confidence (%)", "most often taken for")

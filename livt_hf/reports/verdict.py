@@ -7,8 +7,8 @@ from livt_hf.evaluation.exam import Findings
 from livt_hf.metrics import GROUPS, LongTailMetrics
 from livt_hf.reports.page import plain_markdown
 from livt_hf.reports.style import GROUP_COLOURS
-from livt_hf.results import PAPER, percent
-from livt_hf.system import shell_line
+from livt_hf.results import PAPER
+from livt_hf.text import format_percent, shell_line
 
 DOUBTED, ACTIONS = 6, 3  # at most: one screen
 POOR = 0.5  # a class that is right less often is in doubt
@@ -56,9 +56,9 @@ def doubts(row: Mapping) -> list[str]:
         words.append(f"only {_counted(row['count'], 'training image', 'training images')}")
     pair = row["confused"]
     if pair is not None and pair["share"] >= CONFUSED:
-        words.append(f"{percent(pair['share'])} % are taken for {pair['predicted_name']}")
+        words.append(f"{format_percent(pair['share'])} % are taken for {pair['predicted_name']}")
     if over:
-        words.append(f"overconfident ({percent(sure)} % sure)")
+        words.append(f"overconfident ({format_percent(sure)} % sure)")
     return words or ["no single reason was found"]
 
 
@@ -68,7 +68,7 @@ def doubtful(findings: Findings) -> list[dict]:
     rows = [row for row in rows if row["images"] > 1] or rows
     found = [(row, doubts(row)) for row in sorted(rows, key=lambda row: (row["accuracy"], -row["images"]))]
     return [
-        {"class": row["name"], "right (%)": percent(row["accuracy"]), "why": "; ".join(why)}
+        {"class": row["name"], "right (%)": format_percent(row["accuracy"]), "why": "; ".join(why)}
         for row, why in found
         if why
     ]
@@ -90,8 +90,8 @@ def _better_rule(findings: Findings) -> list[tuple[float, str]]:
         counted = "the images where classes are as frequent as you said"
     first, best = next(iter(accuracy)), max(accuracy, key=accuracy.get)
     gain = accuracy[best] - accuracy[first]
-    words = f"Serve by another rule: {best} is right for {percent(accuracy[best])} % of {counted},"
-    return [(gain, f"{words} {first} for {percent(accuracy[first])} %.")]
+    words = f"Serve by another rule: {best} is right for {format_percent(accuracy[best])} % of {counted},"
+    return [(gain, f"{words} {first} for {format_percent(accuracy[first])} %.")]
 
 
 def _more_labels(findings: Findings) -> list[tuple[float, str]]:
@@ -103,7 +103,9 @@ def _more_labels(findings: Findings) -> list[tuple[float, str]]:
     weak = sorted((row for row in rare if row["accuracy"] < many), key=lambda row: row["accuracy"])
     named = _listed([row["name"] for row in weak])
     words = f"Label more images of {named}: classes with fewer than {_first(findings).few_below} training images"
-    return [(gain, f"{words} are right in {percent(numbers['few'])} %, frequent ones in {percent(many)} %.")]
+    return [
+        (gain, f"{words} are right in {format_percent(numbers['few'])} %, frequent ones in {format_percent(many)} %.")
+    ]
 
 
 def _calibration(findings: Findings) -> list[tuple[float, str]]:
@@ -116,7 +118,7 @@ def _calibration(findings: Findings) -> list[tuple[float, str]]:
     over = "sure" if numbers["mean_confidence"] > numbers["accuracy"] else "unsure"
     command = f"livt calibrate {shell_line([findings.summary['model']])} --dataset FOLDER --split all"
     words = f"Calibrate it with other labelled images ({command}): it is too {over} of its answers, by"
-    return [(numbers["ece"] / 2, f"{words} {percent(numbers['ece'])} points on average.")]
+    return [(numbers["ece"] / 2, f"{words} {format_percent(numbers['ece'])} points on average.")]
 
 
 def _more_training(findings: Findings) -> list[tuple[float, str]]:
@@ -125,7 +127,7 @@ def _more_training(findings: Findings) -> list[tuple[float, str]]:
     if many is None or many > 0.7:
         return []
     words = f"Train longer, or start from a better pretraining: even classes with more than {first.many_above}"
-    return [((1 - many) / 2, f"{words} training images are right in only {percent(many)} %.")]
+    return [((1 - many) / 2, f"{words} training images are right in only {format_percent(many)} %.")]
 
 
 def _look_alikes(findings: Findings) -> list[tuple[float, str]]:
@@ -148,9 +150,11 @@ def first_screen(findings: Findings) -> str:
     """All of it as HTML."""
     numbers = _first(findings).compute()
     rule, escape = next(iter(findings.measured)), html.escape
-    lead = f"{percent(numbers['accuracy'])} % of {numbers['num_images']:,} test images are right"
-    if percent(numbers["accuracy"]) != percent(numbers["mean_class_accuracy"]):  # the test set is imbalanced
-        lead += f", and {percent(numbers['mean_class_accuracy'])} % in an average class"
+    lead = f"{format_percent(numbers['accuracy'])} % of {numbers['num_images']:,} test images are right"
+    if format_percent(numbers["accuracy"]) != format_percent(
+        numbers["mean_class_accuracy"]
+    ):  # the test set is imbalanced
+        lead += f", and {format_percent(numbers['mean_class_accuracy'])} % in an average class"
     lead += f", by the rule “{rule}”."
     cards = "".join(map(_card, groups(findings)))
     found = doubtful(findings)
@@ -183,7 +187,7 @@ def first_screen_text(findings: Findings) -> str:
     """The same in Markdown."""
     lines = [
         f"- {row['group']} ({_counted(row['classes'], 'class', 'classes')}, {row['words']}): "
-        f"{percent(row['accuracy'])} % right"
+        f"{format_percent(row['accuracy'])} % right"
         for row in groups(findings)
     ]
     doubted = [f"{row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(findings)[:DOUBTED]]

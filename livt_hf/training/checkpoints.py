@@ -16,9 +16,9 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from livt_hf.errors import LiVTError
-from livt_hf.records import in_words, read_record
+from livt_hf.files import flush, read_record, replacing
 from livt_hf.runs import Run
-from livt_hf.system import flush, replacing
+from livt_hf.text import format_error
 
 STATE, SCALER = "state.json", "scaler.pt"
 
@@ -104,7 +104,7 @@ def load_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping) -> dict 
                 part.load_state_dict(torch.load(folder / name, map_location="cpu", weights_only=True))
     except Exception as error:  # what torch's unpickler and safetensors make of damage is no short list
         raise CheckpointError(
-            f"could not read {folder}: {in_words(error)}; if it is damaged, delete it to go on from the one before."
+            f"could not read {folder}: {format_error(error)}; if damaged, delete it to resume from the one before."
         ) from error
     return state
 
@@ -132,7 +132,7 @@ def explain_save_errors(what: str, run: Run) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         left = list_checkpoints(run)
         kept = f"the last checkpoint, {left[-1]}, is intact" if left else "there is no checkpoint yet"
-        raise CheckpointError(f"could not save {what}: {in_words(error)}; {kept}.") from error
+        raise CheckpointError(f"could not save {what}: {format_error(error)}; {kept}.") from error
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
@@ -140,7 +140,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
     try:
         load_model(module, str(path))
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"could not read {path}: {in_words(error)}.") from error
+        raise CheckpointError(f"could not read {path}: {format_error(error)}.") from error
 
 
 def _checksum(path: Path) -> int:

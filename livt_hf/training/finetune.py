@@ -21,6 +21,7 @@ from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import given_labels, headline, standard_rules
 from livt_hf.evaluation.running import evaluate_multi_label, evaluate_rules, logits_of
+from livt_hf.files import replacing
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.long_tail.structure import get_classifier
 from livt_hf.metrics import GROUPS, shot_groups
@@ -29,7 +30,6 @@ from livt_hf.processors import InputSpec, read_input_spec
 from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
 from livt_hf.settings import FinetuneSettings
-from livt_hf.system import replacing
 from livt_hf.training.checkpoints import explain_save_errors, list_checkpoints, load_weights, read_state
 from livt_hf.training.frozen import FeatureClassifier, FeatureLoader, FrozenBackbone
 from livt_hf.training.loop import TrainingLoop, TrainingTask

@@ -22,9 +22,10 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.randomness import keyed_seed
-from livt_hf.results import Results, duration
+from livt_hf.results import Results
 from livt_hf.runs import Run, check_same_images, new_run
 from livt_hf.settings import TrainingSettings
+from livt_hf.text import format_duration
 from livt_hf.training.checkpoints import (
     SCALER,
     Progress,
@@ -319,7 +320,7 @@ class TrainingLoop:
             self.run.log(line)
             if not self._interactive and (last or time.monotonic() - self._said >= LOG_INTERVAL):
                 self._said = time.monotonic()
-                left = "" if last else f"  {duration((self.total - progress.update) * batch / speed)} left"
+                left = "" if last else f"  {format_duration((self.total - progress.update) * batch / speed)} left"
                 said = "update %(update)d  epoch %(epoch).2f  loss %(loss).4f  lr %(lr).2e"
                 logger.info(f"{said}{left}", line)
         self.accelerator.log({name: line[name] for name in ("loss", "lr", "images_per_second")}, step=progress.update)

@@ -37,11 +37,11 @@ from livt_hf.data import Batches, FinetuneAugmentation, PretrainAugmentation, cl
 from livt_hf.data.benchmarks import normalization
 from livt_hf.data.labels import labels_of
 from livt_hf.data.loading import StoredImages, train_loader
+from livt_hf.files import read_values, write_values
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.recipes.benchmarks.steps import create_timm_vit
 from livt_hf.recipes.settings import STAGES, as_words
-from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import Run

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
+from livt_hf.files import read_values, write_values
 from livt_hf.recipes.benchmarks.measuring import ratio_words
-from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.training.device import available_cores, configure_threads
 

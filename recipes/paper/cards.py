@@ -12,7 +12,8 @@ from livt_hf.errors import LiVTError
 from livt_hf.hub.cards import ACCURACY_COLUMNS, CITATION, EQUAL, PAPER_URL, card_data, count_row, fractions, render
 from livt_hf.hub.facts import dataset_names
 from livt_hf.hub.paper import paper_result
-from livt_hf.results import Results, percent
+from livt_hf.results import Results
+from livt_hf.text import format_percent
 
 SOURCE_URL = "https://github.com/XuZhengzhuo/LiVT"
 DATA = {
@@ -90,7 +91,7 @@ def _classifier_card(results: Results, common: dict) -> ModelCard:
     tables = dict.fromkeys([paper["table"], paper.get("calibration_table", paper["table"])])
     source = dict(source_name=f"The paper, {' and '.join(f'table {table}' for table in tables)}", source_url=PAPER_URL)
     base_model = f"{common['repo_id'].removesuffix('-384')}-mgp"
-    calibration = ["the paper, softmax(z)", percent(metrics.get("ece")), percent(metrics.get("mce"))]
+    calibration = ["the paper, softmax(z)", format_percent(metrics.get("ece")), format_percent(metrics.get("mce"))]
     return render(
         "classifier",
         card_data(results, common["title"], source=source, base_model=base_model, **LICENSE),
@@ -111,7 +112,7 @@ def _classifier_card(results: Results, common: dict) -> ModelCard:
         sigmoid=True,
         world=EQUAL,
         shares="of the training data",
-        accuracy_rows=[["the paper", *(percent(metrics[column]) for column in ACCURACY_COLUMNS)]],
+        accuracy_rows=[["the paper", *(format_percent(metrics[column]) for column in ACCURACY_COLUMNS)]],
         calibration_rows=[calibration] if "ece" in metrics else [],
         paper_note=paper.get("note"),
         limits=_limits(dataset),

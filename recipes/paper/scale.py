@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.data import exponential_counts
 from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.files import read_values, write_values
 from livt_hf.recipes.settings import CONFIGS, STAGES
-from livt_hf.records import read_values, write_values
 from livt_hf.reports import markdown_table
 from livt_hf.settings import FinetuneSettings, PretrainSettings
 

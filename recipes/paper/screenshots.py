@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from livt_hf.commands import run_command
 from livt_hf.demo.app import private_files, show, start
 from livt_hf.errors import LiVTError
-from livt_hf.system import shell_line
+from livt_hf.text import shell_line
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

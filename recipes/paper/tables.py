@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from livt_hf.files import read_values
 from livt_hf.metrics import GROUPS
 from livt_hf.recipes.ablations import table_rows
 from livt_hf.recipes.benchmarks.measuring import ratio_words
 from livt_hf.recipes.benchmarks.race import race_table
-from livt_hf.records import read_values
 from livt_hf.reports import markdown_table
 
 RECIPES = Path(__file__).parents[1]

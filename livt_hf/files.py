@@ -1,0 +1,109 @@
+"""Files of this package: JSON and YAML that are checked when read, and files that are replaced as a whole."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from livt_hf.errors import LiVTError, did_you_mean
+from livt_hf.specs import matches_type
+from livt_hf.text import format_error, shorten
+
+Hints = Mapping[str, Any]  # types of values, by name
+
+
+def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
+    """Read a JSON file (.json) or a YAML file (any other)."""
+    kind = "JSON" if path.suffix == ".json" else "YAML"
+    if not path.exists():
+        raise LiVTError(f"the file {path} does not exist; correct its name.{did_you_mean(path)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        if kind == "JSON":
+            return json.loads(text)
+        values = yaml.load(text, Loader=loader)
+        json.dumps(values, default=str, skipkeys=True)  # a ValueError where a list or a dictionary contains itself
+        return values
+    # A ValueError is also text in another encoding, a date that does not exist and a number of 5,000 digits.
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise LiVTError(
+            f"{path} is not readable {kind}: {format_error(error)}; correct it or put back a copy."
+        ) from error
+
+
+def read_record(path: Path, hints: Hints | None = None, required: Iterable[str] = ()) -> dict[str, Any]:
+    """Read a file of names and values; a name that is in `hints` must have a value of that type."""
+    record = read_values(path)
+    _check_record(record, hints or {}, required, str(path))
+    return record
+
+
+def read_records(path: Path, hints: Hints | None = None, required: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Read the lines of a .jsonl file, without a last line that a killed process left unfinished."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        raise LiVTError(f"{path} cannot be read: {format_error(error)}; repair or remove it.") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise LiVTError(f"line {number} of {path} is not JSON; repair or remove it.") from error
+            continue
+        if record is not None:
+            _check_record(record, hints or {}, required, f"line {number} of {path}")
+            records.append(record)
+    return records
+
+
+def _check_record(record: Any, hints: Hints, required: Iterable[str], origin: str) -> None:
+    """Raise an error for what is no dictionary, lacks a required name, or has a value of another type."""
+    if not isinstance(record, dict):
+        raise LiVTError(f"{origin} must hold names and their values, not a {type(record).__name__}.")
+    for name in required:
+        if name not in record:
+            raise LiVTError(f"{origin} is damaged: it has no {name}; correct it or put back a copy.")
+    for name, value in record.items():
+        if name in hints and not matches_type(value, hints[name]):
+            raise LiVTError(f"{origin} is damaged: {name} cannot be {shorten(value)}; correct it or put back a copy.")
+
+
+def write_values(path: Path, values: Any) -> None:
+    """Write a JSON file."""
+    replace_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that it is either the old or the new one, whatever happens meanwhile."""
+    with replacing(path) as writing:
+        writing.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to and rename it afterwards, so that a file or folder is whole or absent."""
+    writing = path.with_name(f".writing-{path.name}")
+    try:
+        yield writing
+        os.replace(writing, path)
+    except Exception:  # a full disk, for which every library has its own exception
+        if writing.is_dir():
+            shutil.rmtree(writing, ignore_errors=True)
+        else:
+            writing.unlink(missing_ok=True)
+        raise
+
+
+def flush(*paths: Path) -> None:
+    """Write files and folders through to the disk before anything relies on them."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

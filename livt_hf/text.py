@@ -1,0 +1,53 @@
+"""Text for people: numbers, durations, lists of names, errors, commands to copy."""
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from livt_hf.errors import LiVTError
+
+
+def format_percent(fraction: float | None) -> str:
+    """Format a fraction in percent: 0.1234 is "12.3"; None, which was not measured, is a dash."""
+    return "-" if fraction is None else f"{100 * fraction:.1f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a time: 1.4 is "1 second", 7.4 is "7 seconds", 200 is "3.3 minutes"."""
+    if seconds < 1.5:
+        return "1 second"
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
+
+
+def format_count(count: int | None) -> str:
+    """Format a count: 7102 is "7,102"; None is a dash."""
+    return "-" if count is None else f"{count:,}"
+
+
+def shorten(value: Any) -> str:
+    """Return the representation of a value, cut where it is too long for a sentence."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def format_error(error: BaseException) -> str:
+    """Format an error in one line of reasonable length, with its type where the text alone says little."""
+    # The number of an OSError and its path, which the caller has named, add nothing.
+    strerror = isinstance(error, OSError) and error.filename is not None and error.strerror
+    text = " ".join((strerror or str(error)).split())
+    text = text if len(text) <= 400 else f"{text[:400]}..."
+    return text if isinstance(error, OSError | LiVTError) and text else f"{type(error).__name__}: {text}"
+
+
+def shell_line(words: Iterable[str | Path]) -> str:
+    """Join words to a line for the shell, quoted where needed."""
+    return shlex.join(map(str, words))
+
+
+def shell_words(line: str) -> list[str]:
+    """Split a shell line into its words."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise LiVTError(f"{line!r} cannot be read as options: {error}; close what is quoted.") from error
