@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor
 
+from livt_hf.classifiers import check_posterior, class_names, get_head
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import check_posterior, class_names, head_of
 from livt_hf.files import write_values
 from livt_hf.processors import measure_output_sizes
 
@@ -54,7 +54,7 @@ class ServingGraph(nn.Module):
         logits = self.model(self.pixel_values(images)).logits.float()
         if self.prior is None:
             return logits
-        head = head_of(self.model)
+        head = get_head(self.model)
         return head.shifted(head.training_posterior(logits), self.prior)
 
 

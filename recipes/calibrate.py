@@ -16,25 +16,17 @@ import numpy as np
 from accelerate import Accelerator
 from transformers import BaseImageProcessor, PreTrainedModel
 
+from livt_hf.classifiers import check_classes_match, check_posterior, is_multi_label, load_classifier, load_processor
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import eval_loader, load_data, load_to_measure
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
-from livt_hf.evaluation.models import (
-    check_classes_match,
-    check_posterior,
-    check_set_aside,
-    is_multi_label,
-    lent_by_run,
-    load_classifier,
-    load_processor,
-    was_trained_on,
-)
 from livt_hf.evaluation.rules import headline
 from livt_hf.files import read_record, write_values
 from livt_hf.recipes.settings import CalibrateSettings
 from livt_hf.results import Results
+from livt_hf.run_data import check_split_unseen, settings_from_run, was_trained_on
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
 from livt_hf.text import shell_line
@@ -43,7 +35,7 @@ from livt_hf.training.finetune import measure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = CalibrateSettings.parse(argv, inherit=lent_by_run)
+    settings = CalibrateSettings.parse(argv, inherit=settings_from_run)
     accelerator = Accelerator()
     configure_threads(accelerator.device, settings.threads)
     config = Path(settings.model) / "config.json"
@@ -55,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_not_trained_on(settings)
     data = load_to_measure(settings, settings.split)
     check_split(settings, list(data))
-    check_set_aside(settings, data)
+    check_split_unseen(settings, data)
     check_classes_match(model, data[settings.split])
 
     batches = build_eval_batches(settings.batch_size, accelerator, settings.num_workers)
@@ -109,10 +101,10 @@ def measured_again(
         return None
     results = dataclasses.replace(run.results, headline=headline(model), calibrated_on=images)
     asked = {"model": settings.model, "plugin": settings.plugin}
-    own = EvalSettings.merged(asked, inherited=lent_by_run(asked))
+    own = EvalSettings.merged(asked, inherited=settings_from_run(asked))
     try:
         data = load_data(own)
-        check_set_aside(own, data)
+        check_split_unseen(own, data)
     except LiVTError as error:
         print(f"It is not measured again, and its results keep only what calibration does not change: {error}")
         decided = ("macro_precision", "macro_recall", "macro_f1") if is_multi_label(model) else ()

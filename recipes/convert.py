@@ -15,11 +15,11 @@ from pathlib import Path
 from timm.data import ImageNetInfo
 from transformers import BaseImageProcessor, PreTrainedModel
 
+from livt_hf.classifiers import balance_by_counts, load_classifier, load_processor
 from livt_hf.commands import run_command
 from livt_hf.conversion import OFFICIAL_CLASSES, from_official, save_timm, to_beit
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import balanced_by_counts, load_classifier, load_processor
 from livt_hf.evaluation.rules import serving_prior
 from livt_hf.export import FORMS, export_model, image_size
 from livt_hf.files import read_values
@@ -97,7 +97,7 @@ def convert_official(settings: ConvertSettings) -> None:
         names = imagenet_names()
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
     if settings.class_counts is not None:
-        model = balanced_by_counts(model, **settings.training)
+        model = balance_by_counts(model, **settings.training)
     model.save_pretrained(settings.output)
     eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(settings.output)
     if classes is not None and dataset == "inat18":

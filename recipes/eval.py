@@ -26,6 +26,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from livt_hf.classifiers import (
+    check_classes_match,
+    check_posterior,
+    class_names,
+    is_multi_label,
+    is_pretraining,
+    known_counts,
+    load_classifier,
+    load_model,
+    load_processor,
+    training_counts,
+)
 from livt_hf.commands import accuracy_line, run_command
 from livt_hf.data import class_counts, eval_loader, load_to_measure
 from livt_hf.data.batches import build_eval_batches
@@ -33,22 +45,6 @@ from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Exam, Findings, accuracy_under_prior, examine
-from livt_hf.evaluation.models import (
-    check_classes_match,
-    check_posterior,
-    check_set_aside,
-    class_names,
-    is_multi_label,
-    is_pretraining,
-    known_counts,
-    lent_by_run,
-    load_checkpoint,
-    load_classifier,
-    load_processor,
-    training_counts,
-    was_trained_on,
-    why_uncalibrated,
-)
 from livt_hf.evaluation.probes import Features, frozen_features, knn_scores, linear_probe_scores
 from livt_hf.evaluation.rules import (
     ESTIMATED,
@@ -64,19 +60,21 @@ from livt_hf.evaluation.tables import check_table, write_predictions
 from livt_hf.files import write_values
 from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.metrics import long_tail_metrics, shot_groups
+from livt_hf.predictions import PredictionsInfo
 from livt_hf.pretrained import load_backbone
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
 from livt_hf.reports.curves import shift_rows
 from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.results import EACH_LABEL, provenance
+from livt_hf.run_data import check_split_unseen, settings_from_run, was_trained_on
 from livt_hf.settings import EvalSettings
 from livt_hf.text import format_percent, shell_line
 from livt_hf.training.device import LONG_TIMEOUT, check_processes, configure_threads
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = EvalSettings.parse(argv, inherit=lambda asked: {} if "compare" in asked else lent_by_run(asked))
+    settings = EvalSettings.parse(argv, inherit=lambda asked: {} if "compare" in asked else settings_from_run(asked))
     accelerator = Accelerator(kwargs_handlers=LONG_TIMEOUT)
     if settings.compare is not None:
         if accelerator.is_main_process:
@@ -93,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with accelerator.main_process_first():
         data = load_to_measure(settings, settings.split)
     check_data(model, data, settings)
-    check_set_aside(settings, data)
+    check_split_unseen(settings, data)
 
     def loader(split: str) -> DataLoader:
         batches = build_eval_batches(settings.batch_size, accelerator, settings.num_workers)
@@ -138,7 +136,7 @@ def open_model(settings: EvalSettings) -> PreTrainedModel:
     if settings.probe and not pretraining:
         return load_backbone(settings.model)
     settings.probe = pretraining
-    return load_checkpoint(settings.model) if pretraining else load_classifier(settings.model, **settings.training)
+    return load_model(settings.model) if pretraining else load_classifier(settings.model, **settings.training)
 
 
 def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes: int) -> None:
@@ -161,9 +159,10 @@ def check_options(model: PreTrainedModel, settings: EvalSettings, num_processes:
             f"{settings.model} was trained on images of {settings.dataset}; leave --split all out, or name images of "
             "another place with --dataset."
         )
-    if settings.adapt_prior and why_uncalibrated(model):
+    uncalibrated = PredictionsInfo.from_model(model).uncalibrated_because
+    if settings.adapt_prior and uncalibrated:
         raise LiVTError(
-            f"no prior can be estimated by {settings.model}: {why_uncalibrated(model)}; calibrate it first "
+            f"no prior can be estimated by {settings.model}: {uncalibrated}; calibrate it first "
             f"(livt calibrate {shell_line([settings.model])}), or leave --adapt_prior out."
         )
     if settings.predictions is not None:
@@ -263,8 +262,9 @@ def findings_in_words(found: Findings, exam: Exam) -> str:
         lines.append(f"  Accuracy where classes are as frequent as the {words} says (percent): {shown}")
     if bad:
         lines.append(f"  {bad} images gave NaN logits and count as wrong ({format_percent(bad / images)} %)")
-    if why_uncalibrated(exam.model):
-        lines.append(f"  Beware of the posterior: {why_uncalibrated(exam.model)}; `livt calibrate` does that.")
+    uncalibrated = PredictionsInfo.from_model(exam.model).uncalibrated_because
+    if uncalibrated:
+        lines.append(f"  Beware of the posterior: {uncalibrated}; `livt calibrate` does that.")
     if "shifted" in summary:
         lines.append(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
     return "\n".join(lines)

@@ -20,17 +20,11 @@ from recipe_runs import RecipeRun, make_pictures
 from transformers import ViTConfig, ViTForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf.classifiers import balance_by_counts, check_classes_match, load_classifier
 from livt_hf.conversion import to_beit
 from livt_hf.data import Batches, eval_loader, eval_processor, load_data, load_long_tailed, load_to_measure
 from livt_hf.data.labels import digest_of
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import (
-    balanced_by_counts,
-    check_classes_match,
-    check_set_aside,
-    lent_by_run,
-    load_classifier,
-)
 from livt_hf.evaluation.rules import PAPER, UNIFORM
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.long_tail.priors import read_prior
@@ -41,6 +35,7 @@ from livt_hf.recipes.eval import main, write_prior
 from livt_hf.recipes.predict import main as predict
 from livt_hf.reports.mistakes import read_predictions
 from livt_hf.results import Results
+from livt_hf.run_data import check_split_unseen, settings_from_run
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 
@@ -205,34 +200,34 @@ def test_evaluating_a_run_gives_its_results_and_a_report_beside_it(workplace, ev
 def test_without_a_model_the_newest_finished_finetuning_is_measured_on_its_own_data(workplace, tmp_path, monkeypatch):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     with pytest.raises(LiVTError, match="no finished fine-tuning under"):
-        lent_by_run({})
+        settings_from_run({})
     whole = tmp_path / "train-pictures" / "1" / "finetune"
     whole.mkdir(parents=True)
     (whole / "arguments.yaml").write_text((workplace.finetuned / "arguments.yaml").read_text())
     (whole / "results.json").write_text("{}")
-    assert lent_by_run({})["model"] == str(whole)  # what `livt train` ends with is one too
+    assert settings_from_run({})["model"] == str(whole)  # what `livt train` ends with is one too
     for number in (1, 2):
         run = tmp_path / "finetune-pictures-micro" / str(number)
         run.mkdir(parents=True)
         (run / "arguments.yaml").write_text((workplace.finetuned / "arguments.yaml").read_text())
     (run.with_name("1") / "results.json").write_text("{}")  # the second is not finished
-    lent = lent_by_run({})
+    lent = settings_from_run({})
     assert (lent["model"], lent["dataset"]) == (str(run.with_name("1")), str(workplace.pictures))
     with pytest.raises(LiVTError, match=r"2 is not a finished run here; say what to measure it on with --dataset"):
-        lent_by_run({"model": str(run)})
-    assert lent_by_run({"model": str(run), "dataset": "glyphs"}) == {"plugin": None}
+        settings_from_run({"model": str(run)})
+    assert settings_from_run({"model": str(run), "dataset": "glyphs"}) == {"plugin": None}
 
 
 def test_what_a_config_file_says_of_an_evaluation_counts_as_said(workplace, tmp_path, monkeypatch):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "none"))
     config = tmp_path / "eval.yaml"
     config.write_text(f"model: {workplace.finetuned}\ndataset: glyphs\n")
-    assert EvalSettings.parse(["--config", str(config)], inherit=lent_by_run).dataset == "glyphs"
+    assert EvalSettings.parse(["--config", str(config)], inherit=settings_from_run).dataset == "glyphs"
     config.write_text(f"model: {workplace.finetuned}\nsplit_seed: 3\n")
-    settings = EvalSettings.parse([f"--config={config}"], inherit=lent_by_run)
+    settings = EvalSettings.parse([f"--config={config}"], inherit=settings_from_run)
     assert (settings.dataset, settings.split_seed) == (str(workplace.pictures), 3)
     with pytest.raises(LiVTError, match="no finished fine-tuning under"):
-        EvalSettings.parse(["--model", "auto"], inherit=lent_by_run)
+        EvalSettings.parse(["--model", "auto"], inherit=settings_from_run)
 
 
 def test_images_set_aside_anew_from_a_folder_that_has_changed_are_not_measured_on(workplace, tmp_path):
@@ -245,8 +240,8 @@ def test_images_set_aside_anew_from_a_folder_that_has_changed_are_not_measured_o
     Run(run).write_results(results)
 
     def check(*options: str) -> None:
-        asked = EvalSettings.parse([str(run), *options], inherit=lent_by_run)
-        check_set_aside(asked, load_data(asked))
+        asked = EvalSettings.parse([str(run), *options], inherit=settings_from_run)
+        check_split_unseen(asked, load_data(asked))
 
     check()
     shutil.copy(pictures / "class0/0.png", own / "class0/new.png")
@@ -265,8 +260,8 @@ def test_a_dataset_of_test_images_alone_is_not_measured_on_a_part_of_it(workplac
     shutil.copytree(workplace.pictures / "test", tmp_path / "own/test")
     asked = EvalSettings(model=str(tmp_path), dataset=str(tmp_path / "own"))
     with pytest.raises(LiVTError, match="own has no other split than test, .*: pass --split all to measure on all"):
-        check_set_aside(asked, load_data(asked))
-    check_set_aside(replace(asked, split="all"), load_to_measure(asked, "all"))
+        check_split_unseen(asked, load_data(asked))
+    check_split_unseen(replace(asked, split="all"), load_to_measure(asked, "all"))
 
 
 def run_with_plugin(folder: Path, plugin) -> dict:
@@ -278,11 +273,11 @@ def run_with_plugin(folder: Path, plugin) -> dict:
 def test_the_plugin_of_a_run_is_inherited_and_the_one_that_was_asked_for_wins(tmp_path, monkeypatch):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     asked = run_with_plugin(tmp_path / "run", written(tmp_path / "mine.py", ""))
-    assert lent_by_run(asked) == {"plugin": str(tmp_path / "mine.py")}
-    assert lent_by_run(asked | {"plugin": "other"}) == {}
+    assert settings_from_run(asked) == {"plugin": str(tmp_path / "mine.py")}
+    assert settings_from_run(asked | {"plugin": "other"}) == {}
     monkeypatch.delenv("LIVT_RUNS")  # elsewhere the same folder may be a download
     with pytest.raises(LiVTError, match="not run unasked: read it, then pass --plugin .*mine.py"):
-        lent_by_run(asked)
+        settings_from_run(asked)
 
 
 @pytest.mark.parametrize("plugin", ["inside.py", "RUN/inside.py", "inside", "inside.deeper"])
@@ -295,11 +290,11 @@ def test_code_in_the_model_s_own_folder_is_not_run_unasked(tmp_path, monkeypatch
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(LiVTError, match="not run unasked: read it, then pass --plugin"):
-        EvalSettings.parse(["--model", str(folder), "--dataset", asked["dataset"]], inherit=lent_by_run)
+        EvalSettings.parse(["--model", str(folder), "--dataset", asked["dataset"]], inherit=settings_from_run)
 
 
 def test_an_existing_report_folder_is_refused_before_the_model_is_read(workplace, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("livt_hf.recipes.eval.load_checkpoint", lambda path: pytest.fail("was read"))
+    monkeypatch.setattr("livt_hf.recipes.eval.load_model", lambda path: pytest.fail("was read"))
     sentence = refused("--model", workplace.finetuned, report=tmp_path)
     assert sentence == f"the report folder {tmp_path} exists; pass another --report."
 
@@ -498,11 +493,11 @@ def test_a_livit_without_class_counts_is_given_them_and_keeps_its_loss(workplace
     sizes = tiny | {"image_size": 8}
     model = LiViTForImageClassification(LiViTConfig(**sizes, **names(NAMES), loss="bce", test_prior=None))
     counts = written(tmp_path / "counts.json", [30, 18, 10, 6])
-    given = balanced_by_counts(model, str(counts), None).config.long_tail
+    given = balance_by_counts(model, str(counts), None).config.long_tail
     assert (given.class_counts, given.loss, given.test_prior) == ([30, 18, 10, 6], "bce", None)
     other = LiViTForImageClassification(LiViTConfig(**sizes, **names(NAMES), loss="bal_bce"))
     with pytest.raises(LiVTError, match="was trained with loss 'bal_bce'; leave --trained_with out"):
-        balanced_by_counts(other, str(counts), "bce")
+        balance_by_counts(other, str(counts), "bce")
 
 
 def test_the_loss_of_a_model_is_named_with_its_class_counts():
@@ -728,7 +723,7 @@ def test_a_calibrated_model_is_judged_and_served_by_its_posterior(workplace, eva
 def test_the_images_that_a_default_run_held_out_are_found_again(tmp_path):
     save_settings(FinetuneSettings(dataset="birds", test_fraction=0.3), tmp_path / "arguments.yaml")
     (tmp_path / "results.json").touch()
-    lent = lent_by_run({"model": str(tmp_path)})
+    lent = settings_from_run({"model": str(tmp_path)})
     assert (lent["validation_fraction"], lent["test_fraction"]) == (None, 0.3)  # None: a tenth of own datasets
 
 
@@ -741,18 +736,18 @@ def test_the_data_of_a_run_are_divided_as_in_its_training_also_where_they_are_na
     run.mkdir()
     save_settings(FinetuneSettings(dataset="table.csv", group_column="patient", fold="1/5"), run / "arguments.yaml")
     words = ["--model", "run", "--dataset", written.replace("ABSOLUTE", str(tmp_path))]
-    settings = EvalSettings.parse(words, inherit=lent_by_run)
+    settings = EvalSettings.parse(words, inherit=settings_from_run)
     assert (settings.group_column, settings.fold) == ("patient", "1/5")
-    assert EvalSettings.parse([*words, "--fold", "2/5"], inherit=lent_by_run).fold == "2/5"
-    assert lent_by_run({"model": "run", "dataset": str(run)}) == {"plugin": None}
+    assert EvalSettings.parse([*words, "--fold", "2/5"], inherit=settings_from_run).fold == "2/5"
+    assert settings_from_run({"model": "run", "dataset": str(run)}) == {"plugin": None}
 
 
 def test_a_folder_with_the_name_of_a_benchmark_is_not_the_benchmark(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cifar100-lt").mkdir()
     save_settings(FinetuneSettings(dataset="cifar100-lt", imbalance_factor=10), tmp_path / "arguments.yaml")
-    assert lent_by_run({"model": ".", "dataset": "./cifar100-lt"}) == {"plugin": None}
-    assert lent_by_run({"model": ".", "dataset": "cifar100-lt"})["imbalance_factor"] == 10
+    assert settings_from_run({"model": ".", "dataset": "./cifar100-lt"}) == {"plugin": None}
+    assert settings_from_run({"model": ".", "dataset": "cifar100-lt"})["imbalance_factor"] == 10
 
 
 def test_the_results_of_a_run_are_those_of_its_calibrated_model(workplace, tmp_path, monkeypatch):

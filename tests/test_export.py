@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
+from livt_hf.classifiers import load_processor
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import load_processor
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.export import ServingGraph, image_size
 from livt_hf.recipes.convert import main

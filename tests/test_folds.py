@@ -13,11 +13,11 @@ from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
 from test_tuning import resnet
 
 from livt_hf import LiViTForPreTraining, pretraining_config
+from livt_hf.classifiers import load_classifier
 from livt_hf.data import class_counts, eval_processor, load_long_tailed
 from livt_hf.data.division import test_folds as folds_of_images
 from livt_hf.data.labels import labels_of
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.evaluation.models import load_classifier
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune

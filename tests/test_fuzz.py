@@ -37,16 +37,17 @@ from test_cards import METRICS, PRETRAINING, RESULTS
 from transformers import ConvNextConfig, ConvNextForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
+from livt_hf.classifiers import load_model, load_processor
 from livt_hf.conversion import from_official, to_timm
 from livt_hf.data import eval_processor, load_long_tailed, read_rgb
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import lent_by_run, load_checkpoint, load_processor
 from livt_hf.long_tail.priors import read_numbers, read_prior
 from livt_hf.options import read_settings, save_settings
 from livt_hf.pretrained import load_backbone
 from livt_hf.processors import read_input_spec
 from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
+from livt_hf.run_data import settings_from_run
 from livt_hf.runs import Run, parse_training, read_log
 from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
 from livt_hf.training.checkpoints import Progress, save_checkpoint
@@ -213,7 +214,7 @@ def resume(folder: Path) -> None:
 
 
 def measure(folder: Path) -> None:
-    EvalSettings.parse(["--model", str(folder)], inherit=lent_by_run)
+    EvalSettings.parse(["--model", str(folder)], inherit=settings_from_run)
 
 
 def publishing(folder: Path) -> None:
@@ -290,10 +291,10 @@ class Kind:
 
 CHECKPOINT = "checkpoints/step-2/"
 KINDS = {
-    "config of a LiViT": Kind(finished_run, "config.json", lambda folder: load_checkpoint(str(folder))),
-    "config of a stock classifier": Kind(stock_classifier, "config.json", lambda folder: load_checkpoint(str(folder))),
+    "config of a LiViT": Kind(finished_run, "config.json", lambda folder: load_model(str(folder))),
+    "config of a stock classifier": Kind(stock_classifier, "config.json", lambda folder: load_model(str(folder))),
     "config of a backbone": Kind(stock_classifier, "config.json", lambda folder: load_backbone(str(folder))),
-    "weights of a LiViT": Kind(finished_run, "model.safetensors", lambda folder: load_checkpoint(str(folder))),
+    "weights of a LiViT": Kind(finished_run, "model.safetensors", lambda folder: load_model(str(folder))),
     "weights of a backbone": Kind(stock_classifier, "model.safetensors", lambda folder: load_backbone(str(folder))),
     "image processor": Kind(finished_run, "preprocessor_config.json", processor),
     "arguments of a run that goes on": Kind(unfinished_run, "arguments.yaml", resume),

@@ -14,8 +14,8 @@ from PIL import Image as PILImage
 from recipe_runs import TINY, RecipeRun
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.classifiers import load_classifier
 from livt_hf.evaluation import estimation
-from livt_hf.evaluation.models import load_classifier
 from livt_hf.evaluation.rules import given_labels, label_thresholds
 from livt_hf.hub import Publication, prepare_publication
 from livt_hf.long_tail.head import LongTailHead

@@ -26,11 +26,11 @@ from transformers import (
 )
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTModel
+from livt_hf.classifiers import choose_device
 from livt_hf.commands import run_command
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import choose_device
 from livt_hf.evaluation.prediction import Predictor, find_images
 from livt_hf.evaluation.rules import serving_prior
 from livt_hf.evaluation.tables import PredictionTable

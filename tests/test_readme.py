@@ -16,9 +16,9 @@ from test_tuning import wrapped_timm
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.classifiers import load_model, load_processor
 from livt_hf.data import class_counts, eval_processor, load_long_tailed, read_rgb
 from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings, command_line
@@ -186,7 +186,7 @@ def test_the_graph_of_a_timm_model_is_asked_as_the_how_to_says(tmp_path, monkeyp
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     monkeypatch.chdir(tmp_path)
-    model = load_checkpoint(str(wrapped_timm(tmp_path / "timm"))).eval()
+    model = load_model(str(wrapped_timm(tmp_path / "timm"))).eval()
     Image.effect_mandelbrot((60, 50), (-2, -1.5, 1, 1.5), 50).convert("RGB").save("picture.png")
     convert.main(["timm", "OUT", "--to", "onnx"])
     names = {"session": onnxruntime.InferenceSession("OUT/model.onnx"), "processor": load_processor("timm")}

@@ -32,9 +32,9 @@ from transformers import (
 )
 
 from livt_hf import balance
+from livt_hf.classifiers import load_model, load_processor
 from livt_hf.data import Batches, DeviceTransform, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import load_checkpoint, load_processor
 from livt_hf.long_tail.structure import extract_features, get_classifier
 from livt_hf.processors import read_input_spec, resize_processor
 from livt_hf.recipes import eval as evaluation
@@ -116,7 +116,7 @@ def test_a_backbone_is_fine_tuned_saved_as_its_own_class_and_measured_as_in_trai
     stock = AutoModelForImageClassification.from_pretrained(run.folder)
     assert type(stock) is type(AutoModelForImageClassification.from_pretrained(checkpoint))
     assert stock.config.long_tail["class_counts"] == [30, 18, 10, 6]
-    model, processor = load_checkpoint(str(run.folder)), load_processor(str(run.folder))
+    model, processor = load_model(str(run.folder)), load_processor(str(run.folder))
     data = load_long_tailed(str(pictures))["test"]
     (batch,) = eval_loader(data, processor, Batches(64))
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_on_several_processes_what_is_measured_is_what_is_saved(pictures, tmp_pa
     """Batch statistics are each process's own, and a mask token gets no gradient to wait for."""
     words = ["--dataset", pictures, "--pretrained", family(tmp_path / "start"), "--tune", "full", *SHORT]
     run = Run(RecipeRun("finetune", tmp_path / "run", *words, processes=2).finish().folder)
-    model, processor = load_checkpoint(str(run.folder)), load_processor(str(run.folder))
+    model, processor = load_model(str(run.folder)), load_processor(str(run.folder))
     loader = eval_loader(load_long_tailed(str(pictures))["test"], processor, Batches(64))
     again = measure(model, loader, Accelerator(), np.array([30, 18, 10, 6]))["metrics"]
     assert run.results.metrics["mean_confidence"] == pytest.approx(again["mean_confidence"], abs=1e-6)
@@ -285,7 +285,7 @@ def test_weights_in_half_precision_are_trained_and_served_in_full(pictures, tmp_
     checkpoint = resnet(tmp_path / "resnet")
     AutoModelForImageClassification.from_pretrained(checkpoint).to(torch.bfloat16).save_pretrained(checkpoint)
     settings = FinetuneSettings(dataset=str(pictures), pretrained=str(checkpoint), tune="full")
-    for model in (build_classifier(settings, load_long_tailed(pictures)["train"]), load_checkpoint(str(checkpoint))):
+    for model in (build_classifier(settings, load_long_tailed(pictures)["train"]), load_model(str(checkpoint))):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from livt_hf.classifiers import is_pretraining
 from livt_hf.data import load_data
 from livt_hf.data.decoding import some_images
 from livt_hf.data.labels import labels_of
@@ -22,11 +23,11 @@ from livt_hf.demo import serving, tabs
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.demo.tabs import Shown, private_folder
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import is_pretraining, lent_by_run
 from livt_hf.evaluation.prediction import find_images
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.hub.scrubbing import Scrubber
 from livt_hf.reports.mistakes import newest_predictions, read_predictions
+from livt_hf.run_data import settings_from_run
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
 
@@ -74,7 +75,7 @@ def data_of_run(path: str) -> DatasetDict:
         raise LiVTError(f"{path} is not the folder of a finished run; show other images with --images FOLDER.")
     if run.arguments.get("streaming"):
         raise LiVTError(f"{path} was trained on a stream, which is not read as a whole; show images with --images.")
-    return load_data(EvalSettings.parse([path], inherit=lent_by_run))
+    return load_data(EvalSettings.parse([path], inherit=settings_from_run))
 
 
 def _add_predictions(shown: Shown, path: str, report: str | None) -> None:

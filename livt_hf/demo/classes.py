@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from livt_hf.classifiers import class_names, is_multi_label
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import class_names, is_multi_label
 from livt_hf.long_tail.priors import as_prior, numbers_by_name, read_prior
 from livt_hf.metrics.groups import GROUPS, shot_groups
 

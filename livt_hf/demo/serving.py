@@ -13,23 +13,16 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from livt_hf.classifiers import choose_device, get_head, is_multi_label, load_model, load_processor
 from livt_hf.data import read_rgb
 from livt_hf.data.decoding import BrokenImageError, some_images
 from livt_hf.data.labels import labels_of
 from livt_hf.demo.classes import Classes
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import (
-    choose_device,
-    head_of,
-    is_multi_label,
-    load_checkpoint,
-    load_processor,
-    why_no_posterior,
-    why_uncalibrated,
-)
 from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.priors import Prior
 from livt_hf.long_tail.structure import extract_features
+from livt_hf.predictions import PredictionsInfo
 from livt_hf.reports.style import GROUP_COLOURS
 
 TOP = 5
@@ -65,7 +58,8 @@ class ServedClassifier:
         self.predictor = Predictor(path, device=device)
         self.predictor.rule = lambda logits: logits  # kept as they are: priors come later
         self.model, self.names = self.predictor.model, self.predictor.labels
-        missing, self.doubt = why_no_posterior(self.model), why_uncalibrated(self.model)
+        info = PredictionsInfo.from_model(self.model)
+        missing, self.doubt = info.no_posterior, info.uncalibrated_because
         # What the page says of a model that lacks something.
         self.caveat = missing and f"No prior can be chosen: scores are no class probabilities, because {missing}."
         if self.doubt:
@@ -99,11 +93,11 @@ class ServedClassifier:
 
     def posterior(self, logits: Tensor, prior: Prior) -> Tensor:
         """Class probabilities (B, C) of logits (B, C) under a prior."""
-        return head_of(self.model).posterior(logits.to(self.predictor.device), prior).cpu()
+        return get_head(self.model).posterior(logits.to(self.predictor.device), prior).cpu()
 
     def training_posterior(self, logits: Tensor) -> Tensor:
         """P_s(j|x) under the training prior. (B, C)"""
-        return head_of(self.model).training_posterior(logits.to(self.predictor.device)).exp().cpu()
+        return get_head(self.model).training_posterior(logits.to(self.predictor.device)).exp().cpu()
 
     def scores(self, logits: Tensor, frequencies: np.ndarray | None) -> dict[str, Tensor]:
         """What each rule says of one image's logits (C,); without classes only the paper's rule can be asked."""
@@ -147,7 +141,7 @@ class ServedPretraining:
 
     def __init__(self, path: str, device: str | None = None):
         self.device = choose_device(device)
-        self.model, self.processor = load_checkpoint(path).to(self.device), load_processor(path)
+        self.model, self.processor = load_model(path).to(self.device), load_processor(path)
         self._one_ratio = threading.Lock()  # the share of hidden patches is a setting of the model
 
     def reconstruct(self, path: str | Path, ratio: float, seed: int | None) -> list[np.ndarray]:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from livt_hf.classifiers import get_head
 from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.folders import is_hidden
 from livt_hf.demo.classes import ROWS
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import head_of
 from livt_hf.long_tail.priors import estimate_prior
 
 PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
@@ -43,7 +43,7 @@ class World:
 
     def __init__(self, served: ServedClassifier, files: Sequence[Path], logits: Tensor, broken: dict[Path, str]):
         self.served, self.files, self.broken = served, files, broken
-        self.source = head_of(served.model).prior.cpu()
+        self.source = get_head(served.model).prior.cpu()
         posterior = served.training_posterior(logits)
         self.estimate, self.bounds = estimate_prior(posterior, self.source), interval(posterior, self.source)
         self.before = served.posterior(logits, "uniform").max(-1)

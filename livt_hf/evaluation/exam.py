@@ -12,8 +12,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from livt_hf.classifiers import get_head
 from livt_hf.evaluation.estimation import estimated_prior
-from livt_hf.evaluation.models import head_of
 from livt_hf.evaluation.running import Outputs, Rule, evaluate_rules, on_disk, scores_under
 from livt_hf.long_tail.priors import PriorEstimate
 from livt_hf.metrics import (
@@ -61,7 +61,7 @@ class Exam:
         return evaluate_rules(batches, self.accelerator, self.train_counts, rules, **self.thresholds)
 
     def estimated_prior(self, chosen: Tensor | None = None) -> PriorEstimate:
-        return estimated_prior(head_of(self.model), self.outputs.batches(chosen), self.accelerator)
+        return estimated_prior(get_head(self.model), self.outputs.batches(chosen), self.accelerator)
 
     @cached_property
     def index(self) -> Tensor:

@@ -11,20 +11,13 @@ import torch
 from torch import Tensor
 from transformers.image_processing_backends import TorchvisionBackend
 
+from livt_hf.classifiers import choose_device, class_names, load_classifier, load_processor
 from livt_hf.data.decoding import DAMAGED, decode_rgb, image_suffixes
 from livt_hf.data.folders import is_hidden
-from livt_hf.evaluation.models import (
-    choose_device,
-    class_names,
-    is_calibrated,
-    load_classifier,
-    load_processor,
-    why_no_posterior,
-    why_uncalibrated,
-)
 from livt_hf.evaluation.rules import BY_LOGIT, label_thresholds, posterior_rule, standard_rules
 from livt_hf.evaluation.running import scores_under
 from livt_hf.long_tail.priors import Prior
+from livt_hf.predictions import PredictionsInfo
 from livt_hf.runs import is_in_runs_folder
 from livt_hf.text import format_error
 
@@ -64,13 +57,14 @@ class Predictor:
         if self.thresholds is not None:
             given = f"; labels are given, which a star marks in lines of text, at {self._threshold_words}"
         if self.rule is not None and self.rule_name != BY_LOGIT:
-            doubt = why_uncalibrated(self.model)
-            if doubt is None and not is_calibrated(self.model):
+            doubt = PredictionsInfo.from_model(self.model).uncalibrated_because
+            if doubt is None and not PredictionsInfo.from_model(self.model).is_calibrated:
                 doubt = "they are not calibrated; `livt calibrate` does that"
             doubt = f"; beware: {doubt}" if doubt else ""
             return f"{self.rule_name}: scores are class probabilities{given}{doubt}"
         kind = "softmax" if self.rule is None else "sigmoid"
-        why = why_no_posterior(self.model) or "the model is not calibrated; `livt calibrate` does that"
+        why = PredictionsInfo.from_model(self.model).no_posterior
+        why = why or "the model is not calibrated; `livt calibrate` does that"
         return f"{self.rule_name}: scores are the {kind} of the logits and no class probabilities ({why}){given}"
 
     def given(self, scores: Tensor) -> list[str]:

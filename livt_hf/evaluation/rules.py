@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from livt_hf.evaluation.models import (
-    check_posterior,
-    class_names,
-    head_of,
-    is_calibrated,
-    is_multi_label,
-    why_no_posterior,
-)
+from livt_hf.classifiers import check_posterior, class_names, get_head, is_multi_label
 from livt_hf.evaluation.running import Rule
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, read_prior
+from livt_hf.predictions import PredictionsInfo
 from livt_hf.results import OWN, PAPER, UNIFORM
 
 TRAINING, TRUE = "posterior, training prior", "posterior, true prior"
@@ -30,7 +24,7 @@ BY_LOGIT = "each class by its own logit"
 def posterior_rule(model: PreTrainedModel, prior: Prior) -> Rule:
     """Class probabilities under a prior; None is the model's own test prior."""
     check_posterior(model)
-    return lambda logits: head_of(model).posterior(logits, prior)
+    return lambda logits: get_head(model).posterior(logits, prior)
 
 
 def headline(model: PreTrainedModel) -> str:
@@ -39,7 +33,7 @@ def headline(model: PreTrainedModel) -> str:
     The posterior under the model's own test prior once it is calibrated; until then the paper's rule, which needs no
     calibrated posterior.
     """
-    return own_rule(model) if is_calibrated(model) else PAPER
+    return own_rule(model) if PredictionsInfo.from_model(model).is_calibrated else PAPER
 
 
 def own_rule(model: PreTrainedModel) -> str:
@@ -47,7 +41,7 @@ def own_rule(model: PreTrainedModel) -> str:
 
     Without one a model serves under the uniform prior, or under the training prior if its images have several labels.
     """
-    prior = head_of(model).settings.test_prior
+    prior = get_head(model).settings.test_prior
     if prior is None and is_multi_label(model):
         return TRAINING
     return UNIFORM if prior in (None, "uniform") else OWN
@@ -57,7 +51,7 @@ def label_thresholds(model: PreTrainedModel) -> Tensor | None:
     """Of a model whose images may have several labels: the score under its own rule from which on each is given."""
     if not is_multi_label(model):
         return None
-    calibration = head_of(model).settings.calibration if is_calibrated(model) else None
+    calibration = get_head(model).settings.calibration if PredictionsInfo.from_model(model).is_calibrated else None
     chosen = calibration and calibration.get("thresholds")
     return torch.tensor(chosen or [0.5] * model.config.num_labels, dtype=torch.float64)
 
@@ -74,10 +68,10 @@ def standard_rules(model: PreTrainedModel) -> dict[str, Rule]:
     Where an image may have several labels there is one rule, which asks for each of them by itself.
     """
     if is_multi_label(model):
-        known = why_no_posterior(model) is None
+        known = PredictionsInfo.from_model(model).no_posterior is None
         return {own_rule(model): posterior_rule(model, None)} if known else {BY_LOGIT: torch.sigmoid}
     rules = {headline(model): None, PAPER: None}
-    if why_no_posterior(model) is None:
+    if PredictionsInfo.from_model(model).no_posterior is None:
         rules[UNIFORM] = posterior_rule(model, "uniform")
     if OWN in rules:
         rules[OWN] = posterior_rule(model, None)
@@ -89,7 +83,7 @@ def serving_prior(asked: str, model: PreTrainedModel) -> Tensor:
     check_posterior(model)
     names, several = class_names(model), is_multi_label(model)
     if asked == "training":
-        settings = head_of(model).settings
+        settings = get_head(model).settings
         return class_prior(settings.class_counts, settings.num_images)
     prior = asked if asked == "uniform" else read_prior(asked, names, multi_label=several)
     return as_prior(prior, len(names), multi_label=several)

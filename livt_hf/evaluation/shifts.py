@@ -12,9 +12,9 @@ import torch
 from livt_hf.data.splits import exponential_counts, label_counts, long_tail_indices
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Exam
-from livt_hf.evaluation.models import why_no_posterior, why_uncalibrated
 from livt_hf.evaluation.rules import ESTIMATED, PAPER, TRUE, UNIFORM, posterior_rule
 from livt_hf.evaluation.running import Rule
+from livt_hf.predictions import PredictionsInfo
 
 _KEPT = ("accuracy", "mean_class_accuracy", "many", "medium", "few")
 
@@ -68,9 +68,9 @@ def measure_shift(exam: Exam, shifted: ShiftedSet) -> dict:
     chosen = torch.isin(exam.outputs.index, torch.from_numpy(shifted.rows)).nonzero()[:, 0]
     result: dict = {"imbalance": shifted.imbalance, "num_images": len(shifted.rows)}
     rules: dict[str, Rule] = {PAPER: None}
-    if why_no_posterior(exam.model) is None:
+    if PredictionsInfo.from_model(exam.model).no_posterior is None:
         rules |= {UNIFORM: posterior_rule(exam.model, "uniform"), TRUE: posterior_rule(exam.model, shifted.prior)}
-        if why_uncalibrated(exam.model) is None:
+        if PredictionsInfo.from_model(exam.model).uncalibrated_because is None:
             estimate = exam.estimated_prior(chosen)
             error = (estimate.prior - shifted.prior).abs().sum().item()
             result["estimate"] = {"error": error, "shift": estimate.shift, "variation": estimate.variation}

@@ -10,9 +10,9 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.repocard import SpaceCard, SpaceCardData
 from transformers import PreTrainedModel
 
+from livt_hf.classifiers import class_names, get_head, is_multi_label, load_model, load_processor
 from livt_hf.conversion import save_timm, to_beit
 from livt_hf.errors import LiVTError, did_you_mean
-from livt_hf.evaluation.models import class_names, head_of, is_multi_label, load_checkpoint, load_processor
 from livt_hf.files import read_record
 from livt_hf.hub.cards import TAGS, eval_result_files, model_card, render
 from livt_hf.hub.facts import hub_ids, loss_spec, needs_plugin
@@ -83,7 +83,7 @@ def prepare_publication(run: str | Path, folder: str | Path, publication: Public
     publication = publication.licensed(results)
     _make_empty(folder)
     model = _write_model(run, folder, results, publication.form)
-    head = head_of(model)
+    head = get_head(model)
     counts, names = (None, []) if head is None else (head.settings.class_counts, class_names(model))
     records = _chosen_records(run, results, publication.with_pictures)
     _copy_records(run, folder, records, hub_ids(results), names)
@@ -157,7 +157,7 @@ def _write_model(run: Path, folder: Path, results: Results, form: str) -> PreTra
     """The weights in the form others can load. They are read for it, so that nothing damaged is published."""
     if results.stage == "finetune":
         loss_spec(results)  # a loss that is not registered is refused before the model asks for it
-    model, processor = load_checkpoint(str(run)), load_processor(str(run))
+    model, processor = load_model(str(run)), load_processor(str(run))
     livit = isinstance(model, LiViTForImageClassification)
     if form == "timm":
         if not livit:

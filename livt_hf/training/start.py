@@ -16,13 +16,13 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from livt_hf.classifiers import load_processor
 from livt_hf.configuration_livit import LiViTConfig, get_size_name
 from livt_hf.data import class_counts, eval_processor, normalization
 from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import class_feature, is_multi_label
 from livt_hf.data.sampling import seen_counts
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.models import load_processor
 from livt_hf.long_tail.balance import balance
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import read_numbers, read_prior
