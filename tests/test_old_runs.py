@@ -1,0 +1,97 @@
+"""Runs, checkpoints, kept features and published models of version 0.2.0 load, resume and measure as they did then."""
+
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification
+
+from livt_hf import LiViTForImageClassification
+from livt_hf.recipes import eval as evaluation
+from livt_hf.recipes import finetune
+
+ARCHIVE = Path(__file__).parent / "data" / "runs-0.2.0.tar.xz"
+HEAD = "pictures --pretrained start --tune head --views 2 --epochs 2 --warmup_epochs 1 --batch_size 16 --base_lr 1e-2"
+
+
+@pytest.fixture(autouse=True)
+def old(tmp_path, monkeypatch) -> None:
+    """Work in a folder with pictures, runs/ and published models as version 0.2.0 left them."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIVT_RUNS", "runs")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+
+
+def assert_same_weights(one: str, other: str) -> None:
+    """Compare the models of two run folders, up to the rounding of another machine."""
+    weights, expected = (load_file(Path(folder, "model.safetensors")) for folder in (one, other))
+    assert weights.keys() == expected.keys()
+    for name in expected:
+        if not name.endswith("key.bias"):  # its gradient is a rounding error, which Adam makes a step of
+            torch.testing.assert_close(weights[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def metrics_by_rule(report: str) -> list[dict]:
+    rules = json.loads(Path(report, "evaluation.json").read_text())["rules"]
+    return [{name: value for name, value in metrics.items() if value is not None} for metrics in rules.values()]
+
+
+def assert_same_metrics(one: str, other: str) -> None:
+    for metrics, expected in zip(metrics_by_rule(one), metrics_by_rule(other), strict=True):
+        assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_interrupted_run_resumes_to_the_weights_of_the_uninterrupted_one():
+    log = Path("runs/interrupted/log.jsonl")
+    before = log.read_text()
+    finetune.main(["--resume", "runs/interrupted", "--max_hours", "1"])  # it had stopped at 0 hours
+    assert log.read_text().startswith(before)  # nothing was trained anew
+    assert_same_weights("runs/interrupted", "runs/finished")
+    results = [json.loads(Path("runs", name, "results.json").read_text()) for name in ("interrupted", "finished")]
+    assert results[0]["metrics"] == pytest.approx(results[1]["metrics"], abs=1e-6)
+
+
+def test_a_finished_run_evaluates_to_the_recorded_numbers():
+    evaluation.main(["runs/finished", "--threads", "1", "--report", "new"])
+    assert_same_metrics("new", "runs/finished/report")
+
+
+def test_a_cross_validation_goes_on_with_the_next_fold():
+    shutil.move("runs/folds/report", "recorded")
+    shutil.move("runs/folds/fold-2", "fold-2")
+    for name in ("results.json", "predictions.parquet"):
+        Path("runs/folds", name).unlink()
+    finetune.main(["--resume", "runs/folds"])
+    assert_same_weights("runs/folds/fold-2", "fold-2")
+    assert_same_metrics("runs/folds/report", "recorded")
+
+
+def test_kept_features_are_used_again():
+    kept = sorted(Path("runs/features").rglob("*"))
+    before = [os.stat(path).st_mtime_ns for path in kept]
+    finetune.main([*HEAD.split(), "--threads", "1", "--output_dir", "runs/again"])
+    assert sorted(Path("runs/features").rglob("*")) == kept and [os.stat(path).st_mtime_ns for path in kept] == before
+    assert_same_weights("runs/again", "runs/head")
+
+
+@torch.no_grad()
+def test_published_models_give_the_recorded_logits():
+    recorded = {name: torch.tensor(values) for name, values in json.loads(Path("logits.json").read_text()).items()}
+    pixels = torch.linspace(-2, 2, 3 * 3 * 8 * 8).reshape(3, 3, 8, 8)
+    model = LiViTForImageClassification.from_pretrained("published").eval()
+    torch.testing.assert_close(model(pixels).logits, recorded["logits"])
+    torch.testing.assert_close(
+        model.probabilities(pixels, prior="uniform"), recorded["uniform"], check_dtype=False, rtol=1e-5, atol=1e-6
+    )
+    beit = AutoModelForImageClassification.from_pretrained("published").eval()
+    torch.testing.assert_close(beit(pixels).logits, recorded["beit"])
+    plain = timm.create_model("local-dir:published-timm", pretrained=True).eval()
+    torch.testing.assert_close(plain(pixels), recorded["timm"])
