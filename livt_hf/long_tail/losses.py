@@ -6,19 +6,23 @@ model needs to know. Half-precision logits are raised to float32 first.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from livt_hf.errors import LiVTError
+from livt_hf.long_tail.loss_table import LOSSES, PACKAGED, LossDefinition, implement_loss, register_loss
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_odds
 
 if TYPE_CHECKING:
     from livt_hf.long_tail.config import LongTailConfig
+
+__all__ = [
+    "LOSSES", "PACKAGED", "LossDefinition", "LossInputs", "balanced_bce_bias", "balanced_ce_bias", "register_loss",
+]  # fmt: skip
 
 
 def balanced_ce_bias(class_counts: Sequence[int], test_prior: Prior = None) -> Tensor:
@@ -157,100 +161,30 @@ class LossInputs:
     progress: float  # how much of the training is done, from 0 to 1
 
 
-@dataclass(frozen=True)
-class LossDefinition:
-    """A loss and what a head must know of it; `function` returns one number per image (B,).
-
-    balanced: tau B is added to the logits. class_weighted: images are weighted by the class of their label.
-    batch_statistic: `function` returns one number for the whole batch, so the loss of a batch is not the mean of the
-    losses of its parts. scaled: it scales the logits, so that they may be cosines.
-    no_posterior: why activation(z + tau B) does not estimate the training posterior, if it does not.
-    """
-
-    function: Callable[[LossInputs], Tensor]
-    activation: Literal["softmax", "sigmoid"]
-    balanced: bool = False
-    class_weighted: bool = False
-    needs_counts: bool = False
-    uses_features: bool = False
-    soft_labels: bool = True
-    batch_statistic: bool = False
-    scaled: bool = False
-    no_posterior: "str | Callable[[LongTailConfig], str | None] | None" = None
-
-    @property
-    def uses_counts(self) -> bool:
-        return self.balanced or self.class_weighted or self.needs_counts
-
-    def why_no_posterior(self, settings: "LongTailConfig") -> str | None:
-        if settings.weighted_from is not None:
-            return "its class weights change what the outputs estimate"
-        return self.no_posterior(settings) if callable(self.no_posterior) else self.no_posterior
-
-
-LOSSES: dict[str, LossDefinition] = {}
-
-
-def register_loss(name: str, **spec) -> Callable[[Callable[[LossInputs], Tensor]], Callable[[LossInputs], Tensor]]:
-    """Register a function of `LossInputs` under a name for `LongTailConfig.loss`."""
-
-    def register(function: Callable[[LossInputs], Tensor]) -> Callable[[LossInputs], Tensor]:
-        if name in LOSSES:
-            raise LiVTError(f"a loss named {name!r} exists already; choose another name.")
-        LOSSES[name] = LossDefinition(function, **spec)
-        return function
-
-    return register
-
-
-@register_loss("ce", activation="softmax")
-@register_loss("bal_ce", activation="softmax", balanced=True)
-@register_loss("cb_ce", activation="softmax", class_weighted=True)
+@implement_loss("ce", "bal_ce", "cb_ce")
 def _ce(batch: LossInputs) -> Tensor:
     return cross_entropy(batch.adjusted, batch.targets)
 
 
-@register_loss("bce", activation="sigmoid")
-@register_loss("bal_bce", activation="sigmoid", balanced=True)
-@register_loss("cb_bce", activation="sigmoid", class_weighted=True)
+@implement_loss("bce", "bal_bce", "cb_bce")
 def _bce(batch: LossInputs) -> Tensor:
     return binary_cross_entropy(batch.adjusted, batch.targets)
 
 
-@register_loss(
-    "ldam",
-    activation="softmax",
-    needs_counts=True,
-    scaled=True,
-    no_posterior="its margins and scale make the outputs scores",
-)
+@implement_loss("ldam")
 def _ldam(batch: LossInputs) -> Tensor:
     """On a plain linear classifier, as in the paper's tables; Cao et al. have `normalised_classifier` and DRW too."""
     return ldam(batch.adjusted, batch.targets, batch.classes.margin, batch.settings.ldam_scale)
 
 
-@register_loss(
-    "lade",
-    activation="softmax",
-    balanced=True,
-    soft_labels=False,
-    batch_statistic=True,
-    no_posterior="its regulariser moves the outputs",
-)
+@implement_loss("lade")
 def _lade(batch: LossInputs) -> Tensor:
     settings = batch.settings
     regulariser = lade_regulariser(batch.logits, batch.targets, batch.classes.prior, settings.lade_lambda)
     return cross_entropy(batch.adjusted, batch.targets).mean() + settings.lade_weight * regulariser
 
 
-@register_loss(
-    "ib",
-    activation="softmax",
-    needs_counts=True,
-    uses_features=True,
-    soft_labels=False,
-    no_posterior="its weights of images move the outputs",
-)
+@implement_loss("ib")
 def _ib(batch: LossInputs) -> Tensor:
     if batch.progress < batch.settings.ib_warmup:
         return cross_entropy(batch.adjusted, batch.targets)
@@ -258,14 +192,6 @@ def _ib(batch: LossInputs) -> Tensor:
     return influence_balanced(batch.adjusted, batch.targets, batch.features, weights, alpha)
 
 
-def _tolerant(settings: "LongTailConfig") -> str | None:
-    return None if settings.nt_lambda == 1 else "its negative term is a log likelihood only where nt_lambda is 1"
-
-
-@register_loss("nt_bce", activation="sigmoid", no_posterior=_tolerant)
-@register_loss("bal_nt_bce", activation="sigmoid", balanced=True, no_posterior=_tolerant)
+@implement_loss("nt_bce", "bal_nt_bce")
 def _nt_bce(batch: LossInputs) -> Tensor:
     return negative_tolerant_bce(batch.adjusted, batch.targets, batch.settings.nt_lambda)
-
-
-PACKAGED = frozenset(LOSSES)  # plugins add to LOSSES, and a model that is published goes where they are not

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from livt_hf.long_tail.loss_table import LOSSES
 from livt_hf.specs import Spec, option
 
 
 def loss_names() -> list[str]:
     """Return the names of all losses, with those that plugins register."""
-    from livt_hf.long_tail.losses import LOSSES  # imports torch
-
     return sorted(LOSSES)
 
 
@@ -19,7 +18,7 @@ class LossSpec(Spec):
 
     loss: str = option(
         "bal_bce",
-        "loss of the head: bal_bce, bal_ce, bce, ce, cb_bce, cb_ce, bal_nt_bce, nt_bce, ldam, lade, ib, or a plugin's",
+        f"loss of the head: {', '.join(sorted(LOSSES))}, or a plugin's",
         choices=loss_names,
         common=True,
     )
