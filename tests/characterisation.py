@@ -79,7 +79,7 @@ ALIASES = {
 }
 # Times, versions and places, which are not results.
 IGNORED = {"seconds", "preparation_seconds", "versions", "git_revision", "images_per_second", "transformers_version"}
-IGNORED_LINES = re.compile(r"^- (duration|livt_hf revision|[a-z-]+ \d+\.\d+\.\d+)|livt[-_]hf \d|second|minute")
+IGNORED_LINES = re.compile(r"^- (duration|livt_hf revision|[a-z-]+ \d+\.\d+\.\d+)|livt[-_]hf \d")
 PICTURES = (".png", ".svg", ".jpg", ".html")
 
 
@@ -145,6 +145,10 @@ def run_command(folder: Path, name: str, words: str) -> None:
         raise SystemExit((folder / f"output/{name}.err").read_text())
 
 
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def canonical(value):
     """Drop what is no result, and use one name for each thing."""
     if isinstance(value, dict):
@@ -160,7 +164,7 @@ def read_weights(folder: Path) -> dict[str, str]:
 
     tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     described = {name: f"{t.dtype} {t.shape} ".encode() + t.tobytes() for name, t in sorted(tensors.items())}
-    return {name: hashlib.sha256(content).hexdigest() for name, content in described.items()}
+    return {name: sha256(content) for name, content in described.items()}
 
 
 def read_file(path: Path):
@@ -198,9 +202,12 @@ def read_predictions(path: Path) -> dict:
 
 
 def read_published(folder: Path) -> dict:
-    """Return the tensors of a published folder, and the content of its other files, pictures by name only."""
+    """Return the tensors of a published folder, and the content of its other files; pictures and pages as hashes."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".safetensors"]
-    files = {p.relative_to(folder).as_posix(): "picture" if p.suffix in PICTURES else read_file(p) for p in paths}
+    files = {
+        p.relative_to(folder).as_posix(): sha256(p.read_bytes()) if p.suffix in PICTURES else read_file(p)
+        for p in paths
+    }
     return {"weights": read_weights(folder), "files": files}
 
 
