@@ -67,7 +67,7 @@ class PredictionsInfo:
         names = tuple(config.id2label[label] for label in range(config.num_labels))
         long_tail = config.long_tail if isinstance(model, BalancedClassifier) else None
         several = config.problem_type == "multi_label_classification"
-        return cls(names, (ModelInfo(model.name_or_path or None, long_tail),), several)
+        return cls(names, (ModelInfo(config.name_or_path or None, long_tail),), several)
 
     @property
     def num_classes(self) -> int:
