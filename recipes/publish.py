@@ -13,7 +13,15 @@ import tempfile
 from pathlib import Path
 
 from livt_hf.commands import run_command
-from livt_hf.hub import Publication, check_space, listing, prepare_publication, prepare_space, publish, publish_space
+from livt_hf.hub import (
+    Publication,
+    check_space,
+    list_files,
+    prepare_publication,
+    prepare_space,
+    publish,
+    publish_space,
+)
 from livt_hf.recipes.settings import PublishSettings
 from livt_hf.runs import lent_plugin_of
 
@@ -27,9 +35,9 @@ def main(argv=None):
     if settings.folder or settings.dry_run:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(settings.folder or f"{temporary}/publication")
-            print(listing(prepare_publication(settings.run, folder, publication)))
+            print(list_files(prepare_publication(settings.run, folder, publication)))
             if settings.space:
-                print(f"The Space:\n{listing(prepare_space(settings.run, f'{folder}-space', publication))}")
+                print(f"The Space:\n{list_files(prepare_space(settings.run, f'{folder}-space', publication))}")
         print(f"Nothing was uploaded{f'; look at {folder}' if settings.folder else ''}.")
         return
     print(f"Published: {publish(settings.run, publication).commit_url}")

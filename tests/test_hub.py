@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from PIL import Image
 from recipe_runs import make_pictures
 from test_cards import PRETRAINING, RESULTS
+from test_tuning import wrapped_timm
 from torchvision.transforms.functional import to_pil_image
-from transformers import AutoImageProcessor, ViTMAEForPreTraining, pipeline
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTMAEForPreTraining, pipeline
 
-from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance, pretraining_config
 from livt_hf.data import eval_processor, load_data, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.hub import (
@@ -36,14 +38,14 @@ from livt_hf.hub import (
     publish,
     publish_dataset,
 )
-from livt_hf.hub.scrubbing import Scrubber, refuse_secrets
+from livt_hf.hub.contents import PATH_OPTIONS, TEXT_OPTIONS, select_numbers
+from livt_hf.hub.names import shorten_path
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.options import CommandSettings
 from livt_hf.recipes.publish import main
 from livt_hf.recipes.publish_data import PublishDataSettings
 from livt_hf.recipes.publish_data import main as publish_data
-from livt_hf.reports.page import plain_markdown
-from livt_hf.runs import Run
+from livt_hf.results import Results
+from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4
@@ -160,23 +162,25 @@ def picture(tmp_path_factory):
 
 
 def make_run(folder, results, model, **arguments):
-    """A finished run as the recipes leave it, with paths in its arguments and log and states that must stay behind."""
+    """Make a finished run whose records name paths of Jane's machine, with files that must stay on it."""
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(folder)
     (folder / "results.json").write_text(results.to_json())
-    arguments = {"epochs": 10, "source": "/home/jane/my data/cifar", "output_dir": str(folder), **arguments}
+    arguments = {"epochs": 10, "source": "/home/jane/my data", "output_dir": str(folder), "flip": True, **arguments}
     (folder / "arguments.yaml").write_text(yaml.safe_dump(arguments))
-    (folder / "log.jsonl").write_text(json.dumps({"update": 1, "event": f"saved {folder}/checkpoints/step-1"}) + "\n")
+    line = {"update": 1, "loss": 0.5, "eval": {"accuracy": 0.3, "few": None}, "event": f"saved {folder}"}
+    (folder / "log.jsonl").write_text(json.dumps(line) + "\n")
     (folder / "report").mkdir()
-    (folder / "report" / "report.md").write_text("# data/ward 3/x on data/ward 3 (test): /home/jane/my/data.\n")
-    report = {"model": "data/ward 3/x", "source": "data/ward 3", "dataset": results.dataset, "split": results.split}
-    report |= {"rules": results.rules} if results.metrics else {}
+    report = {"model": "data/ward 3/x", "dataset": results.dataset, "split": results.split, "note": "jane"}
+    rules = results.rules | {"posterior, prior of jane.json": {"accuracy": 0.5}}
+    report |= {"rules": rules, "intervals": dict.fromkeys(rules, {"few": [0.1, 0.2]})} if results.metrics else {}
     (folder / "report" / "evaluation.json").write_text(json.dumps(report))
-    for name in ("reconstructions.png", "report/reliability-0.png", "report/classes.png"):
+    (folder / "report" / "classes.csv").write_text("class,name,accuracy,path\n0,cat,0.5,/home/jane/cat.png\n")
+    for name in ("reconstructions.png", "report/reliability-0.png", "report/classes.png", "report/patient7.png"):
         Image.new("RGB", (8, 8)).save(folder / name)
-    (folder / "report" / "report.html").write_text('<img src="data:image/png;base64,AAAA">')
-    (folder / "report" / "predictions.csv").write_text("path,label\npatient7.png,cat\n")
+    for name in ("report.html", "report.md", "predictions.parquet", "predictions.csv"):
+        (folder / "report" / name).write_text("patient7 of jane")
     (folder / "checkpoints" / "step-1").mkdir(parents=True)
     (folder / "checkpoints" / "step-1" / "optimizer.bin").write_bytes(b"states")
     return folder
@@ -219,9 +223,9 @@ def put(run, hub, repo_id="org/livt", **options):
 
 
 PUBLISHED = {"config.json", "model.safetensors", "preprocessor_config.json", "README.md", "results.json"}
-PUBLISHED |= {"arguments.yaml", "log.jsonl", "class_counts.png", "report/report.md"}
+PUBLISHED |= {"arguments.yaml", "log.jsonl", "class_counts.png", "report/classes.csv"}
 PUBLISHED |= {"report/reliability-0.png", "report/evaluation.json"}
-PICTURES = {"reconstructions.png", "report/classes.png", "report/report.html"}
+PICTURES = {"reconstructions.png", "report/classes.png"}
 
 
 def test_everything_a_model_needs_is_uploaded_and_nothing_else(run, hub):
@@ -230,16 +234,26 @@ def test_everything_a_model_needs_is_uploaded_and_nothing_else(run, hub):
 
 
 def test_the_published_files_name_no_path_no_user_and_no_token(run, pretraining_run, hub, tmp_path):
-    put(run, hub)
+    put(run, hub, with_pictures=True)
     put(pretraining_run, hub, "org/mgp")
     for repo_id in ("org/livt", "org/mgp"):
         for name, content in hub.files(repo_id).items():
-            for secret in (b"jane", b"/home", str(tmp_path.parent).encode(), TOKEN.encode(), b"my data"):
+            for secret in (b"jane", b"/home", str(tmp_path.parent).encode(), TOKEN.encode(), b"my data", b"patient7"):
                 assert secret not in content, (name, secret)
-    arguments = yaml.safe_load(hub.files("org/livt")["arguments.yaml"])
-    assert arguments == {"epochs": 10, "output_dir": "(local)/finetune-x/1", "source": "(local)/cifar"}
-    assert b"(local)/pretrain-glyphs-micro/1" in hub.files("org/livt")["README.md"]
-    assert hub.files("org/livt")["report/report.md"] == b"# (local)/x on (local)/ward 3 (test): (local)/data.\n"
+
+
+def test_the_numbers_of_a_run_are_published_as_they_are(run, tmp_path):
+    folder = prepare_publication(run, tmp_path / "out", Publication("org/livt", license="mit"))
+    results = Results.read(run / "results.json")
+    shortened = replace(results, pretrained="(local)/pretrain-glyphs-micro/1")
+    assert Results.read(folder / "results.json") == shortened
+    assert yaml.safe_load((folder / "arguments.yaml").read_text()) == {"epochs": 10, "flip": True}
+    line = {"update": 1, "loss": 0.5, "eval": {"accuracy": 0.3, "few": None}}
+    assert json.loads((folder / "log.jsonl").read_text()) == line
+    evaluation = json.loads((folder / "report" / "evaluation.json").read_text())
+    assert evaluation["rules"] == results.rules and evaluation["dataset"] == results.dataset
+    assert evaluation.keys() == {"dataset", "split", "rules", "intervals"}
+    assert (folder / "report" / "classes.csv").read_text().split() == ["class,name,accuracy", "0,cat,0.5"]
 
 
 def test_pictures_of_the_datasets_images_are_uploaded_only_when_asked_for(run, pretraining_run, hub):
@@ -249,11 +263,6 @@ def test_pictures_of_the_datasets_images_are_uploaded_only_when_asked_for(run, p
         put(folder, hub, repo_id)  # those of the publication before go too
         assert not PICTURES & set(hub.files(repo_id))
         assert not [name for name in PICTURES if name.encode() in hub.files(repo_id)["README.md"]]
-
-
-def test_what_names_files_of_the_dataset_is_never_uploaded(run, hub):
-    put(run, hub, with_pictures=True)
-    assert "report/predictions.csv" not in hub.files("org/livt")
 
 
 def test_of_names_with_a_slash_only_those_on_the_hub_are_published_whole(run, tmp_path):
@@ -267,22 +276,39 @@ def test_of_names_with_a_slash_only_those_on_the_hub_are_published_whole(run, tm
         assert (published["dataset"], published["pretrained"]) == ("(local)/birds", "org/mgp")
 
 
-def test_every_option_that_may_name_a_place_is_published_without_it(tmp_path):
-    commands, places = list(CommandSettings.__subclasses__()), set()
-    while commands:
-        command = commands.pop()
-        commands += command.__subclasses__()
-        if command.stage in ("pretrain", "finetune", "eval"):
-            places |= set(command.names("is_path"))
-    assert {"lists", "test_prior", "plugin", "source", "output_dir", "pretrained", "dataset", "resume"} <= places
-    (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(dict.fromkeys(places, "clinic/ward 3/x")))
-    Scrubber().file(tmp_path / "arguments.yaml", tmp_path / "published.yaml")
-    assert set(yaml.safe_load((tmp_path / "published.yaml").read_text()).values()) == {"(local)/x"}
+def test_text_is_published_in_the_fields_of_the_whitelist_only():
+    record = {"a": "text", "b": [1, "text", {"a": 2.5, "c": "text"}], "c": True, "d": None, "e": ["kept"]}
+    assert select_numbers(record, ["e"]) == {"b": [1, {"a": 2.5}], "c": True, "d": None, "e": ["kept"]}
+
+
+def test_every_option_is_decided_on():
+    """A new option whose values are text joins one of these, or stays on the machine."""
+    private = {"plugin", "source", "lists", "output_dir", "resume", "trackers", "hub_model_id", "hub_license"}
+    for settings in (PretrainSettings, FinetuneSettings):
+        hints = get_type_hints(settings)
+        texts = {name for name in hints if "str" in str(hints[name]) or "Literal" in str(hints[name])}
+        assert texts - {*TEXT_OPTIONS, *PATH_OPTIONS} - {"stage"} <= private
+        assert set(settings.names("place")) <= private | set(PATH_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/data/birds", "(local)/birds"),
+        ("clinic/ward 3/x", "(local)/x"),
+        ("/home/jane/runs/finetune-birds/1", "(local)/finetune-birds/1"),
+        ("/home/jane", "(local)"),
+        ("/Users/jane/", "(local)"),
+        ("~jane", "(local)"),
+    ],
+)
+def test_of_a_local_path_only_its_name_is_shown(path, shown):
+    assert shorten_path(path) == shown
 
 
 def test_the_report_that_is_published_is_the_newest_that_agrees_with_the_results(run, tmp_path, caplog):
     own = shutil.copytree(run, tmp_path / "run")
-    results = Run(own).results
+    results = Results.read(own / "results.json")
 
     def report(number: int, dataset: str, worse: float = 0.0, **more) -> None:
         rules = {rule: metrics | {"ece": metrics["ece"] + worse} for rule, metrics in results.rules.items()}
@@ -290,53 +316,52 @@ def test_the_report_that_is_published_is_the_newest_that_agrees_with_the_results
         summary = {"dataset": dataset, "split": results.split, "rules": rules} | more
         path = own / f"report-{number}" / "evaluation.json"
         path.write_text(json.dumps(summary))
-        (own / f"report-{number}" / "report.md").write_text(f"report {number}")
+        (own / f"report-{number}" / "classes.csv").write_text(f"count\n{number}\n")
         os.utime(path, (2e9 + number, 2e9 + number))
 
     def published(name: str) -> Path:
-        return (
-            prepare_publication(own, tmp_path / name, Publication("org/livt", license="mit")) / "report" / "report.md"
-        )
+        return prepare_publication(own, tmp_path / name, Publication("org/livt", license="mit")) / "report/classes.csv"
 
     report(2, results.dataset)
     report(3, results.dataset, worse=0.3)  # from before a calibration
     report(4, "other birds")
     report(5, results.dataset, thresholds={"many_above": 50, "few_below": 20})
     report(6, results.dataset, rules=dict(reversed(results.rules.items())))  # judged by another rule
-    assert published("first").read_text() == "report 2"
+    assert published("first").read_text().split() == ["count", "2"]
     shutil.rmtree(own / "report-2")
-    assert published("second").read_text().startswith("# (local)/x")
+    assert published("second").read_text().startswith("class,name,accuracy")
     shutil.rmtree(own / "report")
     assert not published("third").exists()
     assert "has no report on the model as it is now" in caplog.text
 
 
-def test_names_of_classes_that_look_like_paths_are_published_as_they_are(tmp_path):
-    names = ["/m/01abc", "C:\\thing\\two", "~tilde", "/a/b & c", "cat"]
-    config = LiViTConfig(**SIZES, class_counts=[5] * 5, id2label=dict(enumerate(names)))
-    own = make_run(tmp_path / "run", replace(RESULTS, pretrained=None), LiViTForImageClassification(config))
-    said = json.loads((own / "report" / "evaluation.json").read_text())
-    said |= {"names": names, "why": "of /m/01abc or /m/01abcd"}
-    (own / "report" / "evaluation.json").write_text(json.dumps(said))
-    lines = [f"| {plain_markdown(name)} |" for name in names]
-    (own / "report" / "report.md").write_text("\n".join([*lines, f"{own}/x, /m/01abc/x"]))
-    folder = prepare_publication(own, tmp_path / "out", Publication("org/livt", license="mit")) / "report"
-    published = json.loads((folder / "evaluation.json").read_text())
-    assert published["names"] == names and published["why"] == "of /m/01abc or (local)/01abcd"
-    assert (folder / "report.md").read_text().split("\n") == [*lines, "(local)/run/x, (local)/x"]
+def test_names_of_classes_may_look_like_paths_but_not_name_the_home_directory(tmp_path):
+    def prepare(*names: str) -> Path:
+        config = LiViTConfig(**SIZES, class_counts=[5] * len(names), id2label=dict(enumerate(names)))
+        folder = tmp_path / str(len(names))
+        own = make_run(folder / "run", replace(RESULTS, pretrained=None), LiViTForImageClassification(config))
+        return prepare_publication(own, folder / "out", Publication("org/livt", license="mit"))
+
+    names = ("/m/01abc", "~tilde", "/a/b & c")
+    assert tuple(json.loads((prepare(*names) / "config.json").read_text())["id2label"].values()) == names
+    with pytest.raises(LiVTError, match="config.json"):
+        prepare("cat", f"{Path.home()}/birds/robin")
 
 
-def test_places_are_cut_from_pages_and_looked_for_in_texts_alone(tmp_path):
-    (tmp_path / "report.html").write_text("<p>../R&amp;D clinic/run/1 on birds</p>")
-    Scrubber({"../R&D clinic/run/1"}).file(tmp_path / "report.html", tmp_path / "out.html")
-    assert (tmp_path / "out.html").read_text() == "<p>(local)/1 on birds</p>"
-    (tmp_path / "model.safetensors").write_bytes(b"\x00/w\x01")  # any two letters are somewhere in a million numbers
-    refuse_secrets(tmp_path, ["/w"])
-    (tmp_path / "log.jsonl").write_text('{"said": "/w"}')
-    with pytest.raises(LiVTError, match="log.jsonl names a private place"):
-        refuse_secrets(tmp_path, ["/w"])
-    (tmp_path / "log.jsonl").write_text(json.dumps(Scrubber({"/w"}).value({"said": "/w"})))
-    refuse_secrets(tmp_path, ["/w"])  # "(local)/w", which is all that is left of it
+def test_a_config_is_published_without_what_its_class_does_not_declare(tmp_path):
+    model = AutoModelForImageClassification.from_pretrained(wrapped_timm(tmp_path / "timm"))
+    balance(model, class_counts=[5, 3, 1])
+    model.config.note, model.config.pretrained_cfg["file"] = "of jane", "/home/jane/weights.pth"
+    own = make_run(tmp_path / "run", replace(RESULTS, model_type="timm_wrapper", pretrained=None), model)
+    (own / "preprocessor_config.json").unlink()
+    folder = prepare_publication(own, tmp_path / "out", Publication("org/livt", license="mit"))
+    assert "jane" not in (folder / "config.json").read_text()
+    before, after = (AutoModelForImageClassification.from_pretrained(path).eval() for path in (own, folder))
+    pixels = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(after(pixels).logits, before(pixels).logits)
+    assert after.config.long_tail["class_counts"] == [5, 3, 1]
+    mean = [AutoImageProcessor.from_pretrained(path).data_config["mean"] for path in (own, folder)]
+    assert mean[0] == mean[1]
 
 
 @pytest.fixture(scope="module")
@@ -490,7 +515,7 @@ def test_a_hub_that_goes_wrong_publishes_nothing_and_the_next_try_all(run, hub, 
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.fail(where, how)
     with monkeypatch.context() as patch:
-        patch.setattr("livt_hf.hub.publication.SECONDS_OF_SILENCE", 0.05)
+        patch.setattr("livt_hf.hub.publication.HUB_TIMEOUT", 0.05)
         with pytest.raises(PublishError, match="org/livt was not published .*publish it later with: livt publish"):
             put(run, hub)
     assert not hub.repos or set(hub.files("org/livt")) == {".gitattributes"}
@@ -502,13 +527,13 @@ def test_a_hub_that_goes_wrong_publishes_nothing_and_the_next_try_all(run, hub, 
 def test_a_commit_whose_answer_is_lost_is_not_called_invisible(run, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.fail("/commit/", "lost")
-    with pytest.raises(PublishError, match="the Hub's answer was lost, but the run is visible there"):
+    with pytest.raises(PublishError, match="the Hub's response was lost, but the run is visible there"):
         put(run, hub)
     assert set(hub.files("org/livt")) >= PUBLISHED
     before = hub.repo("org/livt").commits[0].oid
     publication, api = Publication("org/livt"), HfApi(endpoint=hub.endpoint, token=TOKEN)
     hub.fail("/api/models/org/livt", 500)
-    assert publication.visible(api, before) == "whether the run is visible there could not be asked"
+    assert publication.describe_state(api, before) == "whether the run is visible there is unknown"
 
 
 def test_a_line_that_recovers_needs_no_second_try(run, hub, monkeypatch):
@@ -557,13 +582,10 @@ def test_who_is_not_logged_in_is_told_how(run, hub):
             publish(run, Publication("org/livt"), HfApi(endpoint=hub.endpoint, token=token))
 
 
-@pytest.mark.parametrize("secret", ["hf_abcdefghijklmnopqrstuvwx", TOKEN])
-def test_a_token_in_a_file_stops_the_publication(run, hub, tmp_path, secret):
+def test_a_token_in_a_record_does_not_leave(run, hub, tmp_path):
     model = LiViTForImageClassification.from_pretrained(run)
-    leaky = make_run(tmp_path / "runs" / "x" / "1", RESULTS, model, note=f"token {secret}")
-    with pytest.raises(ValueError, match="arguments.yaml seems to hold a Hub token"):
-        put(leaky, hub)
-    assert not hub.repos
+    put(make_run(tmp_path / "runs" / "x" / "1", RESULTS, model, note=f"token {TOKEN}"), hub)
+    assert not [name for name, content in hub.files("org/livt").items() if TOKEN.encode() in content]
 
 
 def test_the_command_writes_the_publication_to_a_folder_or_says_what_is_wrong(run, tmp_path, capsys):
@@ -680,7 +702,7 @@ def test_a_dataset_with_a_broken_image_is_not_published_until_it_is_left_out(tmp
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "ab"[number % 2] / f"{number}.png")
     (tmp_path / "a/broken.png").write_bytes(b"no image")
     command = [str(tmp_path), "org/own", "--license", "mit", "--dry_run"]
-    with pytest.raises(LiVTError, match="a/broken.png cannot be read: .* --on_broken skip"):
+    with pytest.raises(LiVTError, match="a/broken.png"):
         publish_data(command)
     publish_data([*command, "--on_broken", "skip"])
     assert "Nothing was uploaded." in capsys.readouterr().out
@@ -714,7 +736,9 @@ def test_the_card_of_a_dataset_says_by_what_images_were_left_out_and_names_the_l
     )
     data = load_data(settings)
     card = dataset_card(data, Publication("org/x", license="mit"), origin_of(data, settings)).text
-    assert "The images were chosen by `--exclude_labels class0,class3`." in card and "those of the dataset" not in card
+    assert (
+        "The images were selected by `--exclude_labels class0,class3`." in card and "those of the dataset" not in card
+    )
     assert "The images are published under the licence mit." in card and "| class1 | 18 |" in card
 
 

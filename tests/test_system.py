@@ -17,7 +17,6 @@ from livt_hf.data.loading import augmented_in_order, eval_loader, train_loader
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, eval_processor
 from livt_hf.data.workers import outlive_ctrl_c
 from livt_hf.errors import LiVTError
-from livt_hf.hub.scrubbing import Scrubber, named_places
 from livt_hf.long_tail.calibration import Calibration, fit_calibration
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.metrics import LongTailMetrics
@@ -56,10 +55,6 @@ def test_a_command_to_copy_is_quoted_for_the_shell():
 def test_a_quote_that_is_not_closed_is_one_sentence():
     with pytest.raises(LiVTError, match='"--loss \'ce" cannot be read as options: No closing quotation; close'):
         shell_words("--loss 'ce")
-
-
-def test_the_whole_disk_is_no_place_that_must_be_hidden():
-    assert Scrubber().value({"source": "/"}) == {"source": "/"} and named_places({"source": "/"}) == set()
 
 
 # Processes and signals

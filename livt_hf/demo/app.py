@@ -25,7 +25,7 @@ from livt_hf.demo.tabs import Shown, private_folder
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.prediction import find_images
 from livt_hf.evaluation.tables import ANSWERS
-from livt_hf.hub.scrubbing import Scrubber
+from livt_hf.hub.names import shorten_path
 from livt_hf.reports.mistakes import newest_predictions, read_predictions
 from livt_hf.run_data import settings_from_run
 from livt_hf.runs import Run
@@ -52,7 +52,7 @@ def show(
     without the folder it lies in.
     """
     served = (ServedPretraining if is_pretraining(path) else ServedClassifier)(path, device)
-    shown = Shown(served, path if private else Scrubber([path] * Path(path).exists()).text(path))
+    shown = Shown(served, path if private or not Path(path).exists() else shorten_path(str(Path(path).resolve())))
     try:
         shown.data = data_of_run(path) if private else None
     except LiVTError as error:

@@ -6,30 +6,12 @@ Names are looked up when they are first used.
 import importlib
 
 _NAMES = {
-    "cards": (
-        "eval_result_files",
-        "model_card",
-    ),
-    "datasets": (
-        "Origin",
-        "dataset_card",
-        "origin_of",
-        "publish_dataset",
-    ),
-    "publication": (
-        "Publication",
-        "PublishError",
-    ),
-    "publishing": (
-        "check_space",
-        "listing",
-        "prepare_publication",
-        "prepare_space",
-        "publish",
-        "publish_space",
-    ),
+    "card": "eval_result_files model_card",
+    "datasets": "Origin dataset_card origin_of publish_dataset",
+    "publication": "Publication PublishError",
+    "publishing": "check_space list_files prepare_publication prepare_space publish publish_space",
 }
-_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 
 

@@ -1,4 +1,4 @@
-"""A long-tailed split on the Hub: parquet, and a card with its counts, rule and seed."""
+"""Publish a long-tailed dataset as parquet, with a card of its counts, rule and seed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ from livt_hf.data.decoding import stored_paths
 from livt_hf.data.labels import class_feature
 from livt_hf.data.sources import with_defaults
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import TAGS, render
-from livt_hf.hub.facts import CHOOSING, data_choices
+from livt_hf.hub.card import TAGS, render
+from livt_hf.hub.names import SELECTION_OPTIONS, format_options
 from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.metrics import group_sizes
 from livt_hf.reports.page import markdown_table
@@ -33,7 +33,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Origin:
-    """How the images were picked (`rule` is a sentence), and of which dataset on the Hub."""
+    """How the images were picked, as a sentence, and from which dataset of the Hub."""
 
     rule: str
     seed: int
@@ -41,14 +41,14 @@ class Origin:
 
 
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
-    """The origin of a dataset that was loaded with these settings, and lies where they say."""
+    """Describe how a dataset was made that was loaded with these settings."""
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).exists()
-    made, chosen = with_defaults(settings, benchmark), data_choices(vars(settings), CHOOSING)
-    rule = [f"The images were chosen by `{chosen}`."] if chosen else []
+    made, chosen = with_defaults(settings, benchmark), format_options(vars(settings), tuple(SELECTION_OPTIONS))
+    rule = [f"The images were selected by `{chosen}`."] if chosen else []
     if not chosen and made.rule is None:
         rule.append("The training images are those of the dataset.")
     if is_carved(splits, "test"):
-        rule.append("The test split is not the dataset's own: it was set aside from the training images.")
+        rule.append("The test split is not the dataset's own: it was held out of the training images.")
     held_out = is_carved(splits, "validation")
     if made.rule is not None:
         counts = class_counts(splits["train"]) + (class_counts(splits["validation"]) if held_out else 0)
@@ -58,14 +58,14 @@ def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     if held_out:
         rule.append("The validation split is not the dataset's own: it was held out of these training images.")
     hub_id = settings.dataset.partition(":")[0] if settings.dataset not in BENCHMARKS and not local else benchmark.hub
-    place = Path(settings.source or settings.dataset)
+    path = Path(settings.source or settings.dataset)
     if settings.source or (local and settings.dataset not in BENCHMARKS):
-        _refuse_stray_files(splits, place if place.is_dir() else place.parent)
+        _check_inside(splits, path if path.is_dir() else path.parent)
     return Origin(" ".join(rule), settings.split_seed, hub_id)
 
 
-def _refuse_stray_files(splits: DatasetDict, folder: Path) -> None:
-    """Refuse images that lie elsewhere: a table may name a link, and what it leads to was never meant to be shown."""
+def _check_inside(splits: DatasetDict, folder: Path) -> None:
+    """Raise an error if an image is a link to a file outside of the folder, which was not meant to be published."""
     root = folder.resolve()
     stray = [
         path
@@ -76,12 +76,13 @@ def _refuse_stray_files(splits: DatasetDict, folder: Path) -> None:
     if stray:
         raise LiVTError(
             f"{len(stray)} images are links to files outside of {folder}, the first is {stray[0]}: copy what is to be "
-            "published into the folder."
+            "published into the folder.",
+            argument="dataset",
         )
 
 
 def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) -> DatasetCard:
-    """The card of a dataset with the columns `image` and `label`."""
+    """Render the card of a dataset with the columns `image` and `label`."""
     counts = {name: np.asarray(class_counts(split)) for name, split in splits.items()}
     names, source = class_feature(next(iter(splits.values()))).names, origin.source
     data = DatasetCardData(
@@ -91,35 +92,32 @@ def dataset_card(splits: DatasetDict, publication: Publication, origin: Origin) 
         source_datasets=[f"extended|{source}"] if source else None,
         pretty_name=publication.name,
     )
-    terms = f"The images stay under the terms of {source or 'their source'}; this is a selection of them."
-    if publication.license and not source:
-        terms = f"The images are published under the licence {publication.license}."
-    taken = f", taken from [{source}](https://huggingface.co/datasets/{source})" if source else ""
     return render(
         "dataset",
         data,
         DatasetCard,
         title=publication.name,
         repo_id=publication.repo_id,
-        summary=f"A long-tailed image classification dataset of {len(names):,} classes{taken}. Made with livt_hf.",
+        license=publication.license,
+        num_classes=len(names),
+        source=source,
         rule=origin.rule,
         seed=origin.seed,
         split_table=markdown_table([{"split": name} | _sizes(counts[name], len(splits[name])) for name in counts]),
         class_table=markdown_table(_class_rows(names, counts)),
-        terms=terms,
     )
 
 
 def publish_dataset(splits: DatasetDict, publication: Publication, origin: Origin) -> str:
-    """Push a dataset as parquet with its card and return its address; `datasets.load_dataset(repo_id)` reads it.
+    """Push a dataset as parquet with its card, and return its URL; `datasets.load_dataset(repo_id)` reads it.
 
-    Images and labels alone: a column of groups may name patients.
+    Only images and labels are published: a column of groups may name patients.
     """
     splits = DatasetDict({name: split.select_columns(["image", "label"]) for name, split in splits.items()})
     card = dataset_card(splits, publication, origin)
     api, repo_id = HfApi(library_name="livt_hf"), publication.repo_id
     visible = f"nothing of the dataset is visible in {repo_id}"
-    with asking_the_hub(lambda why: f"{visible} ({why}); run the same command again to complete it."):
+    with asking_the_hub(lambda reason: f"{visible} ({reason}); run the same command again to complete it."):
         publication.open(api, "dataset")
         # The card goes first: push_to_hub adds the features and files to its metadata, in the same commit as the data.
         api.upload_file(
@@ -141,7 +139,7 @@ def _sizes(counts: np.ndarray, num_images: int) -> dict[str, str]:
 
 
 def _class_rows(names: list[str], counts: dict[str, np.ndarray]) -> list[dict[str, str]]:
-    """Every class from head to tail of the first split, or the two ends of a long list."""
+    """Return a row per class from head to tail of the first split, or the two ends of a long list."""
     order = np.argsort(-next(iter(counts.values())), kind="stable")
     rows = [
         {"class": names[i]} | {split: format_count(int(count[i])) for split, count in counts.items()} for i in order

@@ -1,4 +1,4 @@
-"""The paper's own numbers (`paper.yaml`), to be shown beside ours."""
+"""The numbers of the paper (`paper.yaml`), which cards and sweeps show beside measured ones."""
 
 from functools import cache
 from importlib.resources import files
@@ -7,7 +7,7 @@ import yaml
 
 from livt_hf.errors import LiVTError
 
-# Where the method itself is reported: the comparison tables first, the ablations for other sizes, losses and CIFAR.
+# Tables that report the method itself: the comparison tables first, the ablations for other sizes, losses and CIFAR.
 _MAIN_TABLES = ("performance-imagenet-lt", "performance-iNat", "performance-place", "bias-ablation", "loss-on-vit")
 
 
@@ -21,7 +21,7 @@ def _tables() -> dict[str, list[dict]]:
 
 
 def paper_table(label: str) -> list[dict]:
-    """The rows of one table by its LaTeX label, numbers in percent as printed."""
+    """Return the rows of a table by its LaTeX label, numbers in percent as printed."""
     tables = _tables()
     if label not in tables:
         raise LiVTError(f"the paper has no result table {label!r}; it has {', '.join(tables)}.")
@@ -36,7 +36,7 @@ def paper_result(
     model_size: str = "base",
     image_size: int = 224,
 ) -> dict | None:
-    """What the paper reports for two-stage training on `dataset`, or None where it reports nothing.
+    """Return what the paper reports for two-stage training on `dataset`, or None.
 
     Dataset, imbalance and loss must agree; of several rows the one of this size and resolution is taken, or else the
     paper's ViT-B at 224. The row says which it is (`model_size`, `image_size`, `table`).

@@ -9,8 +9,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from livt_hf.errors import LiVTError
-from livt_hf.hub.cards import ACCURACY_COLUMNS, CITATION, EQUAL, PAPER_URL, card_data, count_row, fractions, render
-from livt_hf.hub.facts import dataset_names
+from livt_hf.hub.card import ACCURACY_COLUMNS, PAPER_URL, card_data, fractions, render
 from livt_hf.hub.paper import paper_result
 from livt_hf.results import Results
 from livt_hf.text import format_percent
@@ -37,12 +36,8 @@ DATA_TERMS = {
     "imagenet-lt": "ImageNet is for non-commercial research and education",
     "inat18": "the iNaturalist 2018 images are for non-commercial research and education",
 }
-TERMS = (
-    "**Terms.** These weights were trained and released by the authors of the paper and only converted here; they are "
-    "not covered by livt_hf's licence. Their [repository]({url}) is under the MIT licence but builds on MAE's code "
-    "(CC BY-NC 4.0), names no licence for the weights, and {data}. Ask the authors before publishing or using them "
-    "commercially: this card is a draft for that day, and publishing needs their permission."
-)
+TEMPLATES = Path(__file__).parent / "templates"
+LICENSE = dict(license="other", license_name="livt-authors-terms", license_link=SOURCE_URL)
 
 
 def converted_names() -> list[str]:
@@ -59,17 +54,11 @@ def converted_card(name: str) -> ModelCard:
     size = PRETRAIN_SIZE[dataset] if pretraining else 384 if name.endswith("-384") else 224
     stage = "pretrain" if pretraining else "finetune"
     results = Results(stage=stage, dataset=dataset, image_size=size, split="validation", **DATA[dataset])
-    common = dict(
-        repo_id=f"org/{name}",
-        title=name,
-        terms=TERMS.format(url=SOURCE_URL, data=DATA_TERMS[dataset]),
-        data=f"{dataset_names(results)[0]}, training split.",
-        counts=count_row(results),
-        counts_picture=None,
-        pictures=[],
-        citation=CITATION,
-    )
-    return (_pretraining_card if pretraining else _classifier_card)(results, common)
+    context = dict(repo_id=f"org/{name}", title=name, counts_picture=None, pictures=[], options="", results=results)
+    context |= dict(source_url=SOURCE_URL, data_terms=DATA_TERMS[dataset])
+    if pretraining:
+        return render("converted_pretrain", card_data(results, name, **LICENSE), ModelCard, TEMPLATES, **context)
+    return _classifier_card(results, context)
 
 
 def write_cards(folder: str | Path) -> list[Path]:
@@ -81,81 +70,31 @@ def write_cards(folder: str | Path) -> list[Path]:
     return paths
 
 
-LICENSE = dict(license="other", license_name="livt-authors-terms", license_link=SOURCE_URL)
-
-
-def _classifier_card(results: Results, common: dict) -> ModelCard:
-    dataset, size, title = results.dataset, results.image_size, dataset_names(results)[0]
-    paper = paper_result(dataset, image_size=size)
+def _classifier_card(results: Results, context: dict) -> ModelCard:
+    paper = paper_result(results.dataset, image_size=results.image_size)
     results.metrics = metrics = fractions(paper)
     tables = dict.fromkeys([paper["table"], paper.get("calibration_table", paper["table"])])
     source = dict(source_name=f"The paper, {' and '.join(f'table {table}' for table in tables)}", source_url=PAPER_URL)
-    base_model = f"{common['repo_id'].removesuffix('-384')}-mgp"
+    base_model = f"{context['repo_id'].removesuffix('-384')}-mgp"
     calibration = ["the paper, softmax(z)", format_percent(metrics.get("ece")), format_percent(metrics.get("mce"))]
-    return render(
-        "classifier",
-        card_data(results, common["title"], source=source, base_model=base_model, **LICENSE),
-        **common,
-        summary=(
-            f"The ViT-B/16 of [LiVT]({PAPER_URL}), fine-tuned by its authors on {title} at {size} px with the "
-            "balanced binary cross-entropy loss after masked generative pretraining on the same images at "
-            f"{PRETRAIN_SIZE[dataset]} px."
-        ),
-        evaluation=(
-            f"These are the authors' numbers, from table `{paper['table']}` of the paper. They measured them on "
-            f"{REPORTED_ON[dataset]}, at their best epoch on that set. The numbers were not measured again with the "
-            "converted weights."
-        ),
-        livit=True,
-        measure="top-1 accuracy",
-        bias=True,
+    context |= dict(
+        form="transformers",
+        needs_plugin=False,
+        multi_label=False,
+        tau=1.0,
         sigmoid=True,
-        world=EQUAL,
-        shares="of the training data",
+        resampled=False,
+        own_test_prior=False,
+        no_posterior=None,
+        calibrated_on=None,
+        paper=dict(table=paper["table"], note=paper.get("note")),
+        pretrain_size=PRETRAIN_SIZE[results.dataset],
+        reported_on=REPORTED_ON[results.dataset],
         accuracy_rows=[["the paper", *(format_percent(metrics[column]) for column in ACCURACY_COLUMNS)]],
         calibration_rows=[calibration] if "ece" in metrics else [],
-        paper_note=paper.get("note"),
-        limits=_limits(dataset),
-        training=_training(f"{size} px, 100 epochs, Bal-BCE, tau 1", "--class_counts COUNTS.json")
-        + " The file lists the number of training images of each class, in the order of the classes; converted "
-        "without it, the model gives no `probabilities`.",
     )
-
-
-def _pretraining_card(results: Results, common: dict) -> ModelCard:
-    size, classifier = results.image_size, common["repo_id"].removesuffix("-mgp")
-    return render(
-        "pretraining",
-        card_data(results, common["title"], **LICENSE),
-        **common,
-        summary=(
-            f"The ViT-B/16 of [LiVT]({PAPER_URL}) after masked generative pretraining by its authors on "
-            f"{dataset_names(results)[0]} at {size} px for 800 epochs. It is a stock ViTMAE checkpoint."
-        ),
-        evaluation=(
-            "The paper reports no number for the pretrained weights alone; what they lead to is on the cards "
-            f"`{classifier}` and `{classifier}-384`."
-        ),
-        limits="- This is a starting point, not a classifier: its features are meant to be fine-tuned.\n"
-        f"- Trained at {size} px; fine-tuning at another size resizes the positions.",
-        training=_training(f"{size} px, 800 epochs, mask ratio 0.75", f"--dataset {results.dataset}"),
-    )
-
-
-def _limits(dataset: str) -> str:
-    lines = ["It always names one of its classes, also for images of something else."]
-    lines.append("The reported epoch was chosen on the reported images, so the numbers are slightly optimistic.")
-    if dataset == "inat18":
-        lines.append(
-            "The authors' head orders its classes by the category ids as text; the conversion sorts them as numbers. "
-            "The authors' order was read from their code and not verified on data."
-        )
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _training(setting: str, told: str) -> str:
-    command = f"`livt convert FILE.pth OUT {told}` of livt_hf"
-    return f"By the authors: {setting}. To be converted from their `.pth` file with {command}."
+    data = card_data(results, context["title"], source=source, base_model=base_model, **LICENSE)
+    return render("converted_finetune", data, ModelCard, TEMPLATES, **context)
 
 
 if __name__ == "__main__":
