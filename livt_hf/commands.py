@@ -14,7 +14,7 @@ from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.settings import TrainingSettings
-from livt_hf.text import format_percent, shell_line
+from livt_hf.text import shell_line
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
@@ -125,17 +125,3 @@ def publish_if_asked(settings: TrainingSettings, run: Run) -> None:
         publication = Publication(settings.hub_model_id, license=settings.hub_license, public=settings.hub_public)
         commit = publish(run.folder, publication)
         logging.getLogger(__name__).info("published: %s", commit.repo_url)
-
-
-def accuracy_line(metrics: dict) -> str:
-    """Overall (accuracy, or mAP where an image has several labels) and by group.
-
-    Where the test set is imbalanced, accuracy rewards its frequent classes: the mean over classes stands beside it.
-    """
-    overall = "accuracy" if "accuracy" in metrics else "map"
-    words = {"map": "mean average precision"}
-    parts = [f"{words.get(name, name)} {format_percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
-    if format_percent(metrics.get("mean_class_accuracy")) not in ("-", format_percent(metrics[overall])):
-        parts.insert(1, f"mean class accuracy {format_percent(metrics['mean_class_accuracy'])}")
-    calibration = f"; ECE {format_percent(metrics['ece'])}" if "ece" in metrics else ""
-    return "  ".join(parts) + f"  (percent{calibration})"

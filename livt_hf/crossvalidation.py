@@ -27,7 +27,8 @@ from livt_hf.evaluation.rules import standard_rules
 from livt_hf.evaluation.running import Outputs, Rule, run_model
 from livt_hf.evaluation.tables import ANSWERS, write_predictions
 from livt_hf.metrics import MultiLabelMetrics
-from livt_hf.reports.evaluation import write_report
+from livt_hf.reports import markdown_table
+from livt_hf.reports.evaluation import fold_rows, write_report
 from livt_hf.results import EACH_LABEL, OWN, PAPER, UNIFORM, provenance
 from livt_hf.runs import Run, place_of
 from livt_hf.settings import EvalSettings, FinetuneSettings
@@ -174,3 +175,16 @@ def write_whole(run: Run, settings: FinetuneSettings, found: Findings, tested: D
     )
     run.write_results(dataclasses.replace(folds[0], **whole))
     return page
+
+
+def format_folds(run: Run, settings: FinetuneSettings, findings: Findings, report: Path) -> str:
+    """Return the table of all folds and where their report and predictions are."""
+    batch_size = run.fold(1).settings_of(FinetuneSettings)["batch_size"]
+    batch = "" if batch_size == settings.batch_size else f", with --batch_size {batch_size} as here"
+    return (
+        f"\nCross-validated {settings.model_size} with {settings.loss} on {settings.dataset}, in percent, by the "
+        f"rule “{next(iter(findings.summary['rules']))}”; many, medium and few by the training images of a fold:\n"
+        f"{markdown_table(fold_rows(findings.summary))}"
+        f"Report: {report}\nPredictions: {run.folder / ANSWERS}\n"
+        f"Next, train the model to use: the same command without --folds{batch}."
+    )

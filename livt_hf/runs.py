@@ -154,6 +154,13 @@ def new_run(settings: TrainingSettings) -> Run:
     return run
 
 
+def start_run(settings: TrainingSettings) -> Run:
+    """Create the folder of a new run and write its arguments."""
+    run = new_run(settings)
+    run.begin(settings)
+    return run
+
+
 def next_number(group: Path) -> Run:
     """The next run of a group. Making its folder is what takes the number: another job may be counting just now."""
     group.mkdir(parents=True, exist_ok=True)
@@ -239,7 +246,7 @@ def parse_training(
         raise LiVTError(f"--hours {settings.hours:g} chooses the epochs; leave --epochs {settings.epochs} out.")
     if run is not None:
         check_resumable(run, settings)
-        keep_settled(settings, run)
+        settings = keep_settled(settings, run)
     if settings.push_to_hub and not settings.hub_model_id:
         raise LiVTError("--push_to_hub needs --hub_model_id organisation/name.")
     return settings, run
@@ -275,10 +282,10 @@ def check_same_images(run: Run, before: str | None, now: str | None) -> None:
         )
 
 
-def keep_settled(settings: TrainingSettings, run: Run) -> None:
-    """Take over what a run that goes on has settled."""
-    for name in _settled(settings):
-        setattr(settings, name, run.settings_of(type(settings))[name])
+def keep_settled(settings: TrainingSettings, run: Run) -> TrainingSettings:
+    """Return the settings with the values that were chosen automatically when a run began."""
+    saved = run.settings_of(type(settings))
+    return settings.replace(**{name: saved[name] for name in _settled(settings)})
 
 
 def _settled(settings: TrainingSettings) -> list[str]:

@@ -51,3 +51,17 @@ def shell_words(line: str) -> list[str]:
         return shlex.split(line)
     except ValueError as error:
         raise LiVTError(f"{line!r} cannot be read as options: {error}; close what is quoted.") from error
+
+
+def format_accuracy(metrics: dict) -> str:
+    """Return metrics on one line: accuracy, or mAP where an image has several labels, overall and by shot group.
+
+    Where the test set is imbalanced, accuracy rewards its frequent classes: the mean over classes stands beside it.
+    """
+    overall = "accuracy" if "accuracy" in metrics else "map"
+    words = {"map": "mean average precision"}
+    parts = [f"{words.get(name, name)} {format_percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
+    if format_percent(metrics.get("mean_class_accuracy")) not in ("-", format_percent(metrics[overall])):
+        parts.insert(1, f"mean class accuracy {format_percent(metrics['mean_class_accuracy'])}")
+    calibration = f"; ECE {format_percent(metrics['ece'])}" if "ece" in metrics else ""
+    return "  ".join(parts) + f"  (percent{calibration})"

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.classifiers import check_classes_match, check_posterior, is_multi_label, load_classifier, load_processor
-from livt_hf.commands import accuracy_line, run_command
+from livt_hf.commands import run_command
 from livt_hf.data import eval_loader, load_data, load_to_measure
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.errors import LiVTError
@@ -29,9 +29,9 @@ from livt_hf.results import Results
 from livt_hf.run_data import check_split_unseen, settings_from_run, was_trained_on
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
-from livt_hf.text import shell_line
+from livt_hf.text import format_accuracy, shell_line
 from livt_hf.training.device import configure_threads
-from livt_hf.training.finetune import measure
+from livt_hf.training.finetune import compute_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if results is not None:
         Run(Path(settings.model)).write_results(results)
     rules = {} if results is None else results.rules
-    measured = "".join(f"  test, {rule}: {accuracy_line(metrics)}\n" for rule, metrics in rules.items())
+    measured = "".join(f"  test, {rule}: {format_accuracy(metrics)}\n" for rule, metrics in rules.items())
     low, high = min(calibration.offsets), max(calibration.offsets)
     print(
         f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.dataset} ({settings.split}): "
@@ -112,7 +112,7 @@ def measured_again(
         return dataclasses.replace(results, metrics=metrics, posterior=None, own_prior=None)
     batches = build_eval_batches(own.batch_size, accelerator, own.num_workers)
     counts = np.asarray(model.config.long_tail.class_counts)
-    measured = measure(model, eval_loader(data["test"], processor, batches), accelerator, counts)
+    measured = compute_metrics(model, eval_loader(data["test"], processor, batches), accelerator, counts)
     return dataclasses.replace(results, **measured)
 
 

@@ -38,7 +38,7 @@ from livt_hf.classifiers import (
     load_processor,
     training_counts,
 )
-from livt_hf.commands import accuracy_line, run_command
+from livt_hf.commands import run_command
 from livt_hf.data import class_counts, eval_loader, load_to_measure
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.labels import group_codes, labels_of
@@ -69,7 +69,7 @@ from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.results import EACH_LABEL, provenance
 from livt_hf.run_data import check_split_unseen, settings_from_run, was_trained_on
 from livt_hf.settings import EvalSettings
-from livt_hf.text import format_percent, shell_line
+from livt_hf.text import format_accuracy, format_percent, shell_line
 from livt_hf.training.device import LONG_TIMEOUT, check_processes, configure_threads
 
 
@@ -205,7 +205,7 @@ def measure_features(
     }
     measured = {name: long_tail_metrics(score, test.labels, counts, **thresholds) for name, score in scores.items()}
     for name, metrics in measured.items():
-        print(f"{name:14s} {accuracy_line(metrics)}")
+        print(f"{name:14s} {format_accuracy(metrics)}")
     return measured
 
 
@@ -247,7 +247,7 @@ def findings_in_words(found: Findings, exam: Exam) -> str:
     first = next(iter(rules))
     images, bad = (rules[first][name] for name in ("num_images", "num_nan"))
     lines = [measured_in_words(summary, images)]
-    lines += [f"  {name:32s} {accuracy_line(metrics)}" for name, metrics in rules.items()]
+    lines += [f"  {name:32s} {format_accuracy(metrics)}" for name, metrics in rules.items()]
     intervals = {name: found for name, found in summary["intervals"][first].items() if found is not None}
     shown = (f"{name} {format_percent(low)} to {format_percent(high)}" for name, (low, high) in intervals.items())
     over = "over images" if exam.clusters is None else "over groups"
@@ -276,7 +276,7 @@ def several_labels_in_words(summary: dict) -> str:
     shown = {"AUROC": "auroc", "macro F1": "macro_f1"}
     others = (f"{word} {format_percent(metrics[name])}" for word, name in shown.items() if name in metrics)
     began = measured_in_words(summary, metrics["num_images"])
-    return f"{began}\n  {accuracy_line(metrics)}\n  mean over classes: {', '.join(others)}"
+    return f"{began}\n  {format_accuracy(metrics)}\n  mean over classes: {', '.join(others)}"
 
 
 def write_prior(path: Path, summary: dict, exam: Exam) -> None:

@@ -56,9 +56,8 @@ class TrainSettings(DataSettings):
     def words(self, stage: str) -> list[str]:
         """What a stage is told besides what is chosen for it."""
         loss = {"loss": self.loss} if stage == "finetune" else {}
-        return as_words(
-            self.non_default_data_options() | {"dataset": self.dataset, "seed": self.seed, "flip": self.flip} | loss
-        )
+        own = {name: getattr(self, name) for name in ("dataset", "seed", "flip", "plugin")}
+        return as_words(self.non_default_data_options() | own | loss)
 
 
 @dataclass(kw_only=True)

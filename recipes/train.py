@@ -38,7 +38,7 @@ from livt_hf.settings import FinetuneSettings
 from livt_hf.text import format_duration, shell_words
 from livt_hf.training import autotune
 from livt_hf.training.device import available_cores, configure_threads
-from livt_hf.training.finetune import check_options
+from livt_hf.training.finetune import check_finetune_options
 from livt_hf.training.start import (
     build_classifier,
     build_head_config,
@@ -132,9 +132,10 @@ def plan_scratch(settings: TrainSettings, data: DatasetDict) -> tuple[str, dict[
     stages = {stage: [*settings.words(stage), *as_words(said)] for stage, said in options.items()}
     # What the second stage would refuse is refused now, not after the first.
     second = FinetuneSettings.parse([*stages["finetune"], "--pretrained", "none"], CONFIGS)
-    check_options(second, data)
-    LiViTConfig(**build_head_config(second, data["train"]), **build_label_config(data["train"]))
-    return choice.why(settings.hours), stages
+    check_finetune_options(data, second, second, second, second, second)
+    head = build_head_config(data["train"], second, second, second)
+    LiViTConfig(**head, **build_label_config(data["train"]))
+    return choice.explain(settings.hours), stages
 
 
 def plan_scratch_training(hours: float, train: Dataset, loss: str, threads: int | None = None) -> autotune.ScratchPlan:
@@ -156,8 +157,8 @@ def unmixed(loss: str) -> dict[str, float]:
 def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
     words = [*settings.words("finetune"), *as_words(unmixed(settings.loss)), "--pretrained", settings.pretrained]
     model_settings = FinetuneSettings.parse([*words, "--tune", "head"], inherit=inherit_from_checkpoint)
-    model = build_classifier(model_settings, train).eval()
-    processor = build_processor(model_settings, train, model)
+    model = build_classifier(train, model_settings, model_settings, model_settings, model_settings).eval()
+    processor = build_processor(model, train, model_settings, settings.dataset)
     size, budgeted = read_input_spec(processor).size, 3600 * settings.hours
     forward, read = forward_seconds(model, size, settings.threads), read_seconds(train, processor)
     batch = FinetuneSettings.parse([*words, "--tune", "full"], CONFIGS, inherit_from_checkpoint).batch_size

@@ -82,13 +82,13 @@ def test_half_a_core_hour_of_cifar_is_spent_on_small_patches_by_muon():
     assert (first.hours, second.hours) == (0.2, 0.3)  # not as in two hours
     assert (first.patch_size, first.decode_ratio, second.optimizer) == (4, 0.25, "muon")
     assert (second.mixup, second.cutmix, second.keep_all_epochs) == (0.0, 0.0, 1)
-    assert "40% of the time" in choice.why(0.5) and "by Muon, without mixup" in choice.why(0.5)
+    assert "40% of the time" in choice.explain(0.5) and "by Muon, without mixup" in choice.explain(0.5)
 
 
 def test_a_large_model_is_fine_tuned_on_all_patches():
     choice = autotune.ScratchPlan(2_336, 256, 20 * 3600 * autotune.CORE_FLOPS)
     assert choice.model[0] == "tiny" and "keep_ratio" not in choice.options(hours=20.0)["finetune"]
-    assert "half of their patches" not in choice.why(20.0)
+    assert "half of their patches" not in choice.explain(20.0)
 
 
 def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
@@ -316,10 +316,9 @@ def test_a_time_too_short_for_one_epoch_is_said_to_be(monkeypatch, capsys):
     monkeypatch.setattr(autotune, "measure_update_seconds", lambda *_: 3.0)
     for seconds, epochs in ((20, 1), (70, 2)):
         settings, loader = PretrainSettings(hours=seconds / 3600), SimpleNamespace(updates_per_epoch=10)
-        autotune.resolve_auto_options(
-            settings, Accelerator(cpu=True), autotune.clock(), TrainingTask(None, loader, None)
-        )
-        assert settings.epochs == epochs
+        task = TrainingTask(None, loader)
+        chosen = autotune.resolve_auto_options(settings, task, Accelerator(cpu=True), autotune.clock())
+        assert chosen.epochs == epochs
         assert ("one epoch takes longer than that" in capsys.readouterr().err) == (epochs == 1)
 
 
@@ -374,7 +373,7 @@ def test_we_race_with_what_train_would_choose_and_pay_for_all_but_evaluation(mon
     monkeypatch.setattr(autotune, "clock", autotune.clock)
     for cls, module, name in (
         (PretrainSettings, pretrain, "compute_reconstruction_loss"),
-        (FinetuneSettings, finetune, "measure"),
+        (FinetuneSettings, finetune, "compute_metrics"),
     ):
         monkeypatch.setattr(module, name, evaluation)
         monkeypatch.setattr(module, "main", stage(cls, module, name))

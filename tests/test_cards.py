@@ -298,10 +298,10 @@ def test_the_paper_is_quoted_only_beside_its_own_experiment(changes, arguments, 
     [({}, 100), ({"imbalance_factor": 10}, 10), ({"rule": "balanced"}, None), ({"dataset": "data/birds"}, None)],
 )
 def test_a_run_records_the_imbalance_of_its_benchmark_where_none_was_given(options, factor):
-    loop = SimpleNamespace(progress=Progress(update=1, seconds=1.0))
     model = SimpleNamespace(config=SimpleNamespace(model_type="livit"), parameters=list)
     settings = FinetuneSettings(**{"dataset": "cifar100-lt"} | options)
-    assert build_common_results(settings, loop, model)["imbalance_factor"] == factor
+    loop = SimpleNamespace(progress=Progress(update=1, seconds=1.0), optimization=settings)
+    assert build_common_results("finetune", settings, "base", loop, model)["imbalance_factor"] == factor
 
 
 def test_a_card_writes_epochs_in_full():

@@ -21,13 +21,15 @@ from livt_hf.settings import FinetuneSettings
 from livt_hf.training.checkpoints import Progress, read_state
 from livt_hf.training.finetune import (
     BestCheckpoint,
+    FinetuneTask,
     build_finetune_task,
-    check_options,
+    check_finetune_options,
     choose_selection_metric,
+    compute_metrics,
     draw_kept_patches,
-    measure,
 )
 from livt_hf.training.loop import StepKey
+from livt_hf.training.spec import FinetuneModelSpec
 from livt_hf.training.start import build_classifier, build_processor
 
 
@@ -53,6 +55,7 @@ from huggingface_hub import HfApi
 from PIL import Image as Pictures
 from livt_hf.settings import FinetuneSettings
 from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.training.spec import FinetuneModelSpec
 from livt_hf.training.start import build_processor
 
 HfApi().create_repo("org/mgp")
@@ -60,7 +63,7 @@ HfApi().upload_folder(repo_id="org/mgp", folder_path=sys.argv[1])
 features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
 train = Dataset.from_dict({"image": [Pictures.new("RGB", (32, 32))], "label": [0]}, features=features)
 model = LiViTForImageClassification(LiViTConfig.preset("micro"))
-processor = build_processor(FinetuneSettings.parse(["--pretrained", "org/mgp"]), train, model)
+processor = build_processor(model, train, FinetuneModelSpec(pretrained="org/mgp"), "glyphs")
 print(list(processor.image_std))
 """
 
@@ -68,20 +71,24 @@ print(list(processor.image_std))
 def test_pictures_are_normalised_as_in_the_pretraining_wherever_that_is_stored(train, tmp_path):
     folder = tmp_path / "mgp"
     eval_processor(32, [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]).save_pretrained(folder)
-    assert list(build_processor(options("--pretrained", folder), train, micro()).image_mean) == [0.1, 0.2, 0.3]
+    assert list(build_processor(micro(), train, FinetuneModelSpec(pretrained=str(folder)), "glyphs").image_mean) == [
+        0.1,
+        0.2,
+        0.3,
+    ]
     with hub_server() as server:
         printed = server.run(FROM_THE_HUB, tmp_path, str(folder))
     assert printed.splitlines()[-1] == "[0.4, 0.5, 0.6]"
 
 
 def test_a_checkpoint_without_statistics_is_normalised_as_the_data_and_it_is_said(train, tmp_path, caplog):
-    processor = build_processor(options("--pretrained", tmp_path, "--dataset", "cifar100-lt"), train, micro())
+    processor = build_processor(micro(), train, FinetuneModelSpec(pretrained=str(tmp_path)), "cifar100-lt")
     assert tuple(processor.image_mean) == normalization("cifar100-lt")[0]
     assert "does not say how its images were normalised; taking the statistics of cifar100-lt" in caplog.text
 
 
 def test_small_pictures_stay_as_they_are_and_others_come_to_their_size(train):
-    processor = build_processor(options("--pretrained", "none", "--dataset", "glyphs"), train, micro())
+    processor = build_processor(micro(), train, FinetuneModelSpec(pretrained="none"), "glyphs")
     small = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (processor.image_mean, processor.image_std))
     pixels = processor(images=small, return_tensors="pt").pixel_values
@@ -105,7 +112,15 @@ def test_a_single_label_data_set_can_start_from_a_multi_label_model(train, tiny,
     for labels in (["cat", "dog"], ["oak", "elm"]):
         renamed = train.cast_column("label", ClassLabel(names=labels))
         with pytest.raises(ValueError, match="is of size"):  # past every check of the head
-            build_classifier(options("--pretrained", tmp_path), renamed)
+            start(renamed, options("--pretrained", tmp_path))
+
+
+def start(train: Dataset, settings: FinetuneSettings):
+    return build_classifier(train, settings, settings, settings, settings)
+
+
+def finetune_task(settings: FinetuneSettings, data: DatasetDict, model, processor, accelerator) -> FinetuneTask:
+    return build_finetune_task(model, processor, data, settings, settings, settings, accelerator)
 
 
 class Weights(torch.nn.Linear):
@@ -123,19 +138,19 @@ def best_weights(run: Run, value: float, progress: Progress) -> BestCheckpoint:
 
 def test_the_best_weights_are_those_the_checkpoint_speaks_of_also_after_a_kill(tmp_path):
     run, progress = Run(tmp_path), Progress()
-    best_weights(run, 1.0, progress).consider(5, 0.5)
+    best_weights(run, 1.0, progress).update(5, 0.5)
     saved = run.checkpoints / "step-50"
     saved.mkdir()
     (saved / "state.json").write_text(json.dumps(vars(progress) | {"files": {}}))
-    best_weights(run, 2.0, progress).consider(10, 0.4)  # worse
+    best_weights(run, 2.0, progress).update(10, 0.4)  # worse
     assert progress.best_epoch == 5
-    best_weights(run, 3.0, progress).consider(15, 0.6)  # better, and the run is killed before its next checkpoint
+    best_weights(run, 3.0, progress).update(15, 0.6)  # better, and the run is killed before its next checkpoint
     state = {name: value for name, value in read_state(saved).items() if name != "files"}
     resumed = best_weights(run, 0.0, Progress(**state))
     resumed.restore()
     assert resumed.loop.final_model.weight.item() == 1
     (saved / "state.json").write_text(json.dumps(vars(progress) | {"files": {}}))
-    best_weights(run, 4.0, progress).consider(20, 0.7)
+    best_weights(run, 4.0, progress).update(20, 0.7)
     assert sorted(path.name for path in run.checkpoints.glob("best*")) == [
         "best-15.safetensors",
         "best-20.safetensors",
@@ -149,7 +164,7 @@ def test_the_posterior_in_the_results_is_under_the_uniform_prior_whatever_the_he
     torch.nn.init.zeros_(model.classifier.bias)
     processor = eval_processor(32, [0.5] * 3, [0.5] * 3, native=True)
     loader = eval_loader(train, processor, Batches(4))
-    measured = measure(model, loader, Accelerator(cpu=True), [1, 3])
+    measured = compute_metrics(model, loader, Accelerator(cpu=True), [1, 3])
     uniform = model.head.posterior(torch.zeros(1, 2), "uniform").argmax().item()
     assert uniform != model.head.posterior(torch.zeros(1, 2)).argmax().item()
     assert measured["posterior"]["accuracy"] == (0.25 if uniform == 0 else 0.75)
@@ -163,7 +178,7 @@ def test_mixup_ends_before_training_does_where_it_is_told_to(train, tmp_path):
     model.forward = lambda pixels, labels: seen.append(labels.is_floating_point()) or SimpleNamespace(loss=None)
     data = DatasetDict(train=train, test=train)
     accelerator = SimpleNamespace(process_index=0, num_processes=1)
-    task = build_finetune_task(settings, data, model, eval_processor(32, [0.5] * 3, [0.5] * 3), accelerator)
+    task = finetune_task(settings, data, model, eval_processor(32, [0.5] * 3, [0.5] * 3), accelerator)
     for epoch in range(3):
         (batch,) = task.loader.epoch(epoch)
         task.compute_loss(model, batch, StepKey(epoch, update=epoch))
@@ -178,9 +193,9 @@ def split_of(counts: list[int], several: bool = False) -> Dataset:
 
 
 def test_the_best_epoch_is_chosen_by_the_mean_over_classes_unless_another_number_is_asked_for():
-    assert choose_selection_metric(options(), several=False) == "mean_class_accuracy"
-    assert choose_selection_metric(options(), several=True) == "map"
-    assert choose_selection_metric(options("--select_metric", "few"), several=False) == "few"
+    assert choose_selection_metric(options(), multi_label=False) == "mean_class_accuracy"
+    assert choose_selection_metric(options(), multi_label=True) == "map"
+    assert choose_selection_metric(options("--select_metric", "few"), multi_label=False) == "few"
     with pytest.raises(LiVTError, match="select_metric is 'f1'; choose one of mean_class_accuracy, accuracy, macro"):
         options("--select_metric", "f1")
 
@@ -199,15 +214,17 @@ def test_a_number_that_cannot_select_is_refused(metric, several, complaint):
     data = DatasetDict(train=split_of([50, 30, 5], several), validation=split_of([5, 3, 1], several))
     settings = options("--select", "best", "--select_metric", metric, "--batch_size", "8")
     if complaint is None:
-        check_options(settings, data)
+        check_finetune_options(data, *[settings] * 5)
         return
     with pytest.raises(LiVTError, match=complaint):
-        check_options(settings, data)
+        check_finetune_options(data, *[settings] * 5)
 
 
 def test_a_selection_metric_without_selection_is_refused():
-    with pytest.raises(LiVTError, match="pass --select best with it"):
-        check_options(options("--select_metric", "few", "--batch_size", "8"), DatasetDict(train=split_of([50, 30, 5])))
+    with pytest.raises(LiVTError, match="set select best with it"):
+        check_finetune_options(
+            DatasetDict(train=split_of([50, 30, 5])), *[options("--select_metric", "few", "--batch_size", "8")] * 5
+        )
 
 
 def test_a_run_with_muon_goes_on_to_the_weights_of_one_that_was_not_stopped(tmp_path, monkeypatch):
@@ -235,21 +252,20 @@ def test_what_goes_by_the_epochs_goes_by_those_that_max_steps_leaves(tmp_path, m
 
 
 def test_the_patches_that_are_kept_belong_to_the_image_and_the_epoch():
-    settings = options("--keep_ratio", 0.25)
-    kept = draw_kept_patches(settings, 3, torch.arange(40), 64)
+    kept = draw_kept_patches(0.25, 0, 3, torch.arange(40), 64)
     assert kept.shape == (40, 16) and (kept.diff(dim=1) > 0).all() and kept.min() >= 0 and kept.max() < 64
-    assert torch.equal(draw_kept_patches(settings, 3, torch.tensor([7]), 64)[0], kept[7])
-    assert not torch.equal(draw_kept_patches(settings, 4, torch.arange(40), 64), kept)
-    assert draw_kept_patches(options("--keep_ratio", 0.01), 3, torch.arange(2), 4).shape == (2, 1)
+    assert torch.equal(draw_kept_patches(0.25, 0, 3, torch.tensor([7]), 64)[0], kept[7])
+    assert not torch.equal(draw_kept_patches(0.25, 0, 4, torch.arange(40), 64), kept)
+    assert draw_kept_patches(0.01, 0, 3, torch.arange(2), 4).shape == (2, 1)
 
 
 def test_patches_are_left_out_until_the_last_epochs(train):
     words = "--keep_ratio 0.5 --keep_all_epochs 2 --epochs 5 --batch_size 4 --mixup 0 --cutmix 0 --pretrained none"
     settings, seen = options(*words.split()), []
-    model = build_classifier(settings, train)
+    model = start(train, settings)
     model.vit.layers[0].register_forward_hook(lambda _layer, inputs, _output: seen.append(inputs[0].shape[1]))
-    processor = build_processor(settings, train, model)
-    task = build_finetune_task(settings, DatasetDict(train=train), model, processor, Accelerator(cpu=True))
+    processor = build_processor(model, train, settings, settings.dataset)
+    task = finetune_task(settings, DatasetDict(train=train), model, processor, Accelerator(cpu=True))
     for epoch in range(5):
         task.compute_loss(model, next(task.loader.epoch(epoch)), StepKey(epoch, epoch))
     assert seen == [33, 33, 33, 65, 65]  # of 64 patches, and the class token

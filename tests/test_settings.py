@@ -394,7 +394,7 @@ def test_fine_tuning_keeps_the_image_size_of_its_checkpoint_unless_told_another(
 
     def size(*words: str) -> int:
         arguments = FinetuneSettings.parse(["--model_size", "micro", *words])
-        return build_classifier(arguments, train).config.image_size
+        return build_classifier(train, arguments, arguments, arguments, arguments).config.image_size
 
     assert size("--pretrained", str(tmp_path)) == 8
     assert size("--pretrained", str(tmp_path), "--image_size", "16") == 16

@@ -20,7 +20,7 @@ from torch import nn
 
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results
-from livt_hf.runs import Run, check_resumable
+from livt_hf.runs import Run, check_resumable, start_run
 from livt_hf.settings import PretrainSettings
 from livt_hf.training.checkpoints import CheckpointError, list_checkpoints
 from livt_hf.training.device import StopOnSignal, available_cores, choose_precision, has_fast_cpu_bf16
@@ -70,12 +70,12 @@ def settings(folder: Path, **options) -> PretrainSettings:
 
 
 def make_loop(arguments: PretrainSettings, compute_loss=squared_error, resumed: Run | None = None) -> TrainingLoop:
-    accelerator = make_accelerator(arguments)
+    accelerator = make_accelerator(arguments, arguments.trackers)
     torch.manual_seed(0)
-    run = open_run(accelerator, arguments, resumed)
-    return TrainingLoop(
-        accelerator, arguments, run, TrainingTask(Line(), Batches(arguments.accumulation), compute_loss)
-    )
+    run = open_run(accelerator, lambda: resumed or start_run(arguments), vars(arguments))
+    task = TrainingTask(Line(), Batches(arguments.accumulation))
+    task.compute_loss = compute_loss
+    return TrainingLoop(task, arguments, arguments, accelerator, run)
 
 
 def resumed(arguments: PretrainSettings, compute_loss=squared_error, **options) -> TrainingLoop:
@@ -168,7 +168,7 @@ def test_max_steps_shortens_the_schedule(tmp_path):
 
 def test_evaluations_follow_whole_epochs_and_the_end(tmp_path):
     loop = make_loop(settings(tmp_path / "run", max_steps=10))
-    loop.fit(after_epoch=lambda epoch: {"accuracy": epoch / 10})
+    loop.fit(lambda _loop, epoch: {"accuracy": epoch / 10})
     measured = [(line["update"], line["epoch"], line["eval"]["accuracy"]) for line in log_of(loop) if "eval" in line]
     assert measured == [(4, 1, 0.0), (8, 2, 0.1), (10, 3, 0.2)]
 
@@ -177,7 +177,7 @@ def test_the_model_trains_on_after_an_evaluation(tmp_path):
     loop = make_loop(settings(tmp_path / "run"))
     modes = []
     loop.optimizer.optimizer.register_step_pre_hook(lambda *_: modes.append(loop.model.training))
-    loop.fit(after_epoch=lambda epoch: loop.bare_model.eval() and None)
+    loop.fit(lambda _loop, epoch: loop.bare_model.eval() and None)
     assert modes == [True] * 12
 
 
@@ -359,7 +359,7 @@ def test_trackers_are_told_what_the_log_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Notebook)
     monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TENSORBOARD])
     loop = make_loop(settings(tmp_path / "run", trackers="tensorboard", log_steps=6))
-    loop.fit(after_epoch=lambda epoch: {"accuracy": 0.5, "few": None} if epoch == 2 else None)
+    loop.fit(lambda _loop, epoch: {"accuracy": 0.5, "few": None} if epoch == 2 else None)
     notebook = Notebook.opened.pop()
     assert notebook.folder == tmp_path / "run"
     assert notebook.configuration["base_lr"] == 0.1
@@ -380,7 +380,7 @@ def test_tensorboard_writes_into_the_run_folder(tmp_path):
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("livt_hf.training.loop.get_available_trackers", lambda: [])
     with pytest.raises(ValueError, match="the tracker 'wandb' is not installed"):
-        make_accelerator(settings(tmp_path / "run", trackers="wandb"))
+        make_accelerator(settings(tmp_path / "run"), trackers="wandb")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")

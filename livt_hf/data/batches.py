@@ -92,6 +92,26 @@ def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
     return batch
 
 
+def build_train_batches(
+    batch_size: int,
+    accumulation: int,
+    seed: int,
+    accelerator: Accelerator,
+    num_workers: int = 0,
+    sampler: Sampler | None = None,
+) -> Batches:
+    """Share the images of an update among processes and accumulation steps."""
+    return Batches(
+        batch_size,
+        accumulation,
+        seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        num_workers=num_workers,
+        sampler=sampler or Sampler(),
+    )
+
+
 def build_eval_batches(per_process: int, accelerator: Accelerator, num_workers: int = 0) -> Batches:
     """Batches for evaluation: `per_process` images per forward pass, each image on one process."""
     rank, world_size = accelerator.process_index, accelerator.num_processes

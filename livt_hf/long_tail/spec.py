@@ -1,10 +1,14 @@
 """LossSpec: the options of the loss and of the head. Nothing here imports torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from livt_hf.long_tail.loss_table import LOSSES
 from livt_hf.specs import Spec, option
+
+if TYPE_CHECKING:
+    from livt_hf.long_tail.config import LongTailConfig
 
 
 def loss_names() -> list[str]:
@@ -49,3 +53,40 @@ class LossSpec(Spec):
     ib_alpha: float = option(1000.0, "IB: factor of the loss")
     ib_warmup: float = option(0.5, "IB: share of the epochs on cross-entropy before it starts")
     nt_lambda: float = option(2.0, "lambda of the NT-BCE losses; 1 is plain BCE")
+
+    def build_config(
+        self,
+        class_counts: list[int],
+        class_names: Sequence[str],
+        *,
+        num_train_images: int | None = None,
+        seen_counts: list[float] | None = None,
+        trained_with: dict[str, float] | None = None,
+    ) -> "LongTailConfig":
+        """Build the config of a head; files of priors and weights are read.
+
+        Args:
+            class_counts: training images of each class.
+            class_names: names in the same order.
+            num_train_images: number of training images, only where an image may have several labels.
+            seen_counts: images of each class that an epoch shows, where a sampler changes them.
+            trained_with: what made the targets soft, such as {"mixup": 0.8}.
+        """
+        from livt_hf.long_tail.config import LongTailConfig
+        from livt_hf.long_tail.priors import read_numbers, read_prior
+
+        several, prior = num_train_images is not None, self.test_prior
+        values = {name: getattr(self, name) for name in LossSpec.names()}
+        if self.class_weights is not None:
+            values["class_weights"] = read_numbers(self.class_weights, class_names, "class weights")
+        if prior == "none" or (several and prior == "uniform"):  # labels that exclude nothing share no probability
+            values["test_prior"] = None
+        elif prior != "uniform":
+            values["test_prior"] = read_prior(prior, class_names, multi_label=several)
+        return LongTailConfig(
+            **values,
+            class_counts=class_counts,
+            num_train_images=num_train_images,
+            seen_counts=seen_counts,
+            trained_with=trained_with,
+        )

@@ -1,7 +1,6 @@
-"""How much training fits into a given time, and what is trained with it: stated rules in plain arithmetic."""
+"""Choose model, batch, epochs and compilation for a given time: stated rules, and a trial of a few updates."""
 
 import copy
-import dataclasses
 import math
 import os
 import shutil
@@ -15,8 +14,8 @@ from accelerate import Accelerator
 
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.randomness import preserve_rng_state
-from livt_hf.settings import TrainingSettings
 from livt_hf.training.loop import TrainingLoop, TrainingTask
+from livt_hf.training.spec import CheckpointSpec, OptimizationSpec
 
 # The clock that budgets are counted by. recipes/benchmarks/race.py takes the processor's time instead.
 clock: Callable[[], float] = time.perf_counter
@@ -41,7 +40,7 @@ SMALLEST = min(pixels for _, pixels, _ in FROM_SCRATCH)  # to which smaller imag
 SMALL_PATCHES, SMALL_PASSES = ("micro", 32, 4), 22
 # The share of the patches that a micro ViT is fine-tuned on. On CIFAR-100-LT, with five core-minutes for both stages,
 # half of them led to 16.1 % and all to 14.6 %.
-KEPT = 0.5
+KEEP_RATIO = 0.5
 # The share of the time that masked pretraining gets. On CIFAR-100-LT, 41 % of 22 minutes led to 27.4 % accuracy, 78 %
 # of 58 minutes to 31.3 %.
 # With patches of 4, 42 % of 26 minutes led to 34.9 %, 65 % of 121 minutes to 43.0 %.
@@ -59,43 +58,48 @@ COMPILING_PAYS_AFTER = 30 * 60
 
 
 def fit_epochs(seconds: float, per_epoch: float, last: int = 0, per_last: float = 0.0) -> int:
-    """Whole epochs that fit, of which the `last` ones take longer; at least one, for less is no training."""
+    """Return how many whole epochs fit, of which the `last` ones take longer; at least one."""
     rest = seconds - last * per_last
     return max(1, int(seconds / per_last) if last and rest < 0 else last + int(rest / per_epoch))
 
 
 def compile_pays(seconds: float, device: str) -> bool:
-    """Of a training that takes so long without: always on a GPU, and on a CPU where it is long enough."""
+    """Return whether compiling pays for a training of this length: always on a GPU, on a CPU if it is long."""
     return device not in ("cpu", "mps") or (device == "cpu" and seconds >= COMPILING_PAYS_AFTER)
 
 
 def count_layer_flops(width: int, tokens: int) -> float:
-    """Of the matrix products of one image's forward pass through one layer of a ViT."""
+    """Count operations of the matrix products of one image in one layer of a ViT, forward."""
     return 24 * width**2 * tokens + 4 * width * tokens**2
 
 
 def count_training_flops(model_size: str, image_size: int, patch_size: int) -> float:
-    """Of one image in fine-tuning, forward and backward."""
+    """Count operations of one image in fine-tuning, forward and backward."""
     preset, tokens = PRESETS[model_size], (image_size // patch_size) ** 2 + 1
     return 3 * preset["num_hidden_layers"] * count_layer_flops(preset["hidden_size"], tokens)
 
 
 def choose_batch_size(num_images: int) -> int:
-    """Images per update: a power of two from 16 to 256 that leaves an epoch its updates, or as many as there are."""
+    """Return a batch size: the largest power of two from 16 to 256 that leaves an epoch its updates, or fewer."""
     fitting = next((size for size in (256, 128, 64, 32) if num_images >= UPDATES_PER_EPOCH * size), 16)
     return min(fitting, 2 ** (max(num_images, 1).bit_length() - 1))
 
 
-def wanted(model: tuple[str, int, int]) -> int:
-    """Passes over the images from which on a model is worth its price."""
+def required_passes(model: tuple[str, int, int]) -> int:
+    """Return how many passes over the images make a model worth its cost."""
     return SMALL_PASSES if model == SMALL_PATCHES else PASSES
 
 
 @dataclass(frozen=True)
 class ScratchPlan:
-    """What is trained from scratch on so many images, their shorter side in pixels, with so much computation.
+    """Choice of model and schedule for training from scratch in a given time.
 
-    `alike`: all are squares of that side. `soft_labels`: the loss takes those of mixed images.
+    Args:
+        num_images: number of training images.
+        side: their shorter side in pixels.
+        flops: operations that the time allows.
+        alike: all images are squares of that side.
+        soft_labels: the loss accepts the labels of mixed images.
     """
 
     num_images: int
@@ -106,51 +110,51 @@ class ScratchPlan:
 
     @property
     def model(self) -> tuple[str, int, int]:
-        """Preset, pixels and patch: the largest that sees each image often enough and enlarges none it need not."""
+        """Preset, pixels and patch: the largest model that sees each image often enough without enlarging it."""
         fitting = (
             choice
             for choice in FROM_SCRATCH
-            if choice[1] <= max(self.side, SMALLEST) and self.passes(choice) >= wanted(choice)
+            if choice[1] <= max(self.side, SMALLEST) and self.passes(choice) >= required_passes(choice)
         )
         return next(fitting, FROM_SCRATCH[-1])
 
     def passes(self, model: tuple[str, int, int]) -> float:
-        """How often the whole time would show every image to the model in fine-tuning."""
-        kept = KEPT if model[0] == "micro" else 1.0
+        """Return how often the time would show every image to the model in fine-tuning."""
+        kept = KEEP_RATIO if model[0] == "micro" else 1.0
         return self.flops / (kept * count_training_flops(*model)) / self.num_images
 
     @property
     def batch_size(self) -> int:
-        """Of pretraining."""
+        """Images per update in pretraining."""
         return choose_batch_size(self.num_images)
 
     @property
     def second_batch_size(self) -> int:
-        """Of fine-tuning, whose loss is less noisy: half."""
+        """Images per update in fine-tuning: half, because its loss is less noisy."""
         return max(min(16, self.batch_size), self.batch_size // 2)
 
     @property
     def base_lrs(self) -> tuple[float, float]:
-        """Of both stages, for 256 images per update: of the micro ViT as chosen on CIFAR-100-LT, else the paper's."""
+        """Learning rates of both stages for 256 images: chosen on CIFAR-100-LT for micro, else the paper's."""
         return (2e-3, 4e-3) if self.model[0] == "micro" else (1.5e-4, 1e-3)
 
     @property
     def long_enough(self) -> bool:
-        """Whether fine-tuning has the epochs from which on mixing images pays."""
+        """True if fine-tuning has enough epochs for mixup to pay."""
         return (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed."""
+        """True if images are mixed."""
         return self.long_enough and self.soft_labels
 
     @property
     def share(self) -> float:
-        """Of the time, for masked pretraining."""
+        """Share of the time for masked pretraining."""
         return PRETRAINING_SHARE if self.long_enough or self.model != SMALL_PATCHES else SHORT_SHARE
 
     def options(self, hours: float) -> dict[str, dict]:
-        """The options of both stages."""
+        """Return the options of both stages."""
         (size, pixels, patch), rates = self.model, self.base_lrs
         model = {"model_size": size, "image_size": pixels, "patch_size": patch}
         first = {"batch_size": self.batch_size, "base_lr": rates[0], "warmup_epochs": 2, "decode_ratio": 0.5}
@@ -159,22 +163,23 @@ class ScratchPlan:
         second["mixup"] = 0.2 if self.mixes else 0.0
         second["augmentation"] = "pad_crop" if self.alike and pixels == self.side else "crop"
         if size == "micro":
-            second["keep_ratio"] = KEPT
+            second["keep_ratio"] = KEEP_RATIO
         if self.model == SMALL_PATCHES:
             first["decode_ratio"], second["optimizer"] = 0.25, "muon"
             if self.mixes:  # recipes/configs/*-cifar100-lt-long.yaml
                 second |= {"keep_all_epochs": 3, "cutmix": 1.0, "mixup_off_epochs": 8}
         shares = {"pretrain": self.share, "finetune": 1 - self.share}
-        told = {"pretrain": first, "finetune": second}
-        return {stage: model | told[stage] | {"hours": round(hours * shares[stage], 4)} for stage in told}
+        stages = {"pretrain": first, "finetune": second}
+        return {stage: model | stages[stage] | {"hours": round(hours * shares[stage], 4)} for stage in stages}
 
-    def why(self, hours: float) -> str:
+    def explain(self, hours: float) -> str:
+        """Return what was chosen and why, for people."""
         size, pixels, patch = self.model
         small, passes = self.model == SMALL_PATCHES, f"{self.passes(self.model):,.0f}"
         unmixed = f"which wants {MIXUP_EPOCHS} epochs" if self.soft_labels else "for the loss wants hard labels"
         return (
             f"From scratch: {size} at {pixels} pixels with patches of {patch}. {hours:g} hours would show it each of "
-            f"the {self.num_images:,} images about {passes} times; {wanted(self.model)} are wanted.\n"
+            f"the {self.num_images:,} images about {passes} times; {required_passes(self.model)} are wanted.\n"
             f"  {self.share:.0%} of the time goes to masked pretraining, {self.batch_size} images per update; the "
             f"rest to balanced fine-tuning, {self.second_batch_size} images per update, "
             + ("by half of their patches, " if size == "micro" else "")
@@ -185,7 +190,7 @@ class ScratchPlan:
 
 
 def choose_tuning(seconds: float, per_epoch: float, num_images: int, batch_size: int) -> str:
-    """What of a pretrained backbone is trained, if an epoch takes so many seconds: everything or the head."""
+    """Choose what of a pretrained backbone to train: "full" where the time allows enough epochs, else "head"."""
     epochs = seconds / per_epoch
     enough = epochs >= FULL_EPOCHS and epochs * max(1, num_images // batch_size) >= FULL_UPDATES
     return "full" if enough else "head"
@@ -196,65 +201,73 @@ WARM_UP, TIMED = 2, 10
 
 
 def resolve_auto_options(
-    settings: TrainingSettings, accelerator: Accelerator, began: float, task: TrainingTask
-) -> None:
-    """Choose what was left open, by the time that some updates take, and say it.
+    spec: OptimizationSpec, task: TrainingTask, accelerator: Accelerator, began: float
+) -> OptimizationSpec:
+    """Replace options that are left to the machine by values, and print them.
 
-    Of `--hours`, counted from `began`: as many epochs as fit. Of `--compile auto`: whether it pays. The run is then,
-    bit for bit, the one that was asked for these values.
+    `hours`, counted from `began`, becomes the number of epochs that fit; `compile="auto"` becomes True or False. A few
+    updates of a copy of the model are timed. The run is then, bit for bit, the one with these values.
     """
-    if settings.hours is None and settings.compile != "auto":
-        return
+    if spec.hours is None and spec.compile != "auto":
+        return spec
     updates = task.loader.updates_per_epoch
 
-    def seconds_of(epoch: int) -> float:
-        return measure_update_seconds(settings, accelerator, task, epoch) * updates
+    def epoch_seconds(epoch: int) -> float:
+        return measure_update_seconds(spec, task, accelerator, epoch) * updates
 
-    per_epoch = seconds_of(0)
-    if settings.hours is not None:
-        last = settings.keep_all_epochs if getattr(settings, "keep_ratio", 1) < 1 else 0
-        per_last = seconds_of(settings.epochs - 1) if last else 0.0
-        left = 3600 * settings.hours - (clock() - began)
-        # The clocks of processes differ, their epochs must not.
-        fitting = fit_epochs(left, per_epoch, last, per_last)
-        if settings.max_steps is not None:
-            fitting = min(fitting, math.ceil(settings.max_steps / updates))
-        settings.epochs = int(_gathered(accelerator, fitting).min())
-        said = f"epochs that fit into {max(0, left) / 60:.1f} minutes, at {per_epoch:.1f} seconds each"
+    per_epoch = epoch_seconds(0)
+    if spec.hours is not None:
+        last = task.slow_final_epochs
+        per_last = epoch_seconds(spec.epochs - 1) if last else 0.0
+        left = 3600 * spec.hours - (clock() - began)
+        epochs = fit_epochs(left, per_epoch, last, per_last)
+        if spec.max_steps is not None:
+            epochs = min(epochs, math.ceil(spec.max_steps / updates))
+        epochs = int(_gather(accelerator, epochs).min())  # the clocks of processes differ, their epochs must not
+        spec = spec.replace(epochs=epochs)
+        message = f"epochs that fit into {max(0, left) / 60:.1f} minutes, at {per_epoch:.1f} seconds each"
         if last:
-            said += f" and {per_last:.1f} with all patches (the last {last})"
+            message += f" and {per_last:.1f} with all patches (the last {last})"
         late = "; one epoch takes longer than that" if left < (per_last if last else per_epoch) else ""
-        accelerator.print(f"{said}: {settings.epochs}{late}", file=sys.stderr)
-    if settings.compile == "auto":
-        seconds, device = settings.epochs * per_epoch, accelerator.device.type
-        settings.compile = compile_pays(seconds, device) and can_compile(device)
-        said = f"{'' if settings.compile else 'not '}compiling the model: {seconds / 60:.0f} minutes on {device}"
-        accelerator.print(said, file=sys.stderr)
+        accelerator.print(f"{message}: {epochs}{late}", file=sys.stderr)
+    if spec.compile == "auto":
+        seconds, device = spec.epochs * per_epoch, accelerator.device.type
+        spec = spec.replace(compile=compile_pays(seconds, device) and can_compile(device))
+        message = f"{'' if spec.compile else 'not '}compiling the model: {seconds / 60:.0f} minutes on {device}"
+        accelerator.print(message, file=sys.stderr)
+    return spec
 
 
 def can_compile(device: str) -> bool:
-    """Graphs for a CPU are C++."""
+    """Return False where torch.compile lacks the C++ compiler it needs for a CPU."""
     return device != "cpu" or shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def measure_update_seconds(
-    settings: TrainingSettings, accelerator: Accelerator, task: TrainingTask, epoch: int
-) -> float:
-    """The mean over some updates of an epoch by a copy of the model, which is thrown away; on the slowest process."""
-    plain = dataclasses.replace(settings, ema_decay=None)
+def measure_update_seconds(spec: OptimizationSpec, task: TrainingTask, accelerator: Accelerator, epoch: int) -> float:
+    """Return the mean time of a few updates of an epoch by a copy of the model, on the slowest process."""
+    trial = copy.copy(task)
+    trial.module = copy.deepcopy(task.module)
     with preserve_rng_state():
-        loop = TrainingLoop(accelerator, plain, None, dataclasses.replace(task, module=copy.deepcopy(task.module)))
+        loop = TrainingLoop(trial, spec.replace(ema_decay=None), CheckpointSpec(), accelerator, run=None)
+        trial.begin_epoch(loop.bare_model, epoch, spec.epochs)
         loop.model.train()
         updates = min(WARM_UP + TIMED, loop.per_epoch)
-        batches = iter(task.loader.epoch(epoch))
+        batches = iter(trial.loader.epoch(epoch))
         for update in range(updates):
             if update == min(WARM_UP, updates - 1):
                 began = clock()
             loop.update(batches, epoch)
         seconds = (clock() - began) / max(1, updates - WARM_UP)
     accelerator.free_memory()
-    return _gathered(accelerator, seconds).max().item()
+    return _gather(accelerator, seconds).max().item()
 
 
-def _gathered(accelerator: Accelerator, value: float) -> torch.Tensor:
+def _gather(accelerator: Accelerator, value: float) -> torch.Tensor:
     return accelerator.gather(torch.tensor([value], device=accelerator.device, dtype=torch.float32))
+
+
+def limit_epochs(spec: OptimizationSpec, updates_per_epoch: int) -> OptimizationSpec:
+    """Return the spec with the epochs that `max_steps` reaches: schedules within a training go by epochs."""
+    if spec.max_steps is None:
+        return spec
+    return spec.replace(epochs=min(spec.epochs, math.ceil(spec.max_steps / updates_per_epoch)))

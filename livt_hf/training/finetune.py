@@ -1,7 +1,8 @@
-"""What the second stage needs around its model: where it starts, what it is measured by, which weights are kept."""
+"""Fine-tuning: the task of the loop, the evaluation after an epoch, and the results of a run."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -11,30 +12,36 @@ from accelerate import Accelerator
 from datasets import DatasetDict
 from safetensors.torch import save_model
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, train_loader
-from livt_hf.data.batches import build_eval_batches
+from livt_hf.data.batches import build_eval_batches, build_train_batches
 from livt_hf.data.division import is_carved, refuse_single_class
 from livt_hf.data.labels import is_multi_label, number_of_classes
+from livt_hf.data.sampling import Sampler
+from livt_hf.data.spec import FinetuneAugmentationSpec
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import given_labels, headline, standard_rules
 from livt_hf.evaluation.running import evaluate_multi_label, evaluate_rules, logits_of
 from livt_hf.files import replacing
 from livt_hf.long_tail.losses import LOSSES
+from livt_hf.long_tail.spec import LossSpec
 from livt_hf.long_tail.structure import get_classifier
 from livt_hf.metrics import GROUPS, shot_groups
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.processors import InputSpec, read_input_spec
 from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import OWN, PAPER, UNIFORM, Results
-from livt_hf.settings import FinetuneSettings
+from livt_hf.text import format_accuracy
 from livt_hf.training.checkpoints import explain_save_errors, list_checkpoints, load_weights, read_state
 from livt_hf.training.frozen import FeatureClassifier, FeatureLoader, FrozenBackbone
-from livt_hf.training.loop import TrainingLoop, TrainingTask
+from livt_hf.training.loop import StepKey, TrainingLoop, TrainingTask
 from livt_hf.training.lora import add_lora, merge_lora
-from livt_hf.training.results import build_batches, build_common_results, is_local, is_own, summarize_class_counts
+from livt_hf.training.optim import make_optimizer
+from livt_hf.training.results import is_local, is_own, summarize_class_counts
+from livt_hf.training.spec import FinetuneCheckpointSpec, FinetuneModelSpec, FinetuneOptimizationSpec
 from livt_hf.training.start import freeze_unused_parameters
 
 CLASS_ACCURACIES = ("mean_class_accuracy", "worst_class_accuracy")
@@ -46,146 +53,239 @@ _AUGMENTATION = {
 }
 
 
-def check_options(settings: FinetuneSettings, data: DatasetDict) -> None:
-    """What cannot work is refused before anything is computed or written."""
-    refuse_single_class(data["train"])
-    Batches(settings.batch_size).updates(len(data["train"]))
-    if not LOSSES[settings.loss].soft_labels and (settings.mixup or settings.cutmix):
-        raise LiVTError(f"loss {settings.loss!r} wants hard labels; pass --mixup 0 --cutmix 0.")
-    if settings.tune == "head" and (settings.mixup or settings.cutmix or settings.erase):
-        raise LiVTError("features of a frozen backbone cannot be mixed; pass --mixup 0 --cutmix 0 --erase 0.")
-    if settings.tune == "head" and settings.gradient_checkpointing:
-        raise LiVTError("a classifier on frozen features keeps next to nothing; leave --gradient_checkpointing out.")
-    if settings.tune == "head" and settings.normalised_classifier:
-        raise LiVTError(
-            "features of a frozen backbone are standardised, which cosines are not; leave --normalised_classifier out."
-        )
-    if settings.tune == "head" and settings.pretrained == "none":
-        raise LiVTError("--tune head needs a pretrained model; name one with --pretrained.")
-    if settings.hours is not None and settings.sampler == "progressive":
-        raise LiVTError("the progressive sampler must know the number of epochs; pass --epochs instead of --hours.")
-    if settings.select == "best":
-        _check_selection(settings, data)
-    elif settings.select_metric is not None:
-        raise LiVTError("--select_metric says what the best epoch is best by; pass --select best with it.")
+def check_finetune_options(
+    dataset: DatasetDict,
+    model: FinetuneModelSpec,
+    optimization: FinetuneOptimizationSpec,
+    loss: LossSpec,
+    augmentation: FinetuneAugmentationSpec,
+    checkpointing: FinetuneCheckpointSpec,
+) -> None:
+    """Raise an error for options that cannot work together, before anything is computed or written."""
+    refuse_single_class(dataset["train"])
+    Batches(optimization.batch_size).updates(len(dataset["train"]))
+    mixes, head_only = augmentation.mixup or augmentation.cutmix, model.tune == "head"
+    if mixes and not LOSSES[loss.loss].soft_labels:
+        raise LiVTError(f"loss {loss.loss!r} needs hard labels; set mixup 0 and cutmix 0.", argument="mixup")
+    if head_only and (mixes or augmentation.erase):
+        message = "features of a frozen backbone cannot be mixed; set mixup 0, cutmix 0 and erase 0."
+        raise LiVTError(message, argument="mixup")
+    if head_only and optimization.gradient_checkpointing:
+        message = "a classifier on frozen features needs little memory; leave gradient_checkpointing out."
+        raise LiVTError(message, argument="gradient_checkpointing")
+    if head_only and loss.normalised_classifier:
+        message = "features of a frozen backbone are standardised, cosines are not; leave normalised_classifier out."
+        raise LiVTError(message, argument="normalised_classifier")
+    if head_only and model.pretrained == "none":
+        raise LiVTError("tune head needs a pretrained model; name one with pretrained.", argument="pretrained")
+    if optimization.hours is not None and optimization.sampler == "progressive":
+        message = "the progressive sampler must know the number of epochs; set epochs instead of hours."
+        raise LiVTError(message, argument="hours")
+    if checkpointing.select == "best":
+        _check_selection(dataset, checkpointing)
+    elif checkpointing.select_metric is not None:
+        message = f"select_metric {checkpointing.select_metric} selects the best epoch; set select best with it."
+        raise LiVTError(message, argument="select_metric")
 
 
-def _check_selection(settings: FinetuneSettings, data: DatasetDict) -> None:
-    if "validation" not in data:
+def _check_selection(dataset: DatasetDict, spec: FinetuneCheckpointSpec) -> None:
+    if "validation" not in dataset:
         raise LiVTError(
-            f"--select best needs a validation split, which {settings.dataset} does not have; the test split is "
-            "never used to select. Use --select last."
+            "select best needs a validation split, which the dataset does not have; the test split is never used to "
+            "select. Use select last, or hold images out with validation_fraction.",
+            argument="select",
         )
-    several = is_multi_label(data["train"])
-    name = choose_selection_metric(settings, several)
+    several = is_multi_label(dataset["train"])
+    name = choose_selection_metric(spec, several)
     known = {*GROUPS, "macro_f1"} | ({"map", "auroc"} if several else {"accuracy", *CLASS_ACCURACIES})
     if name not in known:
         labels = "several labels" if several else "one label"
-        raise LiVTError(f"select_metric {name} is not defined for {labels}; choose one of {', '.join(sorted(known))}.")
-    counts, held_out = class_counts(data["train"]), class_counts(data["validation"])
+        raise LiVTError(
+            f"select_metric {name} is not defined for {labels}; choose one of {', '.join(sorted(known))}.",
+            argument="select_metric",
+        )
+    counts, held_out = class_counts(dataset["train"]), class_counts(dataset["validation"])
     if name in GROUPS and not held_out[shot_groups(counts).numpy() == GROUPS.index(name)].any():
-        raise LiVTError(f"the validation split has no image of a {name}-shot class; choose another --select_metric.")
+        message = f"the validation split has no image of a {name}-shot class; choose another select_metric."
+        raise LiVTError(message, argument="select_metric")
 
 
-def choose_selection_metric(settings: FinetuneSettings, several: bool) -> str:
-    """What the best epoch is best by: plain accuracy on imbalanced images would reward the frequent classes."""
-    return settings.select_metric or ("map" if several else CLASS_ACCURACIES[0])
+def choose_selection_metric(spec: FinetuneCheckpointSpec, multi_label: bool) -> str:
+    """Return the metric of `select best`; plain accuracy on imbalanced images would reward the frequent classes."""
+    return spec.select_metric or ("map" if multi_label else CLASS_ACCURACIES[0])
 
 
-def build_augmentation(settings: FinetuneSettings, facts: InputSpec) -> FinetuneAugmentation:
-    return FinetuneAugmentation(
-        facts.size,
-        scale=(settings.crop_scale, 1.0),
-        flip=settings.flip,
-        mean=facts.mean,
-        **_AUGMENTATION[settings.augmentation],
-    )
+def build_augmentation(spec: FinetuneAugmentationSpec, inputs: InputSpec) -> FinetuneAugmentation:
+    """Build the augmentation of training images for a model's input."""
+    fixed = _AUGMENTATION[spec.augmentation]
+    return FinetuneAugmentation(inputs.size, scale=(spec.crop_scale, 1.0), flip=spec.flip, mean=inputs.mean, **fixed)
 
 
-def draw_kept_patches(settings: FinetuneSettings, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
-    """Of `--keep_ratio`: the numbers of the patches that are shown of each image, in their order. (B, kept)"""
-    noise = keyed_uniform(purpose_seed(settings.seed, "keep"), epoch, indices.cpu().numpy(), num_patches)
-    kept = noise.argsort(axis=1)[:, : max(1, round(settings.keep_ratio * num_patches))]
+def draw_kept_patches(ratio: float, seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
+    """Draw the patches of each image that an epoch trains on, in their order. (B, kept)"""
+    noise = keyed_uniform(purpose_seed(seed, "keep"), epoch, indices.cpu().numpy(), num_patches)
+    kept = noise.argsort(axis=1)[:, : max(1, round(ratio * num_patches))]
     return torch.from_numpy(np.sort(kept, axis=1)).to(indices.device)
 
 
-@dataclass(frozen=True)
 class FinetuneTask(TrainingTask):
-    """Images through the whole model, or kept features through its classifier."""
+    """Base of both kinds of fine-tuning: of the model on images, or of its classifier on frozen features."""
 
-    eval_batches: Callable[[str], Iterable[dict]]  # a split -> what it is measured on
-    published: Callable[[nn.Module], PreTrainedModel]  # what was trained -> the whole model
+    def __init__(self, module: nn.Module, loader, optimization: FinetuneOptimizationSpec):
+        super().__init__(module, loader)
+        self.optimization, self.epochs = optimization, optimization.epochs
+
+    def begin_epoch(self, module: nn.Module, epoch: int, epochs: int) -> None:
+        module.head.set_epoch(epoch, epochs)
+        self.epochs = epochs
+
+    def make_optimizer(self, spec: FinetuneOptimizationSpec) -> torch.optim.Optimizer:
+        return make_optimizer(self.module, spec, spec.optimizer, spec.layer_decay)
+
+    def eval_batches(self, split: str) -> Iterable[dict]:
+        """Return the batches of a split for evaluation, each image on one process."""
+        raise NotImplementedError
+
+    def final_model(self, module: nn.Module) -> PreTrainedModel:
+        """Return the model to publish, from the module that was trained."""
+        raise NotImplementedError
+
+
+class ImageTask(FinetuneTask):
+    """Fine-tuning of a model on images: all of it, or through LoRA."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: BaseImageProcessor,
+        dataset: DatasetDict,
+        spec: FinetuneModelSpec,
+        optimization: FinetuneOptimizationSpec,
+        augmentation: FinetuneAugmentationSpec,
+        accelerator: Accelerator,
+        num_workers: int,
+    ):
+        if optimization.gradient_checkpointing and not model.supports_gradient_checkpointing:
+            kind = model.config.model_type
+            message = f"a {kind} has no gradient checkpointing; leave gradient_checkpointing out."
+            raise LiVTError(message, argument="gradient_checkpointing")
+        inputs, batches = read_input_spec(processor), _build_batches(optimization, accelerator, num_workers)
+        self.lora = spec.tune == "lora"
+        if self.lora:
+            add_lora(model, spec.lora_rank)
+        if not isinstance(model, LiViTForImageClassification):
+            freeze_unused_parameters(model, inputs.size)
+        fixed = dict(erase=augmentation.erase, num_classes=number_of_classes(dataset["train"]), seed=optimization.seed)
+        alphas = dict(mixup=augmentation.mixup, cutmix=augmentation.cutmix)
+        self.mixing = DeviceTransform(inputs.mean, inputs.std, **alphas, **fixed)
+        self.mixing.check_batch(batches.micro_size)
+        self.plain = DeviceTransform(inputs.mean, inputs.std, **fixed)
+        self.mixup_off_epochs = augmentation.mixup_off_epochs
+        self.dataset, self.processor = dataset, processor
+        self.accelerator, self.num_workers = accelerator, num_workers
+        if optimization.keep_ratio < 1:
+            self.slow_final_epochs, self.num_patches = optimization.keep_all_epochs, model.config.num_patches
+        loader = train_loader(dataset["train"], build_augmentation(augmentation, inputs), batches)
+        super().__init__(model, loader, optimization)
+
+    def compute_loss(self, module: nn.Module, batch: dict, step: StepKey) -> Tensor:
+        epochs_left, ratio = self.epochs - step.epoch, self.optimization.keep_ratio
+        transform = self.mixing if epochs_left > self.mixup_off_epochs else self.plain
+        batch, inputs = transform(batch, **asdict(step)), {}
+        if ratio < 1 and epochs_left > self.slow_final_epochs:
+            seed = self.optimization.seed
+            inputs["kept"] = draw_kept_patches(ratio, seed, step.epoch, batch["index"], self.num_patches)
+        return module(batch["pixel_values"], labels=batch["labels"], **inputs).loss
+
+    def eval_batches(self, split: str) -> Iterable[dict]:
+        batches = build_eval_batches(256, self.accelerator, self.num_workers)
+        return eval_loader(self.dataset[split], self.processor, batches)
+
+    def final_model(self, module: nn.Module) -> PreTrainedModel:
+        return merge_lora(module) if self.lora else module
+
+
+class FeatureTask(FinetuneTask):
+    """Fine-tuning of the classifier of a model, on features of its frozen backbone."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backbone: FrozenBackbone,
+        dataset: DatasetDict,
+        optimization: FinetuneOptimizationSpec,
+        augmentation: FinetuneAugmentation | None,
+        views: int,
+    ):
+        self.model, self.backbone, self.dataset = model, backbone, dataset
+        features = backbone.features(dataset["train"], augmentation, views)
+        batches = _build_batches(optimization, backbone.accelerator, backbone.num_workers)
+        loader = FeatureLoader(features, dataset["train"], batches)
+        super().__init__(FeatureClassifier(model, features), loader, optimization)
+
+    def compute_loss(self, module: nn.Module, batch: dict, step: StepKey) -> Tensor:  # noqa: ARG002
+        return module(batch["pixel_values"], labels=batch["labels"]).loss
+
+    def eval_batches(self, split: str) -> Iterable[dict]:
+        features, batches = (
+            self.backbone.features(self.dataset[split]),
+            build_eval_batches(1024, self.backbone.accelerator),
+        )
+        return FeatureLoader(features, self.dataset[split], batches).in_order()
+
+    def final_model(self, module: nn.Module) -> PreTrainedModel:
+        module.unstandardise()
+        get_classifier(self.model).load_state_dict(module.classifier.state_dict())
+        self.model.config.long_tail = module.config.long_tail  # a moving average has a config of its own
+        return self.model
 
 
 def build_finetune_task(
-    settings: FinetuneSettings,
-    data: DatasetDict,
     model: PreTrainedModel,
     processor: BaseImageProcessor,
+    dataset: DatasetDict,
+    spec: FinetuneModelSpec,
+    optimization: FinetuneOptimizationSpec,
+    augmentation: FinetuneAugmentationSpec,
     accelerator: Accelerator,
+    num_workers: int = 0,
 ) -> FinetuneTask:
-    if settings.keep_ratio < 1 and (settings.tune == "head" or not isinstance(model, LiViTForImageClassification)):
+    """Build the task of a fine-tuning: loaders, augmentation, trainable parameters and loss.
+
+    Args:
+        model: classifier with a long-tail head.
+        processor: its image processor.
+        dataset: splits "train", "test" and perhaps "validation".
+        spec: what of the model is trained (`tune`, `lora_rank`, `views`).
+        optimization: batches, seed, sampler and optimizer.
+        augmentation: how training images are varied.
+        accelerator: processes and devices.
+        num_workers: data loading processes per training process.
+    """
+    if optimization.keep_ratio < 1 and (spec.tune == "head" or not isinstance(model, LiViTForImageClassification)):
         raise LiVTError(
-            f"keep_ratio is {settings.keep_ratio}, but only a LiViT that learns from images can leave out patches; "
-            "pass --keep_ratio 1."
+            f"keep_ratio is {optimization.keep_ratio}, but only a LiViT that learns from images can leave out "
+            "patches; set keep_ratio 1.",
+            argument="keep_ratio",
         )
-    if settings.tune == "head":
-        return _on_features(settings, data, model, FrozenBackbone(model, processor, accelerator))
-    if settings.gradient_checkpointing and not model.supports_gradient_checkpointing:
-        kind = model.config.model_type
-        raise LiVTError(f"a {kind} cannot trade time for memory; leave --gradient_checkpointing out.")
-    facts, batches = read_input_spec(processor), build_batches(settings, accelerator)
-    if settings.tune == "lora":
-        add_lora(model, settings.lora_rank)
-    if not isinstance(model, LiViTForImageClassification):
-        freeze_unused_parameters(model, facts.size)
-    fixed = dict(erase=settings.erase, num_classes=number_of_classes(data["train"]), seed=settings.seed)
-    mixing = DeviceTransform(facts.mean, facts.std, mixup=settings.mixup, cutmix=settings.cutmix, **fixed)
-    mixing.check_batch(batches.micro_size)
-    plain = DeviceTransform(facts.mean, facts.std, **fixed)
-
-    def compute_loss(module, batch, step):
-        left = settings.epochs - step.epoch
-        transform = mixing if left > settings.mixup_off_epochs else plain
-        batch, shown = transform(batch, **vars(step)), {}
-        if settings.keep_ratio < 1 and left > settings.keep_all_epochs:
-            shown = {"kept": draw_kept_patches(settings, step.epoch, batch["index"], model.config.num_patches)}
-        return module(batch["pixel_values"], labels=batch["labels"], **shown).loss
-
-    def eval_batches(split):
-        return eval_loader(data[split], processor, build_eval_batches(256, accelerator, settings.num_workers))
-
-    loader = train_loader(data["train"], build_augmentation(settings, facts), batches)
-    published = merge_lora if settings.tune == "lora" else lambda module: module
-    return FinetuneTask(model, loader, compute_loss, eval_batches, published)
+    if spec.tune != "head":
+        return ImageTask(model, processor, dataset, spec, optimization, augmentation, accelerator, num_workers)
+    backbone = FrozenBackbone(model, processor, accelerator, optimization.seed, num_workers)
+    views = build_augmentation(augmentation, read_input_spec(processor)) if spec.views > 1 else None
+    return FeatureTask(model, backbone, dataset, optimization, views, spec.views)
 
 
-def _on_features(
-    settings: FinetuneSettings, data: DatasetDict, model: PreTrainedModel, backbone: FrozenBackbone
-) -> FinetuneTask:
-    accelerator = backbone.accelerator
-    augmentation = build_augmentation(settings, read_input_spec(backbone.processor)) if settings.views > 1 else None
-    features = backbone.features(data["train"], settings, augmentation)
-    loader = FeatureLoader(features, data["train"], build_batches(settings, accelerator))
-
-    def compute_loss(module, batch, _step):
-        return module(batch["pixel_values"], labels=batch["labels"]).loss
-
-    def eval_batches(split):
-        kept = backbone.features(data[split], settings)
-        return FeatureLoader(kept, data[split], build_eval_batches(1024, accelerator)).in_order()
-
-    def published(module):
-        module.unstandardise()
-        get_classifier(model).load_state_dict(module.classifier.state_dict())
-        model.config.long_tail = module.config.long_tail  # a moving average has a config of its own
-        return model
-
-    return FinetuneTask(FeatureClassifier(model, features), loader, compute_loss, eval_batches, published)
+def _build_batches(spec: FinetuneOptimizationSpec, accelerator: Accelerator, num_workers: int) -> Batches:
+    sampler = Sampler(spec.sampler, spec.epochs)
+    return build_train_batches(spec.batch_size, spec.accumulation, spec.seed, accelerator, num_workers, sampler)
 
 
-def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
-    """Metrics of the paper's rule and, where the head gives probabilities, of the posterior rule, as in `Results`."""
+def compute_metrics(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
+    """Evaluate a model under its standard decision rules.
+
+    Returns:
+        The fields `metrics`, `posterior` and `own_prior` of `Results`; None where a rule does not exist.
+    """
     batches = logits_of(model, loader, accelerator)
     if model.head.multi_label:
         given = partial(given_labels, model)
@@ -195,10 +295,35 @@ def measure(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, 
     return {field: measured[rule].compute() if rule in measured else None for field, rule in fields.items()}
 
 
-class BestCheckpoint:
-    """Of `--select best`: the weights of the epoch that was best on the validation split.
+class EpochEvaluator:
+    """Evaluates every few epochs, prints the metrics, and keeps the best weights where `select` is "best"."""
 
-    One file per epoch, so that a checkpoint and the weights it speaks of belong together whenever a run is killed.
+    def __init__(self, task: FinetuneTask, dataset: DatasetDict, spec: FinetuneCheckpointSpec):
+        self.task, self.dataset, self.spec = task, dataset, spec
+        self.metric = choose_selection_metric(spec, is_multi_label(dataset["train"]))
+        self.split = "validation" if "validation" in dataset else "test"
+
+    def __call__(self, loop: TrainingLoop, epoch: int) -> dict | None:
+        if (epoch + 1) % self.spec.eval_epochs and loop.progress.update != loop.total:
+            return None
+        batches, counts = self.task.eval_batches(self.split), class_counts(self.dataset["train"])
+        metrics = compute_metrics(loop.final_model, batches, loop.accelerator, counts)["metrics"]
+        if self.spec.select == "best":
+            BestCheckpoint(loop).update(epoch + 1, metrics[self.metric])
+        if loop.accelerator.is_main_process:
+            tqdm.write(f"epoch {epoch + 1}  {format_accuracy(metrics)}", file=sys.stderr)  # above the progress bar
+        return metrics
+
+    def restore_best(self, loop: TrainingLoop) -> None:
+        """Load the best weights into the final model where `select` is "best"."""
+        if self.spec.select == "best":
+            BestCheckpoint(loop).restore()
+
+
+class BestCheckpoint:
+    """The weights of the epoch that was best on the validation split, for `select best`.
+
+    One file per epoch, so that a checkpoint and the weights it refers to belong together whenever a run is killed.
     """
 
     def __init__(self, loop: TrainingLoop):
@@ -207,7 +332,8 @@ class BestCheckpoint:
     def path(self, epoch: int) -> Path:
         return self.loop.run.checkpoints / f"best-{epoch}.safetensors"
 
-    def consider(self, epoch: int, value: float) -> None:
+    def update(self, epoch: int, value: float) -> None:
+        """Save the weights of an epoch if its metric is better than the best one so far."""
         progress = self.loop.progress
         if progress.best_accuracy is None or value > progress.best_accuracy:
             progress.best_epoch, progress.best_accuracy = epoch, value
@@ -215,6 +341,7 @@ class BestCheckpoint:
                 self._write(self.path(epoch))
 
     def restore(self) -> None:
+        """Load the best weights into the final model."""
         self.loop.accelerator.wait_for_everyone()
         load_weights(self.loop.final_model, self.path(self.loop.progress.best_epoch))
 
@@ -222,40 +349,50 @@ class BestCheckpoint:
         path.parent.mkdir(parents=True, exist_ok=True)
         with explain_save_errors("the best weights", self.loop.run), replacing(path) as writing:
             save_model(self.loop.final_model, str(writing))
-        spoken_of = [read_state(folder).get("best_epoch") for folder in list_checkpoints(self.loop.run)]
-        kept = {path, *(self.path(epoch) for epoch in spoken_of)}
+        referenced = [read_state(folder).get("best_epoch") for folder in list_checkpoints(self.loop.run)]
+        kept = {path, *(self.path(epoch) for epoch in referenced)}
         for old in set(path.parent.glob("best-*.safetensors")) - kept:
             old.unlink()
 
 
-def build_results(
-    settings: FinetuneSettings, data: DatasetDict, loop: TrainingLoop, model: PreTrainedModel, measured: dict
+def build_finetune_results(
+    fields: dict,
+    loop: TrainingLoop,
+    evaluator: EpochEvaluator,
+    model: PreTrainedModel,
+    processor: BaseImageProcessor,
+    pretrained: str,
 ) -> Results:
-    config, best, name = (
-        model.config,
-        loop.progress.best_epoch,
-        choose_selection_metric(settings, model.head.multi_label),
-    )
-    held_out = is_carved(data, "validation")
-    watched = "held-out training images" if held_out else "the validation split"
-    calibration = config.long_tail.calibration
+    """Collect the results of a fine-tuning.
+
+    Args:
+        fields: fields of `Results` that are known: those of both stages, and the metrics.
+        loop: the finished training.
+        evaluator: what selected the weights.
+        model: the final model.
+        processor: its image processor.
+        pretrained: where the training started.
+    """
+    dataset, long_tail, best = evaluator.dataset, model.config.long_tail, loop.progress.best_epoch
+    held_out = is_carved(dataset, "validation")
+    split = "held-out training images" if held_out else "the validation split"
     return Results(
-        **build_common_results(settings, loop, model),
-        **measured,
+        **fields,
+        image_size=read_input_spec(processor).size,
         headline=headline(model),
         split="test",
-        test_carved=is_carved(data, "test"),
+        test_carved=is_carved(dataset, "test"),
         validation_carved=held_out,
-        num_images=measured["metrics"]["num_images"],
-        num_train_images=config.long_tail.num_images,
-        num_classes=config.num_labels,
-        class_counts=summarize_class_counts(class_counts(data["train"])),
-        loss=settings.loss,
-        tau=settings.tau,
+        num_images=fields["metrics"]["num_images"],
+        num_train_images=long_tail.num_images,
+        num_classes=model.config.num_labels,
+        class_counts=summarize_class_counts(class_counts(dataset["train"])),
+        loss=long_tail.loss,
+        tau=long_tail.tau,
         epoch=loop.progress.update / loop.per_epoch if best is None else best,
-        selection="last epoch" if best is None else f"epoch of the best {name} on {watched}",
-        pretrained=settings.pretrained,
-        pretrained_local=is_local(settings.pretrained),
-        pretrained_own=is_own(settings.pretrained),
-        calibrated_on=None if calibration is None else calibration["num_images"],
+        selection="last epoch" if best is None else f"epoch of the best {evaluator.metric} on {split}",
+        pretrained=pretrained,
+        pretrained_local=is_local(pretrained),
+        pretrained_own=is_own(pretrained),
+        calibrated_on=None if long_tail.calibration is None else long_tail.calibration["num_images"],
     )

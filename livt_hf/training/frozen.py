@@ -1,7 +1,7 @@
-"""Which parameters fine-tuning changes: all, low-rank additions to all (LoRA), or the classifier alone.
+"""Training of a classifier on features of a frozen backbone.
 
-A frozen backbone sees each image once: its features are kept on disk under a key that names everything they depend on
-(weights, images, processing), so that an epoch of the classifier takes milliseconds, and the next run none at all.
+The backbone sees each image once: its features are cached on disk under a key of everything they depend on (weights,
+images, processing), so that an epoch of the classifier takes milliseconds.
 """
 
 import dataclasses
@@ -35,22 +35,21 @@ from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.long_tail.structure import extract_features, get_classifier
 from livt_hf.processors import read_input_spec
 from livt_hf.runs import runs_folder
-from livt_hf.settings import FinetuneSettings
 
 logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = hashlib.sha256().digest_size
-# What a config says beside how its model computes features.
-_NOT_OF_FEATURES = LABEL_FIELDS | {"num_classes", "label_names", "long_tail"}
-_NOT_OF_FEATURES |= {"architectures", "transformers_version", "_name_or_path"}
+# Fields of a config that features do not depend on.
+_IRRELEVANT = LABEL_FIELDS | {"num_classes", "label_names", "long_tail"}
+_IRRELEVANT |= {"architectures", "transformers_version", "_name_or_path"}
 
 
 class FeatureClassifier(BalancedClassifier, nn.Module):
-    """The classifier and the balanced head of a model, on standardised features of its frozen backbone."""
+    """Classifier and long-tail head of a model, on standardised features of its frozen backbone."""
 
     def __init__(self, model: PreTrainedModel, features: np.ndarray):
         super().__init__()
-        self.config, self.head = model.config, model.head
+        self.config, self.head, self.name_or_path = model.config, model.head, model.name_or_path
         self.classifier = get_classifier(model)
         mean = features.mean(axis=(0, 1), dtype=np.float64)
         # numpy's own variance would hold all features twice more in memory.
@@ -63,7 +62,7 @@ class FeatureClassifier(BalancedClassifier, nn.Module):
         self._standardise()
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
-        """`pixel_values` are features (B, D): evaluation need not know the difference."""
+        """Classify features (B, D), called `pixel_values` so that evaluation treats both kinds of model alike."""
         features = (pixel_values - self.mean) / self.std
         logits = self.classifier(features)
         loss = None if labels is None else self.head(logits, labels, features)
@@ -74,10 +73,7 @@ class FeatureClassifier(BalancedClassifier, nn.Module):
 
     @torch.no_grad()
     def _standardise(self) -> None:
-        """Let the classifier answer as before, which fits the backbone's own features, now that they are standardised.
-
-        A feature that no training image has keeps its weight, which would else be divided by next to nothing.
-        """
+        """Rescale the classifier, which fits the backbone's own features, to standardised features."""
         self.classifier.bias.add_(self.classifier.weight @ self.mean)
         self.classifier.weight.mul_(self.std)
 
@@ -92,7 +88,7 @@ class FeatureClassifier(BalancedClassifier, nn.Module):
 
 
 class FeatureLoader:
-    """The interface of `TrainLoader` over kept features (views, images, D): epoch e takes view e modulo views."""
+    """Loader of cached features (views, images, D), used like a `TrainLoader`; epoch e takes view e % views."""
 
     def __init__(self, features: np.ndarray, dataset: Dataset, batches: Batches):
         self.features, self.labels, self.batches = features, labels_of(dataset), batches
@@ -111,7 +107,7 @@ class FeatureLoader:
             yield self._batch(view, [draw % self.num_images for _, draw in keys])
 
     def in_order(self) -> Iterator[dict]:
-        """Every image of this process once, for evaluation."""
+        """Yield every image of this process once, for evaluation."""
         for indices in self.batches.in_order(self.num_images):
             yield self._batch(self.features[0], indices)
 
@@ -121,99 +117,103 @@ class FeatureLoader:
 
 
 class FrozenBackbone:
-    """Features of a model that does not change, computed once per image and view and kept on disk."""
+    """Computes features of a model that does not change, once per image and view, and caches them on disk."""
 
-    def __init__(self, model: PreTrainedModel, processor: BaseImageProcessor, accelerator: Accelerator):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: BaseImageProcessor,
+        accelerator: Accelerator,
+        seed: int = 0,
+        num_workers: int = 0,
+    ):
         self.model, self.processor, self.accelerator = model.to(accelerator.device).eval(), processor, accelerator
+        self.seed, self.num_workers = seed, num_workers
         self.weights = _hash_backbone(model)
 
-    def features(self, dataset: Dataset, settings: FinetuneSettings, augmentation: FinetuneAugmentation | None = None):
-        """Features (views, images, D), float32. View 0 is the plain image, the others augmented.
+    def features(
+        self, dataset: Dataset, augmentation: FinetuneAugmentation | None = None, views: int = 1
+    ) -> np.ndarray:
+        """Return features (views, images, D) as float32. View 0 is the plain image, the others are augmented.
 
-        Plain images are kept one by one: whatever split or fold asks for them, those that are there are not computed.
+        Plain images are cached one by one, so that splits and folds share them.
         """
         digests = [digest for _, digest in image_digests(dataset)]
         key = {"weights": self.weights, "processor": self.processor.to_dict()}
-        if augmentation is not None:  # an augmented view depends on the place of its image among all of them
-            key |= {"augmentation": repr(augmentation), "views": settings.views, "seed": settings.seed}
+        if augmentation is not None:  # an augmented view depends on the index of its image among all of them
+            key |= {"augmentation": repr(augmentation), "views": views, "seed": self.seed}
             key["data"] = hashlib.sha256(b"".join(digests)).hexdigest()
         name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        kept = FeatureCache(runs_folder() / "features" / name)
-        missing = [kept.missing(digests)]
+        cache = FeatureCache(runs_folder() / "features" / name)
+        missing = [cache.missing(digests)]
         if missing[0] and augmentation is not None:
             missing = [list(range(len(digests)))]
         broadcast_object_list(missing)  # another job may be writing just now, and all processes must do the same
         if missing[0]:
             part = dataset if len(missing[0]) == len(dataset) else dataset.select(missing[0])
-            self._compute(part, [digests[row] for row in missing[0]], kept, settings, augmentation)
-            if self.accelerator.is_main_process:
-                (kept.folder / "key.json").write_text(json.dumps(key, indent=2, default=str) + "\n", encoding="utf-8")
+            batches = build_eval_batches(64, self.accelerator, self.num_workers)
+            batches = dataclasses.replace(batches, seed=self.seed)
+            mine = [digests[missing[0][row]] for rows in batches.in_order(len(part)) for row in rows]
+            numbers = range(1 if augmentation is None else views)
+            if mine:  # some processes have none if there are few images
+                cache.write(np.stack([self._compute(part, batches, augmentation, view) for view in numbers]), mine)
             self.accelerator.wait_for_everyone()
-        return kept.read(digests)
-
-    def _compute(
-        self, dataset: Dataset, digests: list[bytes], kept: "FeatureCache", settings: FinetuneSettings, augmentation
-    ) -> None:
-        batches = dataclasses.replace(
-            build_eval_batches(64, self.accelerator, settings.num_workers), seed=settings.seed
-        )
-        numbers = range(1 if augmentation is None else settings.views)
-        mine = [digests[row] for rows in batches.in_order(len(dataset)) for row in rows]
-        if mine:  # of few images, some processes have none
-            kept.write(np.stack([self._view(dataset, batches, augmentation, number) for number in numbers]), mine)
-        self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                (cache.folder / "key.json").write_text(json.dumps(key, indent=2, default=str) + "\n", encoding="utf-8")
+            self.accelerator.wait_for_everyone()
+        return cache.read(digests)
 
     @torch.no_grad()
-    def _view(self, dataset: Dataset, batches: Batches, augmentation, number: int) -> np.ndarray:
-        if number == 0:
+    def _compute(self, dataset: Dataset, batches: Batches, augmentation, view: int) -> np.ndarray:
+        if view == 0:
             loader, transform = eval_loader(dataset, self.processor, batches), None
         else:
-            facts = read_input_spec(self.processor)
-            loader = augmented_in_order(dataset, augmentation, batches, number)
-            transform = DeviceTransform(facts.mean, facts.std)
+            inputs = read_input_spec(self.processor)
+            loader = augmented_in_order(dataset, augmentation, batches, view)
+            transform = DeviceTransform(inputs.mean, inputs.std)
         features = []
-        for batch in progress(loader, f"features, view {number}", self.accelerator):
+        for batch in progress(loader, f"features, view {view}", self.accelerator):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             if transform is not None:
-                batch = transform(batch, epoch=number, update=0)
+                batch = transform(batch, epoch=view, update=0)
             features.append(extract_features(self.model, batch["pixel_values"]).float().cpu().numpy())
         return np.concatenate(features)
 
 
 class FeatureCache:
-    """Features on disk, in parts: each a file of features (views, images, D) and the digests of their images."""
+    """Features on disk in parts: files of features (views, images, D) and the digests of their images."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def write(self, features: np.ndarray, digests: list[bytes]) -> None:
-        """Add a part, which is whole or absent."""
+        """Add a part, which is written as a whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         joined = bytearray(b"".join(digests))
-        place = self.folder / f"{hashlib.sha256(joined).hexdigest()[:16]}.safetensors"
-        writing = self.folder / f".{place.name}-{os.getpid()}"
+        path = self.folder / f"{hashlib.sha256(joined).hexdigest()[:16]}.safetensors"
+        writing = self.folder / f".{path.name}-{os.getpid()}"
         try:
             listed = torch.frombuffer(joined, dtype=torch.uint8)
             save_file({"features": torch.from_numpy(features), "digests": listed}, writing)
-            writing.rename(place)
+            writing.rename(path)
         except (OSError, SafetensorError) as error:
             writing.unlink(missing_ok=True)
             raise LiVTError(
-                f"could not keep features in {self.folder}: {error}; make room, or set LIVT_RUNS to another folder."
+                f"could not cache features in {self.folder}: {error}; make room, or set LIVT_RUNS to another folder."
             ) from error
 
     def missing(self, digests: list[bytes]) -> list[int]:
-        """Rows of the images that no part holds, each image once; all rows where there is no part at all."""
-        there = self._places()
-        if not there:
+        """Return the rows of images that are not cached, each image once; all rows if nothing is cached."""
+        cached = self._locate()
+        if not cached:
             return list(range(len(digests)))
-        first = {digest: row for row, digest in reversed(list(enumerate(digests))) if digest not in there}
+        first = {digest: row for row, digest in reversed(list(enumerate(digests))) if digest not in cached}
         return sorted(first.values())
 
     def read(self, digests: list[bytes]) -> np.ndarray:
-        """The features of images in their order; mapped from disk where they are a whole part."""
-        there = self._places()
-        parts, rows = zip(*(there[digest] for digest in digests), strict=True)
+        """Return the features of images in order; mapped from disk where they are a whole part."""
+        cached = self._locate()
+        parts, rows = zip(*(cached[digest] for digest in digests), strict=True)
         arrays = {part: load_file(part)["features"].numpy() for part in set(parts)}  # mapped, not read
         first = arrays[parts[0]]
         if len(arrays) == 1 and rows == tuple(range(first.shape[1])):
@@ -224,9 +224,9 @@ class FeatureCache:
             features[:, wanted] = array[:, [rows[i] for i in wanted]]
         return features
 
-    def _places(self) -> dict[bytes, tuple[Path, int]]:
-        """Digest -> the part that holds its features, and the row there. A part that is damaged counts for nothing."""
-        places: dict[bytes, tuple[Path, int]] = {}
+    def _locate(self) -> dict[bytes, tuple[Path, int]]:
+        """Return the part and the row of each cached digest; damaged parts are ignored."""
+        locations: dict[bytes, tuple[Path, int]] = {}
         for part in sorted(self.folder.glob("*.safetensors")):
             try:
                 held = load_file(part)
@@ -236,15 +236,15 @@ class FeatureCache:
                 logger.warning("%s is damaged: its features are computed again", part)
                 continue
             for row, digest in enumerate(digests):
-                places.setdefault(digest.tobytes(), (part, row))
-        return places
+                locations.setdefault(digest.tobytes(), (part, row))
+        return locations
 
 
 def _hash_backbone(model: PreTrainedModel) -> str:
-    """Of everything the features depend on: the classifier, which is fresh, and its labels are left out."""
+    """Hash everything that features depend on; the classifier and its labels are left out."""
     classifier = {id(parameter) for parameter in get_classifier(model).parameters()}
     digest = hashlib.sha256(str(type(model)).encode())
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_FEATURES}
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _IRRELEVANT}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in classifier and not name.startswith("head."):

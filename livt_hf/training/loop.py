@@ -1,12 +1,11 @@
-"""The one training loop of both stages, under Accelerate: it resumes bit for bit, on any number of processes."""
+"""The training loop of both stages, under Accelerate. It resumes bit for bit, on any number of processes."""
 
 import contextlib
-import dataclasses
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,8 +22,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.randomness import keyed_seed
 from livt_hf.results import Results
-from livt_hf.runs import Run, check_same_images, new_run
-from livt_hf.settings import TrainingSettings
+from livt_hf.runs import Run, check_same_images
 from livt_hf.text import format_duration
 from livt_hf.training.checkpoints import (
     SCALER,
@@ -42,48 +40,68 @@ from livt_hf.training.device import (
     choose_precision,
     configure_threads,
 )
-from livt_hf.training.optim import layer_decay_groups, scale_lr, set_lr, split_muon_groups, warmup_cosine
+from livt_hf.training.optim import make_optimizer, scale_lr, set_lr, warmup_cosine
+from livt_hf.training.spec import CheckpointSpec, OptimizationSpec
 
 logger = logging.getLogger(__name__)
 
-# A network drive may remember for a minute that there was no such folder.
-VISIBILITY_TIMEOUT = 90
-# Where there is no bar: log.jsonl has every line.
-LOG_INTERVAL = 10
+VISIBILITY_TIMEOUT = 90  # seconds; a network drive may remember for a minute that there was no such folder
+LOG_INTERVAL = 10  # seconds between lines where there is no progress bar; log.jsonl has every line
 
 
-def make_accelerator(settings: TrainingSettings) -> Accelerator:
-    trackers = settings.trackers.split(",") if settings.trackers else []
+def make_accelerator(spec: OptimizationSpec, trackers: str | None = None) -> Accelerator:
+    """Set up processes, precision and threads.
+
+    Args:
+        spec: `mixed_precision` and `threads` are read.
+        trackers: names of Accelerate's trackers, separated by commas.
+    """
+    names = trackers.split(",") if trackers else []
     available = [str(tracker) for tracker in get_available_trackers()]
-    for tracker in trackers:  # Accelerate leaves out in silence what is not installed
-        if tracker not in available:
+    for name in names:  # Accelerate silently leaves out what is not installed
+        if name not in available:
             raise LiVTError(
-                f"the tracker {tracker!r} is not installed; install it or leave it out (log.jsonl is always written)."
+                f"the tracker {name!r} is not installed; install it or leave it out (log.jsonl is always written).",
+                argument="trackers",
             )
-    precision = choose_precision(settings.mixed_precision)
-    chosen = {"mixed_precision": precision, "log_with": trackers or None}
-    accelerator = Accelerator(**chosen, project_dir=".", kwargs_handlers=LONG_TIMEOUT)
+    precision = choose_precision(spec.mixed_precision)
+    accelerator = Accelerator(
+        mixed_precision=precision, log_with=names or None, project_dir=".", kwargs_handlers=LONG_TIMEOUT
+    )
     check_distribution(accelerator.distributed_type)
     check_processes(accelerator.num_processes)
-    configure_threads(accelerator.device, settings.threads)
+    configure_threads(accelerator.device, spec.threads)
     return accelerator
 
 
-def claim_run_folder(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
-    """The folder this command works in, the same on every process: a new one, or the one to resume."""
-    found = [resumed]
-    if accelerator.is_main_process and resumed is None:
-        found = [new_run(settings)]
-        found[0].begin(settings)
+def open_run(accelerator: Accelerator, create: Callable[[], Run], hyperparameters: Mapping[str, Any]) -> Run:
+    """Create the folder of a training, lock it, and let the trackers write there.
+
+    Args:
+        accelerator: processes and trackers.
+        create: creates the folder, or returns the one to resume; called on the main process only.
+        hyperparameters: what the trackers record of the run.
+
+    Returns:
+        The run, the same on every process.
+    """
+    found = [create() if accelerator.is_main_process else None]
     broadcast_object_list(found)
-    _check_shared(accelerator, found[0])
+    (run,) = found
+    _check_visible(accelerator, run)
     if accelerator.is_main_process:
-        found[0].hold()
-    return found[0]
+        run.hold()
+    accelerator.project_configuration.logging_dir = str(run.folder)
+    folder = run.folder.resolve()
+    # trackio makes folders of the name, so it must not be a path.
+    names = {"wandb": {"name": str(run.folder)}, "trackio": {"name": f"{folder.parent.name}-{folder.name}"}}
+    known = {name: value for name, value in hyperparameters.items() if value is not None}
+    accelerator.init_trackers("livt_hf", known, names)
+    return run
 
 
-def _check_shared(accelerator: Accelerator, run: Run) -> None:
-    """Refuse a folder that only some machines see: their processes would begin anew where the others resume."""
+def _check_visible(accelerator: Accelerator, run: Run) -> None:
+    """Raise an error if some machine does not see the folder: it would start anew where the others resume."""
     deadline = time.monotonic() + VISIBILITY_TIMEOUT
     while not (seen := run.started) and time.monotonic() < deadline:
         time.sleep(1)
@@ -91,24 +109,13 @@ def _check_shared(accelerator: Accelerator, run: Run) -> None:
     if without:
         raise LiVTError(
             f"process {without[0]} of {accelerator.num_processes} does not see {run.folder.absolute()}, the folder of "
-            "the run: start all machines in a folder that they share, or name one with --output_dir."
+            "the run: start all machines in a folder that they share, or name a shared output_dir.",
+            argument="output_dir",
         )
 
 
-def open_run(accelerator: Accelerator, settings: TrainingSettings, resumed: Run | None) -> Run:
-    """The folder of a training, with the trackers that write there."""
-    run = claim_run_folder(accelerator, settings, resumed)
-    accelerator.project_configuration.logging_dir = str(run.folder)
-    said = {name: value for name, value in dataclasses.asdict(settings).items() if value is not None}
-    place = run.folder.resolve()
-    # trackio makes folders of the name, so it must not be a path.
-    named = {"wandb": {"name": str(run.folder)}, "trackio": {"name": f"{place.parent.name}-{place.name}"}}
-    accelerator.init_trackers("livt_hf", said, named)
-    return run
-
-
 def track_picture(accelerator: Accelerator, name: str, path: Path, update: int) -> None:
-    """Show a picture in trackio's dashboard, where that is among the trackers."""
+    """Show a picture in trackio's dashboard, if trackio is among the trackers."""
     for tracker in accelerator.trackers:
         if tracker.name == "trackio":
             import trackio
@@ -116,25 +123,9 @@ def track_picture(accelerator: Accelerator, name: str, path: Path, update: int) 
             tracker.log({name: trackio.Image(str(path))}, step=update)
 
 
-def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    groups = layer_decay_groups(model, settings.weight_decay, getattr(settings, "layer_decay", 1.0))
-    lr = scale_lr(settings.base_lr, settings.batch_size)
-    betas = 0.9, settings.adam_beta2
-    optimizer = getattr(settings, "optimizer", "adamw")
-    if optimizer == "lamb":
-        from timm.optim import Lamb
-
-        return Lamb(groups, lr=lr, betas=betas)
-    if optimizer == "muon":
-        from timm.optim import Muon  # scaled so that rates and decay of AdamW fit it too
-
-        return Muon(split_muon_groups(model, groups), lr=lr, betas=betas, nesterov=True)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-
-
 @dataclass(frozen=True)
 class StepKey:
-    """Where in a run a micro-batch is trained on: all that randomness beyond a single image is keyed by."""
+    """Key of a micro-batch within a run, from which all randomness beyond a single image is derived."""
 
     epoch: int
     update: int
@@ -142,38 +133,65 @@ class StepKey:
     rank: int = 0
 
 
-@dataclass(frozen=True)
 class TrainingTask:
-    """What is trained on what."""
+    """What is trained on what: a module, a loader of training batches, and the loss of a batch.
 
-    module: nn.Module
-    loader: Any
-    compute_loss: Callable[[nn.Module, dict, StepKey], Tensor]
+    The loader has `updates_per_epoch` and `epoch(number, start_update=0)`, which yields micro-batches.
+    """
+
+    slow_final_epochs = 0  # number of last epochs whose updates take longer
+
+    def __init__(self, module: nn.Module, loader: Any):
+        self.module, self.loader = module, loader
+
+    def compute_loss(self, module: nn.Module, batch: dict, step: StepKey) -> Tensor:
+        """Return the loss of a micro-batch on the device; `module` may be wrapped for several processes."""
+        raise NotImplementedError
+
+    def begin_epoch(self, module: nn.Module, epoch: int, epochs: int) -> None:
+        """Prepare for an epoch of `epochs`; `module` is not wrapped."""
+
+    def make_optimizer(self, spec: OptimizationSpec) -> torch.optim.Optimizer:
+        return make_optimizer(self.module, spec)
 
 
 class TrainingLoop:
-    """Trains a model: the loss of its task is the stage, everything else is the same for both.
+    """Trains the module of a task.
 
     All randomness is keyed (see randomness.py): data by (seed, epoch, image), the rest by (seed, update, process). So
     the state of a run is its weights, its optimizer and the number of the update.
+
+    Args:
+        task: the module, its batches and its loss.
+        optimization: schedule, optimizer and precision.
+        checkpointing: when to save, to log and to stop.
+        accelerator: processes and devices.
+        run: folder of log and checkpoints; None only where nothing is saved.
     """
 
-    def __init__(self, accelerator: Accelerator, settings: TrainingSettings, run: Run, task: TrainingTask):
-        self.accelerator, self.settings, self.run, self.task = accelerator, settings, run, task
+    def __init__(
+        self,
+        task: TrainingTask,
+        optimization: OptimizationSpec,
+        checkpointing: CheckpointSpec,
+        accelerator: Accelerator,
+        run: Run | None,
+    ):
+        self.task, self.accelerator, self.run = task, accelerator, run
+        self.optimization, self.checkpointing = optimization, checkpointing
         self.per_epoch, model = task.loader.updates_per_epoch, task.module
-        self.total = settings.epochs * self.per_epoch
-        if settings.max_steps is not None:
-            self.total = min(self.total, settings.max_steps)
-        if settings.gradient_checkpointing:
+        self.total = optimization.epochs * self.per_epoch
+        if optimization.max_steps is not None:
+            self.total = min(self.total, optimization.max_steps)
+        if optimization.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        if settings.compile is True:
+        if optimization.compile is True:
             model.compile()  # in place: no wrapper, so checkpoints keep their names
-        optimizer = make_optimizer(model, settings)
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.warmup = min(round(settings.warmup_epochs * self.per_epoch), self.total // 2)
+        self.model, self.optimizer = accelerator.prepare(model, task.make_optimizer(optimization))
+        self.warmup = min(round(optimization.warmup_epochs * self.per_epoch), self.total // 2)
         self.ema = None
-        if settings.ema_decay is not None:
-            self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay))
+        if optimization.ema_decay is not None:
+            self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(optimization.ema_decay))
         self.progress = Progress()
 
     @property
@@ -182,18 +200,18 @@ class TrainingLoop:
 
     @property
     def final_model(self) -> nn.Module:
-        """What is measured and published: the moving average where there is one."""
+        """The model to evaluate and publish: the moving average where there is one."""
         return self.bare_model if self.ema is None else self.ema.module
 
     @property
     def _parts(self) -> dict:
-        """What checkpoints hold beside the progress, by file name."""
+        """The parts of a checkpoint beside the progress, by file name."""
         parts = {"model.safetensors": self.bare_model, "ema.safetensors": self.ema, "optimizer.bin": self.optimizer}
         parts[SCALER] = self.accelerator.scaler
         return {name: part for name, part in parts.items() if part is not None}
 
     def resume(self, trained_on: str | None = None) -> None:
-        """Continue from the newest checkpoint, if there is one. `trained_on` is the digest of the training images."""
+        """Load the newest checkpoint, if there is one. `trained_on` is the digest of the training images."""
         state = load_checkpoint(self.accelerator, self.run, self._parts)
         self.progress = Progress(**(state or {}))
         check_same_images(self.run, self.progress.trained_on, trained_on)
@@ -203,21 +221,21 @@ class TrainingLoop:
             if state is not None:
                 logger.info("resuming %s at update %d of %d", self.run.folder, self.progress.update, self.total)
 
-    def fit(
-        self,
-        before_epoch: Callable[[int], None] = lambda _: None,
-        after_epoch: Callable[[int], dict | None] = lambda _: None,
-    ) -> None:
-        """Train to the end, or raise `Interrupted` after saving. `after_epoch` may return measurements to log."""
+    def fit(self, evaluate: Callable[["TrainingLoop", int], dict | None] = lambda _loop, _epoch: None) -> None:
+        """Train to the end, or save and raise `Interrupted`.
+
+        Args:
+            evaluate: called with the loop and the number of the epoch after each epoch; returns metrics to log.
+        """
         started = self._saved = time.monotonic()
         seconds_before = self.progress.seconds
         self._begin_window()
-        self._said = -math.inf
+        self._printed = -math.inf
         done, hidden = self.progress.update, not self._interactive
         bar = tqdm(total=self.total, initial=done, unit="update", disable=hidden, dynamic_ncols=True)
         with bar, StopOnSignal(announce=self.accelerator.is_main_process) as stopping:
             for epoch in range(self.progress.update // self.per_epoch, math.ceil(self.total / self.per_epoch)):
-                before_epoch(epoch)
+                self.task.begin_epoch(self.bare_model, epoch, self.optimization.epochs)
                 self.model.train()
                 batches = iter(self.task.loader.epoch(epoch, start_update=self.progress.update % self.per_epoch))
                 end = min((epoch + 1) * self.per_epoch, self.total)
@@ -225,49 +243,49 @@ class TrainingLoop:
                     self.update(batches, epoch)
                     bar.update()
                     self.progress.seconds = seconds_before + time.monotonic() - started
-                    if self.progress.update % self.settings.log_steps == 0 or self.progress.update == self.total:
+                    if self.progress.update % self.checkpointing.log_steps == 0 or self.progress.update == self.total:
                         bar.set_postfix(self._log())
                     if self.progress.update == end:
                         self._share_statistics()
-                        self._log_evaluation(after_epoch(epoch), epoch)
+                        self._log_evaluation(evaluate(self, epoch), epoch)
                     self._save_if_due(stopping.requested or self._out_of_time(started))
 
-    def _save_if_due(self, wished_to_stop: bool) -> None:
-        """Save at the end and when it is time, or when anybody wishes to stop, which then happens."""
-        due = time.monotonic() - self._saved > 60 * self.settings.save_minutes
-        stop, save = self._agree(wished_to_stop, due)
+    def _save_if_due(self, stop_requested: bool) -> None:
+        """Save at the end, when it is time, and when any process wants to stop; then stop."""
+        due = time.monotonic() - self._saved > 60 * self.checkpointing.save_minutes
+        stop, save = self._any_process(stop_requested, due)
         finished = self.progress.update == self.total
-        every = self.settings.save_steps
+        every = self.checkpointing.save_steps
         if stop or save or finished or (every is not None and self.progress.update % every == 0):
             self._finite_losses()
             self._check_weights()
-            progress, keep = vars(self.progress), self.settings.save_total_limit
-            save_checkpoint(self.accelerator, self.run, self._parts, progress, keep)
+            keep = self.checkpointing.save_total_limit
+            save_checkpoint(self.accelerator, self.run, self._parts, vars(self.progress), keep)
             self._saved = time.monotonic()
         if stop and not finished:
-            raise Interrupted(self.settings.stage, "--resume", self.run.whole.folder)
+            raise Interrupted(self.run.stage, "--resume", self.run.whole.folder)
 
     def update(self, batches: Iterable[dict], epoch: int) -> None:
-        """One update: all micro-batches, each weighted alike, then one optimizer step."""
-        accelerator, settings, update = self.accelerator, self.settings, self.progress.update
-        peak = scale_lr(settings.base_lr, settings.batch_size)
+        """Run all micro-batches of an update, each weighted alike, then one optimizer step."""
+        accelerator, spec, update = self.accelerator, self.optimization, self.progress.update
+        peak = scale_lr(spec.base_lr, spec.batch_size)
         # A function of the update alone, so resuming needs no state.
-        self._lr = warmup_cosine(update, self.warmup, self.total, peak, settings.min_lr)
+        self._lr = warmup_cosine(update, self.warmup, self.total, peak, spec.min_lr)
         set_lr(self.optimizer, self._lr)
         total = 0.0
-        for micro in range(settings.accumulation):
+        for micro in range(spec.accumulation):
             # Drop path draws from the global generator; keyed like this it needs no state to resume.
-            torch.manual_seed(keyed_seed(settings.seed, update, micro, accelerator.process_index))
+            torch.manual_seed(keyed_seed(spec.seed, update, micro, accelerator.process_index))
             batch = {name: value.to(accelerator.device) for name, value in next(batches).items()}
             step = StepKey(epoch, update, micro, accelerator.process_index)
-            last = micro == settings.accumulation - 1
+            last = micro == spec.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
                 with accelerator.autocast():
-                    loss = self.task.compute_loss(self.model, batch, step) / settings.accumulation
+                    loss = self.task.compute_loss(self.model, batch, step) / spec.accumulation
                 accelerator.backward(loss)
             total = total + loss.detach()
-        if settings.clip_grad is not None:
-            accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
+        if spec.clip_grad is not None:
+            accelerator.clip_grad_norm_(self.model.parameters(), spec.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.ema is not None:
@@ -276,13 +294,13 @@ class TrainingLoop:
         self.progress.update += 1
 
     def _share_statistics(self) -> None:
-        """What is measured is what is saved: each process has normalised by statistics of its own last images."""
+        """Take the buffers of the main process everywhere: batch statistics differ between processes."""
         if self.accelerator.num_processes > 1:
             for buffer in self.final_model.buffers():
                 broadcast(buffer)
 
     def _finite_losses(self) -> list[float]:
-        """The pending losses as numbers, averaged over processes; reading them waits for the device."""
+        """Return the pending losses as numbers averaged over processes; this waits for the device."""
         pending = self.progress.pending
         fresh = [loss for loss in pending if isinstance(loss, Tensor)]
         if fresh:
@@ -294,17 +312,19 @@ class TrainingLoop:
         return pending
 
     def _check_weights(self) -> None:
-        """A step from a finite loss may still leave the weights infinite: such a checkpoint would be of no use."""
+        """Raise an error if weights are not finite, which a step from a finite loss may leave."""
         if not all(weight.isfinite().all() for weight in self.model.parameters()):
             self._diverged("the weights became infinite or NaN", self.progress.update)
 
     def _diverged(self, what: str, update: int) -> NoReturn:
         kept = list_checkpoints(self.run)
         rest = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-        raise LiVTError(f"{what} at update {update}; {rest}. Lower base_lr or clip gradients (--clip_grad 1).")
+        raise LiVTError(
+            f"{what} at update {update}; {rest}. Lower base_lr or clip gradients (clip_grad 1).", argument="base_lr"
+        )
 
     def _log(self) -> dict:
-        losses, progress, batch = self._finite_losses(), self.progress, self.settings.batch_size
+        losses, progress, batch = self._finite_losses(), self.progress, self.optimization.batch_size
         then, since = self._window
         speed, last = (progress.update - since) * batch / (time.perf_counter() - then), progress.update == self.total
         self._begin_window()
@@ -318,11 +338,10 @@ class TrainingLoop:
         progress.pending = []
         if self.accelerator.is_main_process:
             self.run.log(line)
-            if not self._interactive and (last or time.monotonic() - self._said >= LOG_INTERVAL):
-                self._said = time.monotonic()
+            if not self._interactive and (last or time.monotonic() - self._printed >= LOG_INTERVAL):
+                self._printed = time.monotonic()
                 left = "" if last else f"  {format_duration((self.total - progress.update) * batch / speed)} left"
-                said = "update %(update)d  epoch %(epoch).2f  loss %(loss).4f  lr %(lr).2e"
-                logger.info(f"{said}{left}", line)
+                logger.info(f"update %(update)d  epoch %(epoch).2f  loss %(loss).4f  lr %(lr).2e{left}", line)
         self.accelerator.log({name: line[name] for name in ("loss", "lr", "images_per_second")}, step=progress.update)
         return {"loss": f"{line['loss']:.4f}", "lr": f"{self._lr:.1e}", "images/s": f"{speed:.0f}"}
 
@@ -330,24 +349,24 @@ class TrainingLoop:
         """Start a new window over which the speed is measured."""
         self._window = time.perf_counter(), self.progress.update
 
-    def _log_evaluation(self, measured: dict | None, epoch: int) -> None:
+    def _log_evaluation(self, metrics: dict | None, epoch: int) -> None:
         self.model.train()
         self._begin_window()
-        if measured is None:
+        if metrics is None:
             return
         if self.accelerator.is_main_process:
-            self.run.log({"update": self.progress.update, "epoch": epoch + 1, "eval": measured})
-        self.accelerator.log({f"eval/{k}": v for k, v in measured.items() if v is not None}, step=self.progress.update)
+            self.run.log({"update": self.progress.update, "epoch": epoch + 1, "eval": metrics})
+        self.accelerator.log({f"eval/{k}": v for k, v in metrics.items() if v is not None}, step=self.progress.update)
 
-    def _agree(self, *wishes: bool) -> list[bool]:
-        """What any process wants, all do: signals and clocks differ between processes."""
+    def _any_process(self, *flags_here: bool) -> list[bool]:
+        """Return for each flag whether any process has set it: signals and clocks differ between processes."""
         if self.accelerator.num_processes == 1:
-            return list(wishes)
-        flags = torch.tensor(wishes, dtype=torch.int64, device=self.accelerator.device)
+            return list(flags_here)
+        flags = torch.tensor(flags_here, dtype=torch.int64, device=self.accelerator.device)
         return (self.accelerator.reduce(flags, "sum") > 0).tolist()
 
     def _out_of_time(self, started: float) -> bool:
-        limit = self.settings.max_hours
+        limit = self.checkpointing.max_hours
         return limit is not None and time.monotonic() - started > 3600 * limit
 
     @property

@@ -1,4 +1,4 @@
-"""Learning rates: scaled by the batch, decayed by depth, warmed up and lowered along a cosine."""
+"""Optimizers and learning rates: scaled by the batch, decayed by depth, warm-up and cosine schedule."""
 
 import math
 from collections.abc import Iterator
@@ -7,14 +7,16 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from livt_hf.training.spec import OptimizationSpec
+
 
 def scale_lr(base_lr: float, batch_size: int) -> float:
-    """The linear rule of MAE: base rates are for 256 images per update."""
+    """Return the learning rate for a batch size by the linear rule of MAE; base rates are for 256 images."""
     return base_lr * batch_size / 256
 
 
 class LayeredModel(Protocol):
-    """A model that knows the layers of its parameters, and which of them weight decay leaves alone."""
+    """Model that knows the layer of each parameter and which parameters weight decay leaves alone."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def parameter_depths(self) -> dict[str, int]: ...
@@ -22,9 +24,24 @@ class LayeredModel(Protocol):
 
 
 def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: float = 1.0) -> list[dict]:
-    """Parameter groups with `lr_scale` = decay^(depth + 1 - layer), without weight decay where the model says so.
+    """Group trainable parameters by layer for layer-wise learning rate decay.
 
-    The model is asked (`parameter_depths`, `no_weight_decay`): every trainable parameter is in exactly one group.
+    Args:
+        model: a LiViT, a model from `balance`, or any module with `parameter_depths()` (only needed where
+            `layer_decay` is not 1) and `no_weight_decay()`.
+        weight_decay: decay of the parameters that `no_weight_decay` does not name.
+        layer_decay: factor of the learning rate from each layer to the one below.
+
+    Returns:
+        Parameter groups for a torch optimizer; every trainable parameter is in exactly one. Multiply the learning
+        rate of a group by its `lr_scale`, `layer_decay ** (depth + 1 - layer)`.
+
+    Example:
+        >>> from livt_hf import LiViTConfig, LiViTForImageClassification
+        >>> model = LiViTForImageClassification(LiViTConfig.preset("micro", class_counts=[90, 10]))
+        >>> groups = layer_decay_groups(model, weight_decay=0.05, layer_decay=0.75)
+        >>> groups[0]["lr_scale"] == 0.75**7  # six layers lie between the embeddings and the classifier
+        True
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     undecayed = model.no_weight_decay()
@@ -41,7 +58,7 @@ def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: fl
 
 
 def split_muon_groups(model: LayeredModel, groups: list[dict]) -> list[dict]:
-    """The groups, with what follows the blocks marked for NAdamW: Muon is for matrices between features."""
+    """Split groups and mark what follows the blocks for NAdamW: Muon is for matrices between features."""
     depths = model.parameter_depths()
     last = max(depths.values())
     after = {id(parameter) for name, parameter in model.named_parameters() if depths[name] == last}
@@ -55,7 +72,7 @@ def split_muon_groups(model: LayeredModel, groups: list[dict]) -> list[dict]:
 
 
 def warmup_cosine(step: float, warmup: float, total: float, peak: float, floor: float) -> float:
-    """The rate of update `step` (from 0): linear from 0 to `peak`, then half a cosine down to `floor`."""
+    """Return the learning rate of update `step` (from 0): linear from 0 to `peak`, then a half cosine to `floor`."""
     if step < warmup:
         return peak * step / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -63,6 +80,23 @@ def warmup_cosine(step: float, warmup: float, total: float, peak: float, floor: 
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """In every group, times its `lr_scale`."""
+    """Set the learning rate of every group, times its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def make_optimizer(
+    model: LayeredModel, spec: OptimizationSpec, name: str = "adamw", layer_decay: float = 1.0
+) -> torch.optim.Optimizer:
+    """Create the optimizer of a training: "adamw", "lamb" or "muon", with layer-wise learning rates."""
+    groups = layer_decay_groups(model, spec.weight_decay, layer_decay)
+    lr, betas = scale_lr(spec.base_lr, spec.batch_size), (0.9, spec.adam_beta2)
+    if name == "lamb":
+        from timm.optim import Lamb
+
+        return Lamb(groups, lr=lr, betas=betas)
+    if name == "muon":
+        from timm.optim import Muon  # scaled so that rates and decay of AdamW fit it too
+
+        return Muon(split_muon_groups(model, groups), lr=lr, betas=betas, nesterov=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)

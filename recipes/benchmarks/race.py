@@ -31,6 +31,7 @@ from timm.data import create_transform
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 
+import livt_hf.training.finetune
 from livt_hf.commands import run_command
 from livt_hf.configuration_livit import LiViTConfig, encoder_preset
 from livt_hf.data import Batches, FinetuneAugmentation, PretrainAugmentation, class_counts, load_long_tailed
@@ -225,12 +226,13 @@ def run_ours(row: Row, **changed) -> dict:
 
         return timed
 
-    for recipe, names in (
+    for module, names in (
         (pretrain, ("compute_reconstruction_loss", "reconstruct_examples")),
-        (finetune, ("measure",)),
+        (finetune, ("compute_metrics",)),
+        (livt_hf.training.finetune, ("compute_metrics",)),  # after the last epoch
     ):
         for name in names:
-            setattr(recipe, name, uncounted(getattr(recipe, name)))
+            setattr(module, name, uncounted(getattr(module, name)))
     chosen = autotune.ScratchPlan(len(row.data["train"]), 32, row.seconds * autotune.CORE_FLOPS).options(
         row.minutes / 60
     )
