@@ -86,7 +86,7 @@ def model_card(
     context |= dict(pictures=[PurePosixPath(picture) for picture in pictures], counts_picture=counts_picture)
     context |= dict(hyperparameters={n: arguments[n] for n in HYPERPARAMETERS if arguments.get(n) is not None})
     if results.stage == "finetune":
-        context |= dict(form=publication.form, spec=find_loss(results), needs_plugin=needs_plugin(results))
+        context |= dict(form=publication.form, loss=find_loss(results), needs_plugin=needs_plugin(results))
         context |= _describe_outputs(head) | _result_tables(results, arguments)
     return render(results.stage, data, results=results, **context)
 
@@ -215,11 +215,11 @@ def describe_split(results: Results) -> str:
 
 def _describe_outputs(head: LongTailHead) -> dict:
     """Return facts about the meaning of logits and probabilities, which the settings of the head decide."""
-    settings, spec = head.settings, head.spec
+    settings, loss = head.settings, head.definition
     calibrated_on = None if settings.calibration is None else settings.calibration["num_images"]
     return dict(
-        tau=settings.tau if spec.balanced else 0.0,
-        sigmoid=spec.activation == "sigmoid",
+        tau=settings.tau if loss.balanced else 0.0,
+        sigmoid=loss.activation == "sigmoid",
         resampled=settings.seen_counts is not None,
         own_test_prior=settings.test_prior not in (None, "uniform"),
         no_posterior=head.no_posterior,
