@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoImageProcessor, AutoModelForImageClassification, BaseImageProcessor, PreTrainedModel
 
 from livt_hf.data.labels import class_counts as counts_of
-from livt_hf.data.labels import class_feature, first_names
+from livt_hf.data.labels import class_feature, format_class_names
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier, balance
@@ -146,7 +146,7 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
     names, known = class_feature(dataset).names, class_names(model)
     if len(names) != len(known):
         odd = sorted(set(names) ^ set(known)) if set(names) & set(known) else []
-        which = f" (only one of them has {first_names(odd)})" if odd else ""
+        which = f" (only one of them has {format_class_names(odd)})" if odd else ""
         raise LiVTError(
             f"the model has {len(known)} classes and the data {len(names)}{which}; fine-tune it on them first, or "
             "measure its features (livt eval --probe)."

@@ -21,7 +21,7 @@ from torch import nn
 
 from livt_hf.data import class_counts
 from livt_hf.data.labels import class_feature, group_codes, is_multi_label, labels_of
-from livt_hf.data.tables import reading_table
+from livt_hf.data.readers.table import reading_table
 from livt_hf.evaluation.exam import Exam, Findings, examine
 from livt_hf.evaluation.rules import standard_rules
 from livt_hf.evaluation.running import Outputs, Rule, run_model

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict
 
-from livt_hf.data.division import is_carved
 from livt_hf.data.labels import digest_of
-from livt_hf.data.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
+from livt_hf.data.readers.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
+from livt_hf.data.splitting import is_made_split
 from livt_hf.errors import LiVTError
 from livt_hf.results import Results
 from livt_hf.runs import Run, lent_data, lent_plugin, newest_finished, place_of, runs_folder
@@ -60,7 +60,7 @@ def check_split_unseen(settings, data: DatasetDict) -> None:
 
     `settings` name the model and the split. Which images are split off depends on all of them.
     """
-    if not is_carved(data, settings.split):
+    if not is_made_split(data, settings.split):
         return
     run, stored = Run(Path(settings.model)), SPLIT_OF_WORD.get(str(data["train"].split))
     names = set(DataSettings.names()) - set(DataSettings.names("may_change_on_resume"))

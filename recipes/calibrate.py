@@ -18,7 +18,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.classifiers import check_classes_match, check_posterior, is_multi_label, load_classifier, load_processor
 from livt_hf.commands import run_command
-from livt_hf.data import eval_loader, load_data, load_to_measure
+from livt_hf.data import eval_loader, load_dataset, load_evaluation_data
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.to(accelerator.device)
     check_posterior(model)
     check_not_trained_on(settings)
-    data = load_to_measure(settings, settings.split)
+    data = load_evaluation_data(settings, settings.split)
     check_split(settings, list(data))
     check_split_unseen(settings, data)
     check_classes_match(model, data[settings.split])
@@ -103,7 +103,7 @@ def measured_again(
     asked = {"model": settings.model, "plugin": settings.plugin}
     own = EvalSettings.merged(asked, inherited=settings_from_run(asked))
     try:
-        data = load_data(own)
+        data = load_dataset(own)
         check_split_unseen(own, data)
     except LiVTError as error:
         print(f"It is not measured again, and its results keep only what calibration does not change: {error}")

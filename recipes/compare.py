@@ -15,7 +15,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from livt_hf.commands import run_command
-from livt_hf.data import load_data
+from livt_hf.data import load_dataset
 from livt_hf.data.labels import is_multi_label
 from livt_hf.errors import LiVTError
 from livt_hf.files import write_values
@@ -42,7 +42,10 @@ class Ways(Plan):
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = CompareSettings.parse(argv)
-    train, _ = load_data(settings)["train"], read_config(settings.pretrained)  # refused now, not after the first way
+    train, _ = (
+        load_dataset(settings)["train"],
+        read_config(settings.pretrained),
+    )  # checked before the first run
     if is_multi_label(train):
         raise LiVTError(
             "ways are compared by accuracy, which images with several labels do not have; train each way "

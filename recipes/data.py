@@ -13,7 +13,7 @@ from PIL import Image
 from livt_hf.commands import run_command
 from livt_hf.data.decoding import copies_in_words, find_broken, listed, some_images
 from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
-from livt_hf.data.sources import load_data
+from livt_hf.data.load import load_dataset
 from livt_hf.errors import LiVTError
 from livt_hf.metrics import group_sizes
 from livt_hf.recipes.settings import LookSettings, as_words
@@ -26,7 +26,7 @@ SAMPLE_ROWS, SAMPLE_COLUMNS = 5, 8
 
 def main(argv: list[str] | None = None) -> None:
     settings = LookSettings.parse(argv)
-    data = load_data(settings)
+    data = load_dataset(settings)
     # Those that --on_broken skip leaves out were looked for when the data was loaded.
     checked = settings.check_images and settings.on_broken == "error"
     broken = {split: find_broken(part) if checked else {} for split, part in data.items()}

@@ -39,7 +39,7 @@ from livt_hf.classifiers import (
     training_counts,
 )
 from livt_hf.commands import run_command
-from livt_hf.data import class_counts, eval_loader, load_to_measure
+from livt_hf.data import class_counts, eval_loader, load_evaluation_data
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.labels import group_codes, labels_of
 from livt_hf.data.labels import is_multi_label as has_several_labels
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prior = None if settings.prior is None else serving_prior(settings.prior, model)
     model.to(accelerator.device)
     with accelerator.main_process_first():
-        data = load_to_measure(settings, settings.split)
+        data = load_evaluation_data(settings, settings.split)
     check_data(model, data, settings)
     check_split_unseen(settings, data)
 

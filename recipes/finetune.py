@@ -31,11 +31,11 @@ from livt_hf.crossvalidation import (
     write_fold,
     write_whole,
 )
-from livt_hf.data import class_counts, load_data
+from livt_hf.data import class_counts, load_dataset
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import copies_in_words
 from livt_hf.data.labels import digest_of
-from livt_hf.data.sources import load_images
+from livt_hf.data.load import load_pool
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.estimation import calibrate
 from livt_hf.runs import Run, check_same_images, find_pretraining, keep_settled, parse_training, start_run
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     accelerator = make_accelerator(settings, settings.trackers)
     with accelerator.main_process_first():
-        dataset = load_data(settings)
+        dataset = load_dataset(settings)
     if accelerator.is_main_process:
         warn_about_duplicates(dataset, settings.dataset)
     run = finetune(settings, dataset, accelerator, resumed, began=began)
@@ -173,13 +173,13 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
             raise LiVTError(message, argument=name)
     started, accelerator = time.monotonic(), make_accelerator(settings, settings.trackers)
     with accelerator.main_process_first():
-        images = load_images(fold_settings(settings, 1))
+        images = load_pool(fold_settings(settings, 1))
     if accelerator.is_main_process:
-        warn_about_duplicates(images.by_fold(), settings.dataset)
+        warn_about_duplicates(images.fold_datasets(), settings.dataset)
         say_what_was_seen(settings)
     folds = [fold_settings(settings, number) for number in range(1, settings.folds + 1)]
     for number, fold in enumerate(folds, 1):
-        dataset, own = images.divided(fold), None if run is None else run.fold(number)
+        dataset, own = images.split(fold), None if run is None else run.fold(number)
         if own is not None and own.finished:
             check_same_images(own, own.results.trained_on, digest_of(dataset["train"]))
             continue
@@ -192,7 +192,7 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
             fold = keep_settled(fold.replace(output_dir=str(own.folder)), own)
         create = functools.partial(start_fold, settings, run, number)
         run = finetune(fold, dataset, accelerator, resumed, create).whole
-    findings, tested = examine_folds(run, [images.divided(fold) for fold in folds], accelerator)
+    findings, tested = examine_folds(run, [images.split(fold) for fold in folds], accelerator)
     if accelerator.is_main_process:
         report = write_whole(run, settings, findings, tested)
         print(format_folds(run, settings, findings, report))

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from livt_hf.commands import check_publishing, publish_if_asked, run_command, what_next
-from livt_hf.data import class_counts, eval_loader, eval_processor, load_data, normalization
+from livt_hf.data import class_counts, eval_loader, eval_processor, load_dataset, normalization
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import digest_of, number_of_classes
@@ -53,7 +53,7 @@ def pretrain(
     """
     torch.manual_seed(settings.seed)
     with accelerator.main_process_first():
-        dataset = load_data(settings, streaming=settings.streaming)
+        dataset = load_dataset(settings, streaming=settings.streaming)
     train, size = dataset["train"], choose_image_size(settings)
     on_broken = settings.on_broken if settings.streaming else "error"  # stored data was cleaned when it was loaded
     held_out = select_eval_images(dataset, 2000, on_broken)

@@ -9,7 +9,7 @@
 from collections.abc import Sequence
 
 from livt_hf.commands import run_command
-from livt_hf.data import class_counts, load_data
+from livt_hf.data import class_counts, load_dataset
 from livt_hf.data.decoding import refuse_broken
 from livt_hf.hub import Publication, origin_of, publish_dataset
 from livt_hf.recipes.settings import PublishDataSettings
@@ -19,7 +19,7 @@ from livt_hf.text import format_count
 def main(argv: Sequence[str] | None = None) -> None:
     settings = PublishDataSettings.parse(argv)
     publication = Publication(settings.repo_id, license=settings.license, public=settings.public)
-    data = load_data(settings)
+    data = load_dataset(settings)
     if settings.on_broken == "error":
         for split in data.values():
             refuse_broken(split)

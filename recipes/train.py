@@ -25,9 +25,9 @@ from transformers import BaseImageProcessor
 
 from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command, what_next
 from livt_hf.configuration_livit import LiViTConfig
-from livt_hf.data import Batches, eval_loader, load_data
+from livt_hf.data import Batches, eval_loader, load_dataset
 from livt_hf.data.decoding import LOOKED_AT, sample_image_sizes, spread_rows
-from livt_hf.data.division import refuse_single_class
+from livt_hf.data.load import check_several_classes
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.files import read_record, write_values
 from livt_hf.long_tail.losses import LOSSES
@@ -109,8 +109,8 @@ def run_livt(words: list[str]) -> bool:
 
 def begin(settings: TrainSettings) -> Path:
     """Choose, and write down what was chosen, so that going on does not choose again."""
-    data = load_data(settings)
-    refuse_single_class(data["train"])
+    data = load_dataset(settings)
+    check_several_classes(data["train"])
     if settings.pretrained is not None:
         why, stages = plan_backbone(settings, data["train"])
     else:

@@ -28,7 +28,7 @@ from test_hub import make_run
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
-from livt_hf.data import eval_processor, load_data
+from livt_hf.data import eval_processor, load_dataset
 from livt_hf.demo.classes import ROWS, Classes
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
 from livt_hf.demo.unlabelled import World, interval, read_world
@@ -484,7 +484,7 @@ def call(url, body):
 
 def test_a_public_link_is_made_only_where_it_is_asked_for(app, tmp_path, tiny, monkeypatch):
     save_model(tmp_path, tiny)
-    started, data = [], load_data(PretrainSettings())
+    started, data = [], load_dataset(PretrainSettings())
 
     def start(models, _port, share, browser):
         started.append((share, browser, models[0].data is not None, len(models[0].examples) > 0))

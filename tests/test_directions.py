@@ -61,7 +61,7 @@ def test_a_part_imports_nothing_from_above_it(part):
     ("statement", "absent"),
     [
         ("import livt_hf", ("torch", "transformers", "datasets", "numpy")),
-        ("import livt_hf.data.splits", ("torch", "transformers", "datasets")),
+        ("import livt_hf.data.subsample", ("torch", "transformers", "datasets")),
         ("import livt_hf.settings, livt_hf.runs, livt_hf.recipes.cli", ("torch", "transformers", "datasets")),
     ],
 )

@@ -22,7 +22,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
 from livt_hf.classifiers import balance_by_counts, check_classes_match, load_classifier
 from livt_hf.conversion import to_beit
-from livt_hf.data import Batches, eval_loader, eval_processor, load_data, load_long_tailed, load_to_measure
+from livt_hf.data import Batches, eval_loader, eval_processor, load_dataset, load_evaluation_data, load_long_tailed
 from livt_hf.data.labels import digest_of
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import PAPER, UNIFORM
@@ -234,14 +234,14 @@ def test_images_set_aside_anew_from_a_folder_that_has_changed_are_not_measured_o
     pictures, own, run = workplace.pictures / "train", tmp_path / "own", tmp_path / "run"
     shutil.copytree(pictures, own)
     settings = FinetuneSettings(dataset=str(own), model_size="micro", validation_fraction=0.2)
-    results = Results(stage="finetune", dataset=str(own), trained_on=digest_of(load_data(settings)["train"]))
+    results = Results(stage="finetune", dataset=str(own), trained_on=digest_of(load_dataset(settings)["train"]))
     run.mkdir()
     save_settings(settings, run / "arguments.yaml")
     Run(run).write_results(results)
 
     def check(*options: str) -> None:
         asked = EvalSettings.parse([str(run), *options], inherit=settings_from_run)
-        check_split_unseen(asked, load_data(asked))
+        check_split_unseen(asked, load_dataset(asked))
 
     check()
     shutil.copy(pictures / "class0/0.png", own / "class0/new.png")
@@ -260,8 +260,8 @@ def test_a_dataset_of_test_images_alone_is_not_measured_on_a_part_of_it(workplac
     shutil.copytree(workplace.pictures / "test", tmp_path / "own/test")
     asked = EvalSettings(model=str(tmp_path), dataset=str(tmp_path / "own"))
     with pytest.raises(LiVTError, match="own has no other split than test, .*: pass --split all to measure on all"):
-        check_split_unseen(asked, load_data(asked))
-    check_split_unseen(replace(asked, split="all"), load_to_measure(asked, "all"))
+        check_split_unseen(asked, load_dataset(asked))
+    check_split_unseen(replace(asked, split="all"), load_evaluation_data(asked, "all"))
 
 
 def run_with_plugin(folder: Path, plugin) -> dict:

@@ -15,8 +15,8 @@ from test_tuning import resnet
 from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.classifiers import load_classifier
 from livt_hf.data import class_counts, eval_processor, load_long_tailed
-from livt_hf.data.division import test_folds as folds_of_images
 from livt_hf.data.labels import labels_of
+from livt_hf.data.splitting import assign_folds as folds_of_images
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.recipes import eval as evaluation
@@ -193,7 +193,7 @@ def test_pooled_numbers_are_those_of_the_pooled_scores(labels, backbone, tmp_pat
 def test_folds_of_which_only_one_can_hold_out_images_to_calibrate_are_measured_together(
     labels, backbone, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("livt_hf.data.division.ENOUGH_TO_HOLD_OUT", 10)
+    monkeypatch.setattr("livt_hf.data.splitting.MIN_IMAGES_TO_SPLIT", 10)
     sites = {0: "abcde", 1: "ab"}  # of two sites to train on, one alone has class 1, so that none can be spared
     rows = [
         f"train/class{label}/{i}.png,class{label},{own[i % len(own)]}\n"

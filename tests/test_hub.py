@@ -26,7 +26,7 @@ from torchvision.transforms.functional import to_pil_image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTMAEForPreTraining, pipeline
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance, pretraining_config
-from livt_hf.data import eval_processor, load_data, read_rgb
+from livt_hf.data import eval_processor, load_dataset, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.hub import (
     Origin,
@@ -691,7 +691,7 @@ def test_a_table_may_name_links_to_train_on_but_what_they_lead_to_is_not_publish
     publish_data(command)
     (tmp_path / "own/0.png").unlink()
     (tmp_path / "own/0.png").symlink_to("../elsewhere/0.png")
-    assert sum(map(len, load_data(PublishDataSettings.parse(command)).values())) == 6
+    assert sum(map(len, load_dataset(PublishDataSettings.parse(command)).values())) == 6
     with pytest.raises(LiVTError, match="1 images are links to files outside of .*/own, the first is .*/own/0.png"):
         publish_data(command)
 
@@ -711,7 +711,7 @@ def test_a_dataset_with_a_broken_image_is_not_published_until_it_is_left_out(tmp
 def test_the_card_of_a_balanced_dataset_names_its_images_per_class(tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
     settings = PublishDataSettings(dataset=str(pictures), repo_id="org/x", rule="balanced", license="mit")
-    assert origin_of(load_data(settings), settings).rule == "Every class keeps 6 training images."
+    assert origin_of(load_dataset(settings), settings).rule == "Every class keeps 6 training images."
 
 
 @pytest.mark.parametrize(
@@ -726,7 +726,7 @@ def test_the_card_of_a_balanced_dataset_names_its_images_per_class(tmp_path):
 def test_the_card_of_a_dataset_says_what_became_of_its_training_images(tmp_path, options, said):
     pictures = make_pictures(tmp_path / "pictures")
     settings = PublishDataSettings(**{"dataset": str(pictures), "repo_id": "org/x", "license": "mit"} | options)
-    assert re.fullmatch(f".*{said}", origin_of(load_data(settings), settings).rule)
+    assert re.fullmatch(f".*{said}", origin_of(load_dataset(settings), settings).rule)
 
 
 def test_the_card_of_a_dataset_says_by_what_images_were_left_out_and_names_the_licence(tmp_path):
@@ -734,7 +734,7 @@ def test_the_card_of_a_dataset_says_by_what_images_were_left_out_and_names_the_l
     settings = PublishDataSettings(
         dataset=str(pictures), repo_id="org/x", exclude_labels="class0,class3", license="mit"
     )
-    data = load_data(settings)
+    data = load_dataset(settings)
     card = dataset_card(data, Publication("org/x", license="mit"), origin_of(data, settings)).text
     assert (
         "The images were selected by `--exclude_labels class0,class3`." in card and "those of the dataset" not in card
@@ -756,7 +756,7 @@ def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, m
     monkeypatch.setattr("livt_hf.hub.datasets.HfApi", partial(HfApi, endpoint=hub.endpoint, token=TOKEN))
     monkeypatch.setattr("datasets.DatasetDict.push_to_hub", cut)
     settings = PublishDataSettings(dataset="glyphs", repo_id="org/glyphs")
-    data = load_data(settings)
+    data = load_dataset(settings)
     with pytest.raises(PublishError, match="in org/glyphs, which is private, the card is complete .*cut"):
         publish_dataset(data, Publication("org/glyphs"), origin_of(data, settings))
     assert set(hub.files("org/glyphs", kind="datasets")) == {".gitattributes", "README.md"}

@@ -235,7 +235,7 @@ def test_all_broken_images_are_named_where_one_is_met_up_to_ten_and_then_counted
         list(train_loader(dataset, PretrainAugmentation(16), Batches(7)).epoch(0))
     lines = str(error.value).splitlines()
     assert lines[0] == "12 images cannot be read:" and "1.png" in lines[1] and lines[11:12] == ["  and 2 more"]
-    assert "--on_broken skip" in lines[12]
+    assert "on_broken skip" in lines[12]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -8,23 +8,20 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
-from livt_hf.data.division import carved_test
 from livt_hf.data.labels import digest_of
-from livt_hf.data.splits import (
+from livt_hf.data.splitting import grouped_split, split_test, stratified_folds, stratified_split
+from livt_hf.data.subsample import (
     exponential_counts,
-    grouped_split,
     label_counts,
     largest_fitting,
     long_tail_indices,
     pareto_counts,
-    stratified_folds,
-    stratified_split,
 )
 from livt_hf.settings import DataSettings
 
 
 def test_splits_need_numpy_only():
-    code = "import sys, livt_hf.data.splits; print(*{'torch', 'datasets', 'transformers'} & set(sys.modules))"
+    code = "import sys, livt_hf.data.subsample; print(*{'torch', 'datasets', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
@@ -176,7 +173,7 @@ def test_every_class_keeps_one_of_its_two_groups_in_training(labels, groups):
     for fraction in (0.2, 0.5, 0.9):
         for seed in range(10):
             settings = DataSettings(group_column="group", test_fraction=fraction, split_seed=seed)
-            parts = carved_test({"train": train}, settings)
+            parts = split_test({"train": train}, settings)
             assert set(parts["train"]["label"]) == {0, 1, 2, 3} and len(parts["test"])
             assert not set(parts["train"]["group"]) & set(parts["test"]["group"])
 

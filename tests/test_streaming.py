@@ -208,5 +208,5 @@ def test_a_broken_held_out_image_is_refused_before_training(tmp_path):
     (folder / "test/class3/10.png").write_bytes(b"broken")
     recipe = RecipeRun("pretrain", tmp_path / "run", "--dataset", folder, *TINY)
     assert recipe.wait() != 0
-    assert "held-out image" in recipe.printed and "--on_broken skip" in recipe.printed
+    assert "held-out image" in recipe.printed and "on_broken skip" in recipe.printed
     assert not recipe.folder.exists()

@@ -1,4 +1,4 @@
-"""Long-tailed image data: splits, sources, transforms and loaders. Names are looked up when they are first used."""
+"""Long-tailed image data: datasets, splits, transforms and loaders. Names are looked up when they are first used."""
 
 import importlib
 
@@ -6,11 +6,11 @@ _NAMES = {
     "batches": ("Batches",),
     "benchmarks": ("normalization", "register_dataset"),
     "decoding": ("find_broken", "find_copies", "read_rgb"),
-    "division": ("is_carved",),
     "labels": ("class_counts",),
+    "load": ("load_dataset", "load_evaluation_data", "load_long_tailed"),
     "loading": ("eval_loader", "train_loader"),
-    "sources": ("load_data", "load_long_tailed", "load_to_measure"),
-    "splits": ("exponential_counts", "long_tail_indices", "pareto_counts"),
+    "splitting": ("is_made_split",),
+    "subsample": ("exponential_counts", "long_tail_indices", "pareto_counts"),
     "transforms": ("DeviceTransform", "FinetuneAugmentation", "PretrainAugmentation", "eval_processor"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
-from livt_hf.settings import DataSettings
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -20,7 +20,7 @@ Channels = tuple[float, float, float]
 class Benchmark:
     """Where a named dataset comes from and how its long tail is made."""
 
-    load: Callable[[DataSettings], "DatasetDict"] | None = None  # makes the dataset, instead of the Hub
+    load: Callable[[DataSpec], "DatasetDict"] | None = None  # makes the dataset, instead of the Hub
     own_tail: bool = False  # `load` follows the rule and the imbalance factor itself
     hub: str | None = None
     label_column: str | None = None
@@ -35,7 +35,7 @@ class Benchmark:
     std: Channels = (0.229, 0.224, 0.225)
 
 
-def _glyphs(settings: DataSettings) -> "DatasetDict":
+def _glyphs(settings: DataSpec) -> "DatasetDict":
     from livt_hf.data.glyphs import load  # imports matplotlib and `datasets`
 
     return load(settings)
@@ -96,7 +96,7 @@ def register_dataset(name: str, **facts) -> Callable[[Callable], Callable]:
     split is cut from its training split, and a rule thins that out, as with any other dataset.
     """
 
-    def register(load: Callable[[DataSettings], "DatasetDict"]) -> Callable:
+    def register(load: Callable[[DataSpec], "DatasetDict"]) -> Callable:
         if name in BENCHMARKS:
             raise LiVTError(f"a dataset named {name!r} exists already; choose another name.")
         BENCHMARKS[name] = Benchmark(load=load, **facts)

@@ -25,7 +25,7 @@ from datasets import Image as ImageColumn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm.auto import tqdm
 
-from livt_hf.data.labels import NAMED, embedded_sizes, image_paths
+from livt_hf.data.labels import MAX_NAMED, embedded_sizes, image_paths
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
@@ -37,21 +37,18 @@ DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError),
     *(struct.error, Image.DecompressionBombError),
 )
-SKIP = "or leave such images out with --on_broken skip (in Python on_broken='skip')."
+SKIP = "or leave such images out with on_broken skip."
 WAY_OUT = f". Repair or remove it, {SKIP}"
 # Others say transparency, a palette or how to turn the image, or make libpng complain on the terminal.
 _PLAIN_CHUNKS = {b"IHDR", b"sRGB", b"gAMA", b"pHYs", b"IDAT", b"IEND"}
 
 
 class BrokenImageError(LiVTError):
-    """An image that cannot be read: which one and why, and for training the way out."""
+    """An image that cannot be read: `finding` says which one and why, the message also the way out."""
 
-    @property
-    def finding(self) -> str:
-        return self.args[0]
-
-    def __str__(self) -> str:
-        return "".join(self.args)
+    def __init__(self, finding: str, way_out: str = ""):
+        super().__init__(f"{finding}{way_out}", argument="on_broken")
+        self.finding = finding
 
 
 def image_suffixes() -> set[str]:
@@ -301,10 +298,10 @@ def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
 
 def without_broken(dataset: Dataset) -> Dataset:
     """The images that can be decoded; a warning names the others."""
-    return dataset.select(sound_rows(dataset))
+    return dataset.select(readable_rows(dataset))
 
 
-def sound_rows(dataset: Dataset) -> np.ndarray:
+def readable_rows(dataset: Dataset) -> np.ndarray:
     """The rows of the images that can be decoded; a warning names the others."""
     broken = find_broken(dataset)
     if broken:
@@ -315,8 +312,8 @@ def sound_rows(dataset: Dataset) -> np.ndarray:
 def listed(findings) -> str:
     """One line for each of the first ten findings, and how many more there are."""
     findings = list(findings)
-    more = [f"and {len(findings) - NAMED} more"] if len(findings) > NAMED else []
-    return "".join(f"\n  {finding}" for finding in findings[:NAMED] + more)
+    more = [f"and {len(findings) - MAX_NAMED} more"] if len(findings) > MAX_NAMED else []
+    return "".join(f"\n  {finding}" for finding in findings[:MAX_NAMED] + more)
 
 
 LOOKED_AT = 16  # images that tell the sizes of all

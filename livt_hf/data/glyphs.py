@@ -16,10 +16,10 @@ from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, Features, Im
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
-from livt_hf.data.splits import exponential_counts
+from livt_hf.data.spec import DataSpec
+from livt_hf.data.subsample import exponential_counts
 from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_uniform
-from livt_hf.settings import DataSettings
 
 # In order of frequency. Mixed on purpose, so that a group of classes is not a kind of character.
 CLASSES = "Ka7RtW3eMgB2nXQ5SdGh8EPrZ4ULYDAF6TJOHVNC"
@@ -35,7 +35,7 @@ NUMBERS_PER_IMAGE = 64
 LUMA = (0.299, 0.587, 0.114)
 
 
-def load(settings: DataSettings) -> DatasetDict:
+def load(settings: DataSpec) -> DatasetDict:
     """The dataset that the settings ask for."""
     if settings.rule not in (None, "exponential") or settings.source is not None:
         raise LiVTError("glyphs are made by the exponential rule, without a source: drop those options.")

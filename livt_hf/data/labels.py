@@ -1,4 +1,4 @@
-"""Labels as arrays, and how a dataset is asked for them. Linear in the rows, never one by one; no image is read."""
+"""Labels, groups and paths of a dataset as arrays. Linear in the rows, never one by one; no image is read."""
 
 import hashlib
 import unicodedata
@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, IterableDataset, LargeList, List
 
-from livt_hf.data.splits import label_counts
+from livt_hf.data.subsample import label_counts
 from livt_hf.errors import LiVTError
 
-NAMED = 10  # classes or images that a warning names
+MAX_NAMED = 10  # classes or images that a warning names
+MAX_CLASSES = 1_000_000  # larger numbers are ids of something else
 
 
 @dataclass(frozen=True)
@@ -27,29 +28,29 @@ class Labels:
     offsets: np.ndarray | None = None
 
     @classmethod
-    def of_ids(cls, ids: pa.Array | pa.ChunkedArray, offsets: np.ndarray | None) -> "Labels":
-        """Ids of which some are null: -1 where that is the one label of an image, and nothing in a list."""
+    def from_ids(cls, ids: pa.Array | pa.ChunkedArray, offsets: np.ndarray | None) -> "Labels":
+        """Build labels of ids, of which some are null: -1 for the one label of an image, dropped from a list."""
         ids = ids.cast(pa.int64(), safe=False)  # unsigned numbers know no -1
         if offsets is None:
             return cls(ids.fill_null(-1).to_numpy())
-        named = ids.is_valid().to_numpy(zero_copy_only=False)
-        return cls(ids.drop_null().to_numpy(), offsets_of(named)[offsets])
+        is_valid = ids.is_valid().to_numpy(zero_copy_only=False)
+        return cls(ids.drop_null().to_numpy(), offsets_of(is_valid)[offsets])
 
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
     @property
     def images(self) -> np.ndarray:
-        """Which image each of the values belongs to."""
+        """Return the number of the image that each of the values belongs to."""
         return np.arange(len(self)) if self.offsets is None else np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     @property
     def hidden(self) -> bool:
-        """Whether all are -1, which is how the Hub publishes test sets without labels."""
+        """Return True if all are -1, which is how the Hub publishes test sets without labels."""
         return len(self.values) > 0 and bool((self.values == -1).all())
 
     def take(self, rows: np.ndarray) -> "Labels":
-        """The labels of some of the images."""
+        """Return the labels of some of the images."""
         if self.offsets is None:
             return Labels(self.values[rows])
         starts, lengths = self.offsets[:-1][rows], np.diff(self.offsets)[rows]
@@ -57,7 +58,7 @@ class Labels:
         return Labels(self.values[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])], offsets)
 
     def relabelled(self, new_id: np.ndarray) -> tuple["Labels", np.ndarray]:
-        """The labels under new class ids, of which -1 is none, and which images have one (or never had any)."""
+        """Return the labels under new class ids, of which -1 is none, and which images keep one or never had any."""
         values = new_id[self.values] if len(self.values) else self.values
         if self.offsets is None:
             return Labels(values), values >= 0
@@ -65,7 +66,7 @@ class Labels:
         return Labels(values[values >= 0], offsets), (np.diff(offsets) > 0) | (np.diff(self.offsets) == 0)
 
     def rarest(self, num_classes: int) -> np.ndarray:
-        """One class per image, to stratify by: of several labels the one that fewest images have."""
+        """Return one class per image, to stratify by: of several labels the one that fewest images have."""
         if self.offsets is None:
             return self.values
         rank = np.argsort(np.argsort(self.counts(num_classes), kind="stable"))
@@ -74,7 +75,7 @@ class Labels:
         return best
 
     def targets(self, rows: Sequence[int], num_classes: int) -> np.ndarray:
-        """What a loss is given: class ids (B,), or rows of 0 and 1 (B, C) where images have any number of labels."""
+        """Return the targets of a loss: class ids (B,), or multi-hot rows (B, C) where images have several labels."""
         chosen = self.take(np.asarray(rows))
         if self.offsets is None:
             return chosen.values
@@ -82,16 +83,18 @@ class Labels:
         hot[chosen.images, chosen.values] = 1
         return hot
 
-    def to_arrow(self) -> pa.Array:
+    def to_arrow(self, names: pa.Array | None = None) -> pa.Array:
+        """Return the labels as an Arrow column of ids or, where given, of class names."""
         values = pa.array(self.values, type=pa.int64())
+        values = values if names is None else names.take(values)
         return values if self.offsets is None else pa.ListArray.from_arrays(self.offsets.astype(np.int32), values)
 
     def feature(self, names: list[str]) -> ClassLabel | List:
-        """The type of a column of these labels."""
+        """Return the type of a column of these labels."""
         return ClassLabel(names=names) if self.offsets is None else List(ClassLabel(names=names))
 
     def counts(self, num_classes: int) -> np.ndarray:
-        """Images per class (int64). An image with several labels counts once for each of them."""
+        """Return the images per class (int64). An image with several labels counts once for each of them."""
         counts = label_counts(self.values, num_classes, self.images)
         if self.offsets is not None:  # two boxes of a car are one image with a car
             pairs = np.unique(self.images * num_classes + self.values)
@@ -100,19 +103,24 @@ class Labels:
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Where each of some lists begins when one follows the other, and where the last one ends."""
+    """Return where each of some lists begins when one follows the other, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def plain_name(name: str) -> str:
-    """A class name in the one form of its letters that most keyboards make: macOS spells ö as o and two points."""
+def normalize_name(name: str) -> str:
+    """Return a class name in the Unicode form that most keyboards make: macOS spells ö as o and two points."""
     return unicodedata.normalize("NFC", name)
 
 
-def flat_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa.Array, np.ndarray | None]:
-    """All values of a column of lists, and the offsets of the lists; one that is null counts as empty.
+def normalize_texts(texts: pa.StringArray) -> pa.StringArray:
+    """Return many class names in the form of `normalize_name`."""
+    return pc.utf8_normalize(texts, form="NFC")
 
-    Of a column without lists, the column itself and None.
+
+def flatten_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa.Array, np.ndarray | None]:
+    """Return all values of a column of lists and the offsets of the lists; one that is null counts as empty.
+
+    A column without lists is returned as it is, with None.
     """
     kinds = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
     if not any(is_kind(column.type) for is_kind in kinds):
@@ -121,51 +129,73 @@ def flat_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa
     return pc.list_flatten(column), offsets_of(lengths.to_numpy(zero_copy_only=False))
 
 
+def class_label(feature) -> ClassLabel | None:
+    """Return the class names behind a column of labels or lists of labels; None where it has none."""
+    element = feature.feature if isinstance(feature, List | LargeList) else feature
+    return element if isinstance(element, ClassLabel) else None
+
+
 def class_feature(dataset: Dataset) -> ClassLabel:
-    """The names behind the labels, whether an image has one label or several."""
+    """Return the names behind the labels, whether an image has one label or several."""
     return class_label(dataset.features["label"])
 
 
 def number_of_classes(dataset: Dataset) -> int:
-    """Classes that the dataset names, with or without images."""
+    """Return the number of classes that the dataset names, with or without images."""
     return class_feature(dataset).num_classes
 
 
 def is_multi_label(dataset: Dataset) -> bool:
-    """Whether an image has a list of labels."""
+    """Return True if an image has a list of labels."""
     return not isinstance(dataset.features["label"], ClassLabel)
 
 
 def labels_of(dataset: Dataset, column: str = "label") -> Labels:
-    """The labels of all images.
+    """Return the labels of all images.
 
     The column of the base table is read and indexed by the rows that `select` left: through the mapping, `datasets`
     takes seconds for a million rows.
     """
     if isinstance(dataset, IterableDataset):
-        raise LiVTError("a stream cannot be counted without reading it all: pass class_counts.")
-    (values, offsets), rows = flat_lists(dataset.data.column(column)), rows_of(dataset)
+        raise LiVTError("a stream cannot be counted without reading it all: pass class_counts.", "class_counts")
+    (values, offsets), rows = flatten_lists(dataset.data.column(column)), row_indices(dataset)
     labels = Labels(values.to_numpy(), offsets)
     return labels if rows is None else labels.take(rows)
 
 
+def class_counts(dataset: Dataset) -> np.ndarray:
+    """Count the images of each class.
+
+    Args:
+        dataset: dataset with a column `label` of class labels or lists of them.
+
+    Returns:
+        Images per class, an int64 array of shape (C,). An image with several labels counts once for each of them.
+
+    Example:
+        >>> class_counts(load_long_tailed("glyphs", imbalance_factor=10)["train"])[[0, -1]].tolist()
+        [800, 80]
+    """
+    return labels_of(dataset).counts(number_of_classes(dataset))
+
+
 def group_codes(dataset: Dataset) -> np.ndarray:
-    """The groups of all images as numbers, which sort faster than text."""
+    """Return the groups of all images as numbers, which sort faster than text."""
     return pa.array(labels_of(dataset, "group").values, type=pa.string()).dictionary_encode().indices.to_numpy()
 
 
 def image_paths(dataset: Dataset) -> pa.ChunkedArray:
-    """The files of all images; null for those that came without a name."""
-    return of_rows(dataset, pc.struct_field(dataset.data.column("image"), "path"))
+    """Return the files of all images; null for those that came without a name."""
+    return select_rows(dataset, pc.struct_field(dataset.data.column("image"), "path"))
 
 
 def embedded_sizes(dataset: Dataset) -> pa.ChunkedArray:
-    """Bytes of the images that the dataset holds itself; null for those that stay in their files."""
-    return of_rows(dataset, pc.binary_length(pc.struct_field(dataset.data.column("image"), "bytes")))
+    """Return the bytes of the images that the dataset holds itself; null for those that stay in their files."""
+    return select_rows(dataset, pc.binary_length(pc.struct_field(dataset.data.column("image"), "bytes")))
 
 
 def digest_of(dataset: Dataset | IterableDataset) -> str | None:
-    """By what a run remembers the images that it was trained on: no name can be read from it.
+    """Return the fingerprint by which a run remembers its training images: no name can be read from it.
 
     A digest of the labels and file names of all images, in their order, and of the length of those without a name.
     Folders do not count, for data may move. A stream is not read for it and has none.
@@ -181,28 +211,21 @@ def digest_of(dataset: Dataset | IterableDataset) -> str | None:
     return digest.hexdigest()
 
 
-def of_rows(dataset: Dataset, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """What a column of the base table, or one made of it, holds for the rows of a dataset."""
-    rows = rows_of(dataset)
+def select_rows(dataset: Dataset, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return what a column of the base table, or one made of it, holds for the rows of a dataset."""
+    rows = row_indices(dataset)
     return column if rows is None else column.take(pa.array(rows))
 
 
-def rows_of(dataset: Dataset) -> np.ndarray | None:
-    """Which rows of the base table a dataset consists of; None means all. `datasets` has no public name for it."""
+def row_indices(dataset: Dataset) -> np.ndarray | None:
+    """Return the rows of the base table that a dataset consists of; None means all.
+
+    `datasets` has no public name for them.
+    """
     return None if dataset._indices is None else dataset._indices.column(0).to_numpy()
 
 
-def class_counts(dataset: Dataset) -> np.ndarray:
-    """Images per class (int64). An image with several labels counts once for each of them."""
-    return labels_of(dataset).counts(number_of_classes(dataset))
-
-
-def first_names(names: Sequence[str]) -> str:
-    """The first names of classes, and how many more there are: a dataset may have thousands."""
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
-
-
-def class_label(feature) -> ClassLabel | None:
-    element = feature.feature if isinstance(feature, List | LargeList) else feature
-    return element if isinstance(element, ClassLabel) else None
+def format_class_names(names: Sequence[str]) -> str:
+    """Return the first names of classes and how many more there are: a dataset may have thousands."""
+    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more

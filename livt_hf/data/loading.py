@@ -38,7 +38,7 @@ def train_loader(
 ) -> "TrainLoader | StreamLoader":
     """Batches of uint8 images for one stage.
 
-    `on_broken` is for streams, which meet their broken images only in training; `load_data` has cleaned stored ones.
+    `on_broken` is for streams, which meet their broken images only in training; `load_dataset` drops stored ones.
     """
     if isinstance(dataset, IterableDataset):
         return StreamLoader(dataset, augmentation, batches, on_broken)

@@ -18,9 +18,11 @@ from datasets.packaged_modules.webdataset.webdataset import base_plus_ext
 
 from livt_hf.errors import LiVTError
 
+STREAM_SHARDS = 64  # of data that is stored as paths: enough to share out among processes and workers
 
-def as_stream(dataset: Dataset, num_shards: int) -> IterableDataset:
-    """A stored dataset as a stream."""
+
+def as_stream(dataset: Dataset, num_shards: int = STREAM_SHARDS) -> IterableDataset:
+    """Return a stored dataset as a stream."""
     num_shards = min(num_shards, len(dataset))
     lengths = [len(dataset.shard(num_shards, number)) for number in range(num_shards)]
     return with_shard_lengths(dataset.to_iterable_dataset(num_shards), lengths)

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from livt_hf.classifiers import is_pretraining
-from livt_hf.data import load_data
+from livt_hf.data import load_dataset
 from livt_hf.data.decoding import some_images
 from livt_hf.data.labels import labels_of
 from livt_hf.demo import serving, tabs
@@ -75,7 +75,7 @@ def data_of_run(path: str) -> DatasetDict:
         raise LiVTError(f"{path} is not the folder of a finished run; show other images with --images FOLDER.")
     if run.arguments.get("streaming"):
         raise LiVTError(f"{path} was trained on a stream, which is not read as a whole; show images with --images.")
-    return load_data(EvalSettings.parse([path], inherit=settings_from_run))
+    return load_dataset(EvalSettings.parse([path], inherit=settings_from_run))
 
 
 def _add_predictions(shown: Shown, path: str, report: str | None) -> None:

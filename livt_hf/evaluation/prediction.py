@@ -13,7 +13,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 
 from livt_hf.classifiers import choose_device, class_names, load_classifier, load_processor
 from livt_hf.data.decoding import DAMAGED, decode_rgb, image_suffixes
-from livt_hf.data.folders import is_hidden
+from livt_hf.data.readers.folder import is_hidden
 from livt_hf.evaluation.rules import BY_LOGIT, label_thresholds, posterior_rule, standard_rules
 from livt_hf.evaluation.running import scores_under
 from livt_hf.long_tail.priors import Prior

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from livt_hf.data.splits import exponential_counts, label_counts, long_tail_indices
+from livt_hf.data.subsample import exponential_counts, label_counts, long_tail_indices
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.exam import Exam
 from livt_hf.evaluation.rules import ESTIMATED, PAPER, TRUE, UNIFORM, posterior_rule

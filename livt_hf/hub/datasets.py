@@ -7,11 +7,11 @@ import numpy as np
 from datasets import DatasetDict
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
-from livt_hf.data import class_counts, is_carved
+from livt_hf.data import class_counts, is_made_split
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import stored_paths
 from livt_hf.data.labels import class_feature
-from livt_hf.data.sources import with_defaults
+from livt_hf.data.load import resolve_benchmark_defaults
 from livt_hf.errors import LiVTError
 from livt_hf.hub.card import TAGS, render
 from livt_hf.hub.names import SELECTION_OPTIONS, format_options
@@ -43,13 +43,13 @@ class Origin:
 def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
     """Describe how a dataset was made that was loaded with these settings."""
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).exists()
-    made, chosen = with_defaults(settings, benchmark), format_options(vars(settings), tuple(SELECTION_OPTIONS))
+    made, chosen = resolve_benchmark_defaults(settings), format_options(vars(settings), tuple(SELECTION_OPTIONS))
     rule = [f"The images were selected by `{chosen}`."] if chosen else []
     if not chosen and made.rule is None:
         rule.append("The training images are those of the dataset.")
-    if is_carved(splits, "test"):
+    if is_made_split(splits, "test"):
         rule.append("The test split is not the dataset's own: it was held out of the training images.")
-    held_out = is_carved(splits, "validation")
+    held_out = is_made_split(splits, "validation")
     if made.rule is not None:
         counts = class_counts(splits["train"]) + (class_counts(splits["validation"]) if held_out else 0)
         largest = made.images_per_class or counts.max()

@@ -14,7 +14,7 @@ import torch
 from datasets import DatasetDict
 
 from livt_hf.data.labels import labels_of
-from livt_hf.data.tables import reading_table
+from livt_hf.data.readers.table import reading_table
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.metrics import LongTailMetrics, confusions

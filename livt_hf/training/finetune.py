@@ -17,10 +17,11 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.data import Batches, DeviceTransform, class_counts, eval_loader, train_loader
 from livt_hf.data.batches import build_eval_batches, build_train_batches
-from livt_hf.data.division import is_carved, refuse_single_class
 from livt_hf.data.labels import is_multi_label, number_of_classes
+from livt_hf.data.load import check_several_classes
 from livt_hf.data.sampling import Sampler
 from livt_hf.data.spec import FinetuneAugmentationSpec
+from livt_hf.data.splitting import is_made_split
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
 from livt_hf.evaluation.rules import given_labels, headline, standard_rules
@@ -62,7 +63,7 @@ def check_finetune_options(
     checkpointing: FinetuneCheckpointSpec,
 ) -> None:
     """Raise an error for options that cannot work together, before anything is computed or written."""
-    refuse_single_class(dataset["train"])
+    check_several_classes(dataset["train"])
     Batches(optimization.batch_size).updates(len(dataset["train"]))
     mixes, head_only = augmentation.mixup or augmentation.cutmix, model.tune == "head"
     if mixes and not LOSSES[loss.loss].soft_labels:
@@ -374,14 +375,14 @@ def build_finetune_results(
         pretrained: where the training started.
     """
     dataset, long_tail, best = evaluator.dataset, model.config.long_tail, loop.progress.best_epoch
-    held_out = is_carved(dataset, "validation")
+    held_out = is_made_split(dataset, "validation")
     split = "held-out training images" if held_out else "the validation split"
     return Results(
         **fields,
         image_size=read_input_spec(processor).size,
         headline=headline(model),
         split="test",
-        test_carved=is_carved(dataset, "test"),
+        test_carved=is_made_split(dataset, "test"),
         validation_carved=held_out,
         num_images=fields["metrics"]["num_images"],
         num_train_images=long_tail.num_images,

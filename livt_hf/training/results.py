@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
-from livt_hf.data.sources import with_defaults
+from livt_hf.data.benchmarks import BENCHMARKS
+from livt_hf.data.load import resolve_benchmark_defaults
 from livt_hf.data.spec import DataSpec
 from livt_hf.metrics import group_sizes
 from livt_hf.results import provenance
@@ -37,7 +37,7 @@ def build_common_results(
     stage: str, data: DataSpec, model_size: str, loop: TrainingLoop, model: PreTrainedModel
 ) -> dict:
     """Collect the fields of `Results` that both stages have."""
-    resolved = with_defaults(data, BENCHMARKS.get(data.dataset, Benchmark()))
+    resolved = resolve_benchmark_defaults(data)
     optimization, progress = loop.optimization, loop.progress
     return {
         "stage": stage,

@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor
 
 from livt_hf import LiViTForPreTraining
 from livt_hf.commands import run_command
-from livt_hf.data import load_data
+from livt_hf.data import load_dataset
 from livt_hf.errors import LiVTError
 from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
@@ -33,7 +33,7 @@ def curves(file: Path, runs: list[Run]) -> Path:
 @torch.no_grad()
 def reconstructions(file: Path, runs: list[Run]) -> Path:
     """One column per run; images, masks and processor are those of the first run's data."""
-    images = select_eval_images(load_data(PretrainSettings(**runs[0].settings_of(PretrainSettings))), 8)
+    images = select_eval_images(load_dataset(PretrainSettings(**runs[0].settings_of(PretrainSettings))), 8)
     processor = AutoImageProcessor.from_pretrained(runs[0].folder)
     models = [LiViTForPreTraining.from_pretrained(run.folder) for run in runs]
     sizes = {(model.config.image_size, model.config.patch_size, model.config.mask_ratio) for model in models}

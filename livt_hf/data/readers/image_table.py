@@ -1,0 +1,97 @@
+"""What every reader returns: `ImageTable`, the images of one split with their columns."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetInfo, Features, Image, NamedSplit
+
+from livt_hf.errors import LiVTError
+
+logger = logging.getLogger(__name__)
+
+IMAGE_NAMES = ("image", "img", "picture", "file_name", "path", "filename", "file", "filepath", "file_path")
+IMAGE_NAMES += ("image_path", "image_id")
+LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis", "cls")
+GROUP_NAMES = ("group", "patient", "patient_id", "subject", "subject_id", "site", "animal", "sequence", "lesion_id")
+
+DroppedImages = dict[str, Counter]  # why images are dropped -> which ones (their files or classes) and how many
+
+
+@dataclass(frozen=True)
+class ImageTable:
+    """The images of one split as a reader found them; `classes` turns the labels into class ids.
+
+    Attributes:
+        images: dataset with the single column `image`; files and bytes stay where they are stored.
+        columns: Arrow table with a row per image: `label` (text, class numbers, or lists of either), perhaps `group`
+            (text), and any column that is carried along.
+        class_names: names of all classes in their order; None where they follow from the labels.
+    """
+
+    images: Dataset
+    columns: pa.Table
+    class_names: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def select(self, rows: np.ndarray) -> "ImageTable":
+        """Return the table of some rows."""
+        return ImageTable(self.images.select(rows), self.columns.take(pa.array(rows)), self.class_names)
+
+
+def tables_of_files(
+    files: Sequence[str], columns: pa.Table, split_of: np.ndarray, class_names: list[str]
+) -> dict[str, ImageTable]:
+    """Return the images that lie in files by their split."""
+    features = Features(image=Image())
+    paths = pa.array(files, pa.string())
+    storage = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], names=["bytes", "path"])
+    images = pa.table({"image": storage}).cast(features.arrow_schema)
+    tables = {}
+    for split in np.unique(split_of).tolist():
+        info, mask = DatasetInfo(features=features), split_of == split
+        dataset = Dataset(images.filter(mask), info=info, split=NamedSplit(split))
+        tables[split] = ImageTable(dataset, columns.filter(mask), class_names)
+    return tables
+
+
+def match_column_name(columns: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the column that has the first of some names, whatever its case."""
+    by_name = {column.casefold(): column for column in columns}
+    return next((by_name[name] for name in names if name in by_name), None)
+
+
+def as_text(column: pa.ChunkedArray, name: str) -> pa.StringArray:
+    """Return a column as text without spaces around it; empty cells are null."""
+    if pa.types.is_nested(column.type):
+        raise LiVTError(
+            f'column "{name}" holds {column.type}, not text or numbers: rewrite it, or name another column.'
+        )
+    if pa.types.is_float16(column.type):  # of which arrow knows little
+        column = column.cast(pa.float32())
+    if pa.types.is_floating(column.type):  # as pandas writes whole numbers beside empty cells
+        column = pc.if_else(pc.is_nan(column), None, column)
+        whole = pc.and_(pc.equal(column, pc.floor(column)), pc.less(pc.abs(column), 2.0**53))  # not infinity
+        if pc.all(whole).as_py():
+            column = column.cast(pa.int64())
+    text = pc.utf8_trim_whitespace(column.cast(pa.string()))
+    text = text.combine_chunks() if isinstance(text, pa.ChunkedArray) else text
+    return pc.if_else(pc.equal(text, ""), None, text)
+
+
+def log_dropped_images(dropped: DroppedImages) -> None:
+    """Log a table of the images that are dropped and why."""
+    lines = []
+    for reason, names in dropped.items():
+        first = [name if count == 1 else f"{name} ({count})" for name, count in names.most_common(5)]
+        more = ", ..." if len(names) > 5 else ""
+        lines.append(f"\n  {names.total():>7,}  {reason}: {', '.join(first)}{more}")
+    if lines:
+        total = sum(names.total() for names in dropped.values())
+        logger.warning("left out %s images:%s", f"{total:,}", "".join(lines))

@@ -1,0 +1,237 @@
+"""Tables of paths and labels, one row per image, with a header: csv, tsv, jsonl and parquet."""
+
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from livt_hf.data.classes import ZERO_OR_ONE, order_class_names
+from livt_hf.data.labels import Labels, flatten_lists, format_class_names, normalize_texts, offsets_of
+from livt_hf.data.readers.files import find_repeated, locate_files, relative_paths
+from livt_hf.data.readers.image_table import (
+    GROUP_NAMES,
+    IMAGE_NAMES,
+    LABEL_NAMES,
+    DroppedImages,
+    ImageTable,
+    as_text,
+    match_column_name,
+    tables_of_files,
+)
+from livt_hf.data.readers.split_names import SPLIT_COLUMN_NAMES, read_split_column
+from livt_hf.data.spec import DataSpec
+from livt_hf.errors import LiVTError, did_you_mean
+from livt_hf.text import format_error
+
+logger = logging.getLogger(__name__)
+
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+
+
+def is_table(path: Path) -> bool:
+    """Return True if a file is a table of paths and labels; parquet may hold the images themselves."""
+    if path.suffix.lower() not in TABLES or not path.is_file():
+        return False
+    if path.suffix.lower() != ".parquet":
+        return True
+    with reading_table(path):
+        kinds = pq.read_schema(path).types
+    return not any(map(_holds_bytes, kinds))
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    """Return True if a column may hold images: as bytes, or as `datasets` stores them, with a path beside."""
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def read_table(file: Path, spec: DataSpec, dropped: DroppedImages) -> dict[str, ImageTable]:
+    """Return the images that a table names, by split. Rows without a label or an image are counted in `dropped`."""
+    table = _read_file(file)
+    image_column, label_columns, split_column = _find_columns(table, spec)
+    labels, class_names, is_unlabelled = _read_labels(table, label_columns, spec.label_separator)
+    root = _image_folder(file, spec)
+    paths = relative_paths(as_text(table[image_column], image_column), root, file)
+    rows = np.arange(len(table))
+
+    def drop(is_dropped: np.ndarray, reason: str) -> np.ndarray:
+        if is_dropped.any():
+            names = paths.take(rows[is_dropped]).fill_null("(no path)").to_pylist()
+            dropped.setdefault(reason, Counter()).update(names)
+        return rows[~is_dropped]
+
+    hint = "; for images that have none of the labels, have one column of 0 and 1 per class"
+    rows = drop(is_unlabelled, f"the label is empty{hint if spec.label_separator else ''}")
+    rows = drop(paths.is_null().to_numpy(False)[rows], "the path is empty")
+    if not len(rows):
+        raise LiVTError(
+            f'no row of {file} has both an image in the column "{image_column}" and a label in '
+            f'"{format_class_names(label_columns)}": name others with image_column and label_column.',
+            "label_column",
+        )
+    files = locate_files(paths.take(rows).to_pylist(), root)
+    is_missing = np.equal(files, None)
+    if is_missing.all():
+        raise LiVTError(
+            f"none of the {len(rows)} images of {file} is below {root}, the first is {paths[rows[0]]}: pass their "
+            "folder with source.",
+            "source",
+        )
+    rows, files = drop(is_missing, "the file is missing"), files[~is_missing]
+    columns = {"label": labels.take(pa.array(rows))}
+    splits = np.full(len(rows), "train")
+    if split_column is not None:
+        splits = read_split_column(table[split_column].take(rows), split_column)
+    if spec.group_column is not None:
+        columns["group"] = as_text(table[spec.group_column].take(rows), spec.group_column)
+    is_repeated = find_repeated(files, columns | {"split": pa.array(splits)})
+    drop(is_repeated, "the image is named twice with the same label")
+    return tables_of_files(
+        files[~is_repeated], pa.table(columns).filter(~is_repeated), splits[~is_repeated], class_names
+    )
+
+
+def _image_folder(file: Path, spec: DataSpec) -> Path:
+    root = Path(os.path.abspath(spec.source or file.parent))
+    if not root.is_dir():
+        raise LiVTError(
+            f"the folder of the images, {root}, does not exist: pass it with source.{did_you_mean(root)}", "source"
+        )
+    return root
+
+
+def _read_file(file: Path) -> pa.Table:
+    """Return all columns with a name; those of a text file as text, so that label 007 stays what it is."""
+    with reading_table(file):
+        if file.suffix.lower() == ".parquet":
+            table = pq.read_table(file)
+        elif file.suffix.lower() == ".jsonl":
+            table = _read_json(file)
+        else:
+            table = _read_csv(file)
+        table.validate(full=True)  # also that all text is UTF-8, which columns of a damaged file need not be
+    names = [name.strip() for name in table.column_names]
+    table = table.rename_columns(names).select([number for number, name in enumerate(names) if name])
+    twice = [name for name, count in Counter(table.column_names).items() if count > 1]
+    if twice:
+        raise LiVTError(f'{file} has two columns called "{twice[0]}": rename one.', "dataset")
+    return table
+
+
+@contextlib.contextmanager
+def reading_table(file: Path) -> Iterator[None]:
+    """Turn whatever a library raises on a damaged table into one sentence."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise LiVTError(f"{file} cannot be read as a table in UTF-8: {format_error(error)}", "dataset") from error
+
+
+def _read_json(file: Path) -> pa.Table:
+    table = pyarrow.json.read_json(file)
+    dates = [field.with_type(pa.string()) for field in table.schema if pa.types.is_temporal(field.type)]
+    if not dates:
+        return table
+    return pyarrow.json.read_json(file, parse_options=pyarrow.json.ParseOptions(explicit_schema=pa.schema(dates)))
+
+
+def _read_csv(file: Path) -> pa.Table:
+    content = file.read_bytes()
+    beginning = content[:65536].decode("utf-8-sig", errors="replace")
+    header = next((line for line in beginning.splitlines() if line.strip()), "")
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else max(",;\t", key=header.count)
+    parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    with pyarrow.csv.open_csv(pa.BufferReader(content), parse_options=parsing) as reader:
+        texts = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(reader.schema.names, pa.string()))
+    return pyarrow.csv.read_csv(pa.BufferReader(content), parse_options=parsing, convert_options=texts)
+
+
+def _find_columns(table: pa.Table, spec: DataSpec) -> tuple[str, list[str], str | None]:
+    """Return the columns of images, labels (one, or a column of 0 and 1 for each class) and perhaps splits.
+
+    They are those that the spec names, or have well-known names.
+    """
+    names = table.column_names
+    label = spec.label_column
+    labels = [label] if label is None or label in names else [part.strip() for part in label.split(",")]
+    split = None if spec.split_column == "none" else spec.split_column
+    named = [("image_column", spec.image_column), ("split_column", split), ("group_column", spec.group_column)]
+    for argument, column in [*named, *(("label_column", one) for one in labels)]:
+        if column is not None and column not in names:
+            raise LiVTError(f'the table has no column "{column}"; its columns are {", ".join(names)}.', argument)
+    image = spec.image_column or match_column_name(names, IMAGE_NAMES)
+    if image is None:
+        raise LiVTError(
+            f"found no column of image paths among {', '.join(names)}: name it with image_column.", "image_column"
+        )
+    if spec.split_column is None:
+        split = match_column_name(names, SPLIT_COLUMN_NAMES)
+    others = [name for name in names if name not in (image, split, spec.group_column)]
+    if label is None:
+        match = match_column_name(others, LABEL_NAMES)
+        labels = [match] if match else [name for name in others if _read_flags(table, name) is not None]
+        if not match and (labels != others or len(labels) < 2):
+            raise LiVTError(
+                f"found no column of labels among {', '.join(names)}: name it with label_column, or name one column "
+                "of 0 and 1 for each class, separated by commas.",
+                "label_column",
+            )
+    group = match_column_name(others, GROUP_NAMES)
+    if group and group not in labels and split is None and spec.group_column is None:
+        logger.warning('images may belong together by "%s": group_column keeps them on one side of a split', group)
+    return image, labels, split
+
+
+def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> tuple[pa.Array, list, np.ndarray]:
+    """Return the labels as text or lists of text, the class names, and which rows have no label."""
+    if len(columns) > 1:
+        return _labels_of_flags(table, columns)
+    if separator == "":
+        raise LiVTError('label_separator is "": pass what stands between labels, such as "|".', "label_separator")
+    column = table[columns[0]]
+    values, offsets = flatten_lists(column)
+    texts = as_text(values, columns[0])
+    is_empty = (texts if offsets is None else column).is_null().to_numpy(zero_copy_only=False)
+    if separator is not None and offsets is None:
+        values, offsets = flatten_lists(pc.split_pattern(texts, separator))
+        texts = as_text(values, columns[0])
+    texts = normalize_texts(texts)
+    class_names = order_class_names(texts.unique().drop_null().to_pylist())
+    if offsets is None:
+        return texts, class_names, is_empty
+    offsets = offsets_of(texts.is_valid().to_numpy(zero_copy_only=False))[offsets]
+    cells = pa.ListArray.from_arrays(offsets.astype(np.int32), texts.drop_null())
+    return cells, class_names, is_empty if separator is None else is_empty | (np.diff(offsets) == 0)
+
+
+def _read_flags(table: pa.Table, column: str) -> np.ndarray | None:
+    """Return a column as booleans; None where it holds anything but 0 and 1."""
+    if pa.types.is_nested(table[column].type):
+        return None
+    texts = as_text(table[column], column).dictionary_encode()
+    values = [ZERO_OR_ONE.get(text.lower()) for text in texts.dictionary.to_pylist()]
+    return None if texts.null_count or None in values else np.array(values)[texts.indices.to_numpy()]
+
+
+def _labels_of_flags(table: pa.Table, columns: list[str]) -> tuple[pa.Array, list[str], np.ndarray]:
+    """Return the labels of one column of 0 and 1 for each class: one per image where each row has a single 1."""
+    flags = [_read_flags(table, column) for column in columns]
+    for column, values in zip(columns, flags, strict=True):
+        if values is None:
+            raise LiVTError(
+                f'the column "{column}" has cells that are neither 0 nor 1: fill or correct them.', "label_column"
+            )
+    images, labels = np.nonzero(np.stack(flags, axis=1))
+    lengths = np.bincount(images, minlength=len(table))
+    offsets = None if (lengths == 1).all() else offsets_of(lengths)
+    return Labels(labels, offsets).to_arrow(pa.array(columns)), columns, np.zeros(len(table), dtype=bool)
