@@ -4,10 +4,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    ViTImageProcessor,
+    ViTImageProcessorPil,
+)
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageClassification
 from transformers.models.vit.modeling_vit import ViTEmbeddings, ViTLayer, ViTPreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -117,7 +124,7 @@ class LiViTForImageClassification(BalancedClassifier, LiViTPreTrainedModel):
             if module.bias is not None:
                 init.copy_(module.bias, self.head.initial_classifier_bias())
         elif module is self.head:
-            for name, value in module.constants().items():
+            for name, value in module.compute_buffers().items():
                 init.copy_(getattr(module, name), value)
         else:
             super()._init_weights(module)
@@ -149,7 +156,13 @@ def _check_pixels(pixel_values: Tensor, config: LiViTConfig) -> None:
 
 # Old and new key names of ViT checkpoints are the same for us.
 register_checkpoint_conversion_mapping("LiViTModel", get_checkpoint_conversion_mapping("ViTModel"), overwrite=True)
+AutoConfig.register("livit", LiViTConfig, exist_ok=True)
 AutoModel.register(LiViTConfig, LiViTModel, exist_ok=True)
 AutoModelForImageClassification.register(LiViTConfig, LiViTForImageClassification, exist_ok=True)
+AutoImageProcessor.register(
+    LiViTConfig,
+    image_processor_classes={"torchvision": ViTImageProcessor, "pil": ViTImageProcessorPil},
+    exist_ok=True,
+)
 
 __all__ = ["LiViTForImageClassification", "LiViTModel"]

@@ -71,7 +71,7 @@ def test_importing_costs_nothing_that_is_not_used(statement, absent):
     assert answer.stdout.strip() == "[]"
 
 
-def test_the_auto_classes_know_a_livit_however_the_package_was_imported(tmp_path):
+def test_the_auto_classes_know_a_livit_once_a_name_is_used_or_if_they_were_there_first(tmp_path):
     code = """
 from livt_hf import LiViTConfig, LiViTForImageClassification
 config = LiViTConfig.preset("micro", class_counts=[3, 2])
@@ -84,6 +84,7 @@ print(type(AutoModelForImageClassification.from_pretrained(FOLDER)).__name__)
 """
     folder = f"FOLDER = {str(tmp_path)!r}\n"
     subprocess.run([sys.executable, "-c", folder + code], check=True)
-    for program in (f"import livt_hf\n{load}", f"import transformers.models.auto.modeling_auto, livt_hf\n{load}"):
+    for first in ("from livt_hf import balance", "import transformers.models.auto.modeling_auto, livt_hf"):
+        program = f"{first}\n{load}"
         answer = subprocess.run([sys.executable, "-c", folder + program], capture_output=True, text=True, check=True)
         assert answer.stdout.split() == ["LiViTConfig", "LiViTForImageClassification"]
