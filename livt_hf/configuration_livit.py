@@ -115,7 +115,7 @@ def merge_config_values(values: dict, settings: dict) -> dict:
     values, settings = ({**given, **(given.get("long_tail") or {}), "long_tail": None} for given in (values, settings))
     if not _keep_labels(settings, values):
         values = {name: value for name, value in values.items() if name not in LABEL_FIELDS}
-    return LongTailConfig.changed(values, settings)
+    return LongTailConfig.merge(values, settings)
 
 
 def _keep_labels(settings: dict, values: dict) -> bool:

@@ -55,7 +55,7 @@ class ServingGraph(nn.Module):
         if self.prior is None:
             return logits
         head = get_head(self.model)
-        return head.shifted(head.training_posterior(logits), self.prior)
+        return head.shift_posterior(head.training_posterior(logits), self.prior)
 
 
 def image_size(processor: BaseImageProcessor) -> tuple[int, int]:

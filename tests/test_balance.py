@@ -303,10 +303,6 @@ def test_settings_that_do_not_fit_are_refused_and_the_model_is_left_alone(settin
         ),
         (lambda: PPLCNetForImageClassification(PPLCNetConfig()), "PPLCNetForImageClassification is not a known kind"),
         (
-            lambda: CvtForImageClassification(CvtConfig(embed_dim=[8, 8, 8], num_heads=[1, 1, 1])),
-            "CvtForImageClassification is not a known kind .*should call `self.loss_function`",
-        ),
-        (
             timm_wrapped("deit_tiny_distilled_patch16_224", **TIMM_VIT),
             r"`timm_model.get_classifier\(\)` should be .*it is a tuple; take a model without distillation",
         ),
@@ -317,6 +313,16 @@ def test_a_model_of_another_kind_is_refused_with_what_was_looked_for_and_left_al
     with pytest.raises(ValueError, match=complaint):
         balance(model, class_counts=[5, 4])
     assert "long_tail" not in model.config.to_dict()
+
+
+def test_a_model_that_computes_its_own_loss_gets_that_of_the_head():
+    model = balance(
+        CvtForImageClassification(CvtConfig(embed_dim=[8, 8, 8], num_heads=[1, 1, 1])), class_counts=[5, 4]
+    )
+    pixels, labels = torch.rand(3, 3, 32, 32), torch.tensor([0, 1, 1])
+    for outputs in (model.eval()(pixels, labels=labels), model(pixels, labels=labels, return_dict=False)):
+        loss, logits = outputs[:2] if isinstance(outputs, tuple) else (outputs.loss, outputs.logits)
+        assert loss == model.head(logits, labels)
 
 
 # Layers

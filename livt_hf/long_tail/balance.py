@@ -1,12 +1,12 @@
-"""`balance`: the long-tailed head on any image classifier of transformers, and of timm through its wrapper."""
+"""`balance`: a long-tail head on any image classifier of transformers, and of timm through its wrapper."""
 
 import functools
-import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
@@ -16,83 +16,98 @@ from livt_hf.long_tail.structure import get_classifier, parameter_depths, parame
 
 
 class BalancedClassifier:
-    """An image classifier whose loss and probabilities come from its `LongTailHead`. Its logits have no bias added."""
+    """Image classifier whose loss and probabilities come from its `LongTailHead`. Its logits have no bias added."""
 
     head: LongTailHead
     # Trainer divides the loss by the accumulation steps only if forward does not claim to do it.
     accepts_loss_kwargs = False
 
-    def loss_function(self, labels: Tensor, logits: Tensor | None = None, config=None, **kwargs) -> Tensor:  # noqa: ARG002
-        """What the forward of every stock class calls; ConvNeXt calls its logits `pooled_logits`."""
-        return self.head(kwargs["pooled_logits"] if logits is None else logits, labels, self.head.features)
-
     @torch.no_grad()
     def probabilities(self, pixel_values: Tensor, prior: Prior = None, **inputs) -> Tensor:
-        """Class probabilities under a serving prior (None: the config's test prior). (B, C)"""
+        """Return class probabilities under a deployment prior.
+
+        Args:
+            pixel_values: images (B, 3, H, W).
+            prior: "uniform", one probability per class, or None for the `test_prior` of the config.
+            **inputs: further inputs of the model.
+
+        Returns:
+            Probabilities (B, C).
+        """
         return self.head.posterior(self(pixel_values, **inputs).logits, prior)
 
     def parameter_depths(self) -> dict[str, int]:
-        """The layer each parameter belongs to."""
+        """Return the layer of each parameter, from 0 for the embeddings."""
         return parameter_depths(self)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay leaves alone."""
+        """Return the names of parameters that weight decay leaves alone."""
         return parameters_without_decay(self)
 
 
 def balance(
-    model: PreTrainedModel, class_counts: Sequence[int] | None = None, *, fresh_classifier: bool = False, **settings
+    model: PreTrainedModel, class_counts: Sequence[int] | None = None, *, fresh_classifier: bool = False, **long_tail
 ) -> PreTrainedModel:
-    """The same model with the loss of a `LongTailConfig` for hard, soft and multi-hot labels, and `probabilities`.
+    """Attach a long-tail head to an image classifier of transformers or timm.
 
-    Further keywords are fields of `LongTailConfig`. The settings become `config.long_tail`, which `save_pretrained`
-    keeps. Settings saved there are taken, and class counts and keywords replace some of them. The model stays an
-    instance of its class, and what it saves is loaded by that class.
+    The head replaces the model's loss by a prior-aware one (`loss="bal_bce"`, `"bal_ce"`, ...) for hard, soft and
+    multi-hot labels, and adds `model.probabilities(pixel_values, prior=...)`. Logits are unchanged. The model stays an
+    instance of its class; `save_pretrained` keeps the head's config as `config.long_tail`, and its own class loads it.
 
-    `fresh_classifier=True` starts the classifier anew: small weights, and the bias where `head_start` says; with class
-    counts the settings begin anew, too.
-    A classifier that was trained elsewhere gets probabilities under any prior without training:
-    `balance(model, class_counts=counts, loss="ce")` (or "bce") names the loss it was trained with.
+    Args:
+        model: any `*ForImageClassification` model. One that was trained elsewhere gets probabilities without training:
+            name the loss it was trained with, `loss="ce"` or `"bce"`.
+        class_counts: number of training images per class; default: those of `config.long_tail`.
+        fresh_classifier: re-initialise the classifier; with class counts, the saved head config is dropped too.
+        **long_tail: fields of `LongTailConfig`; they replace those of `config.long_tail`.
+
+    Returns:
+        The same model object.
+
+    Example:
+        >>> from transformers import ViTConfig, ViTForImageClassification
+        >>> config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=32, num_labels=2)
+        >>> model = balance(ViTForImageClassification(config), class_counts=[90, 10], loss="bal_ce")
+        >>> images, labels = torch.zeros(4, 3, 32, 32), torch.tensor([0, 0, 0, 1])
+        >>> loss = model(images, labels=labels).loss
+        >>> model.probabilities(images, prior=[0.5, 0.5]).shape
+        torch.Size([4, 2])
     """
     classifier = get_classifier(model)
-    if not isinstance(model, BalancedClassifier):
-        _check_kind(model)
+    if not isinstance(model, BalancedClassifier) and hasattr(model, "head"):
+        raise LiVTError(
+            f"{type(model).__name__} is not a known kind of image classifier: it should have no part called `head`.",
+            argument="model",
+        )
     if class_counts is not None:
-        settings["class_counts"] = class_counts
+        long_tail["class_counts"] = class_counts
     if fresh_classifier:
-        settings = {"calibration": None} | settings  # one of the old classifier means nothing to the new one
-    anew = fresh_classifier and class_counts is not None
-    saved = None if anew else getattr(model.config, "long_tail", None)
-    model.config.long_tail = _settings(model, saved, settings, isinstance(classifier, CosineClassifier))
+        long_tail = {"calibration": None} | long_tail  # one of the old classifier means nothing to the new one
+    keeps_config = not (fresh_classifier and class_counts is not None)
+    saved = getattr(model.config, "long_tail", None) if keeps_config else None
+    model.config.long_tail = _build_config(model, saved, long_tail, isinstance(classifier, CosineClassifier))
     if isinstance(model, BalancedClassifier):
-        model.head.derive(classifier.weight.device)
+        model.head.update_buffers(classifier.weight.device)
     else:
         _attach_head(model, classifier)
     if fresh_classifier:
-        _start(classifier, model.head)
+        _init_classifier(classifier, model.head)
     return model
 
 
-def _settings(model: PreTrainedModel, saved: dict | None, settings: dict, cosine: bool) -> LongTailConfig:
-    if saved is None and "class_counts" not in settings:
-        raise LiVTError(f"the config of this {type(model).__name__} has no long_tail settings; pass class_counts.")
-    long_tail = LongTailConfig.from_dict(LongTailConfig.changed(saved or {}, settings))
+def _build_config(model: PreTrainedModel, saved: dict | None, changes: dict, cosine: bool) -> LongTailConfig:
+    if saved is None and "class_counts" not in changes:
+        message = f"the config of this {type(model).__name__} has no long_tail settings; pass class_counts."
+        raise LiVTError(message, argument="class_counts")
+    long_tail = LongTailConfig.from_dict(LongTailConfig.merge(saved or {}, changes))
     long_tail.check_labels(model.config.num_labels, model.config.problem_type == "multi_label_classification")
     if long_tail.normalised_classifier != cosine:
         raise LiVTError(
             f"normalised_classifier={long_tail.normalised_classifier} does not fit the classifier of this "
-            f"{type(model).__name__}; only a LiViT has one that is made so."
+            f"{type(model).__name__}; only a LiViT has one that is made so.",
+            argument="normalised_classifier",
         )
     return long_tail
-
-
-def _check_kind(model: PreTrainedModel) -> None:
-    forward = inspect.unwrap(type(model).forward)
-    if "loss_function" not in forward.__code__.co_names or hasattr(model, "head"):
-        raise LiVTError(
-            f"{type(model).__name__} is not a known kind of image classifier: its forward should call "
-            "`self.loss_function`, and it should have no part called `head`."
-        )
 
 
 def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
@@ -105,24 +120,34 @@ def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
 
 @functools.cache
 def _balanced_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """`kind` with the methods of a balanced classifier, under its own name: that is the one a checkpoint tells."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced}
-    return type(kind.__name__, (BalancedClassifier, kind), names)
+    """Create a subclass of `kind` with a balanced loss, under the same name: checkpoints record it."""
+
+    @functools.wraps(kind.forward)  # Trainer reads the signature
+    def forward(self, *args, labels: Tensor | None = None, **kwargs):
+        outputs = kind.forward(self, *args, **kwargs)
+        if labels is None:
+            return outputs
+        is_tuple = not isinstance(outputs, ModelOutput)
+        loss = self.head(outputs[0] if is_tuple else outputs.logits, labels, self.head.features)
+        return (loss, *outputs) if is_tuple else type(outputs)(loss=loss, **outputs)
+
+    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduce}
+    return type(kind.__name__, (BalancedClassifier, kind), members | {"forward": forward})
 
 
-def _reduced(model: PreTrainedModel, protocol: int) -> tuple:
-    """How a balanced model is pickled: its class, which is found under no name, is made again."""
+def _reduce(model: PreTrainedModel, protocol: int) -> tuple:
+    """Pickle a balanced model: its class is not found under its name and is created again."""
     _, (kind, *_), *rest = object.__reduce_ex__(model, protocol)
-    return _empty, (kind.__mro__[2],), *rest
+    return _create_empty, (kind.__mro__[2],), *rest
 
 
-def _empty(kind: type[PreTrainedModel]) -> PreTrainedModel:
+def _create_empty(kind: type[PreTrainedModel]) -> PreTrainedModel:
     balanced = _balanced_class(kind)
     return balanced.__new__(balanced)
 
 
 @torch.no_grad()
-def _start(classifier: nn.Linear, head: LongTailHead) -> None:
+def _init_classifier(classifier: nn.Linear, head: LongTailHead) -> None:
     nn.init.trunc_normal_(classifier.weight, std=classifier_init_std(classifier))
     if classifier.bias is not None:
         classifier.bias.copy_(head.initial_classifier_bias())

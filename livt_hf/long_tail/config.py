@@ -92,15 +92,15 @@ class LongTailConfig(dict):
         return cls(**values)
 
     @classmethod
-    def changed(cls, saved: dict, settings: dict) -> dict:
+    def merge(cls, saved: dict, changes: dict) -> dict:
         """Saved settings, with others in the place of some.
 
         New counts forget what belongs to the old ones, and every new setting of the head the old calibration.
         """
-        void = {"calibration"} if settings.keys() & set(cls.names()) else set()
-        if "class_counts" in settings:
+        void = {"calibration"} if changes.keys() & set(cls.names()) else set()
+        if "class_counts" in changes:
             void |= {"num_train_images", "seen_counts", "class_weights"}
-        return {name: value for name, value in saved.items() if name not in void} | settings
+        return {name: value for name, value in saved.items() if name not in void} | changes
 
     @property
     def definition(self) -> LossDefinition:

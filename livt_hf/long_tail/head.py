@@ -56,7 +56,7 @@ class LongTailHead(nn.Module):
         # says otherwise.
         self.progress = 1.0
         self.features: Tensor | None = None
-        self.derive("cpu")
+        self.update_buffers("cpu")
 
     @property
     def settings(self) -> LongTailConfig:
@@ -91,14 +91,14 @@ class LongTailHead(nn.Module):
         """A forward hook for that model: features of a past forward would hold its graph."""
         self.features = None
 
-    def derive(self, device: torch.device | str) -> None:
+    def update_buffers(self, device: torch.device | str) -> None:
         """Make the tensors that follow from the settings, again where these have changed."""
         with torch.device("cpu"):  # the default may be meta, where no prior can be checked, or one without float64
-            constants = self.constants()
-        for name, value in constants.items():
+            buffers = self.compute_buffers()
+        for name, value in buffers.items():
             self.register_buffer(name, value.to(device), persistent=False)
 
-    def constants(self) -> dict[str, Tensor]:
+    def compute_buffers(self) -> dict[str, Tensor]:
         """Everything the class counts determine: never saved, always derived."""
         settings, counts, bias = self.settings, self.settings.prior_counts, torch.zeros(self.config.num_labels)
         if counts is None:
@@ -125,7 +125,7 @@ class LongTailHead(nn.Module):
     def _apply(self, fn, recurse=True):
         """Follow the model to its device but not to half precision: priors of one in ten million must survive."""
         super()._apply(fn, recurse)
-        self.derive(self.logit_bias.device)
+        self.update_buffers(self.logit_bias.device)
         return self
 
     def initial_classifier_bias(self) -> Tensor:
@@ -222,12 +222,14 @@ class LongTailHead(nn.Module):
             prior = self.settings.test_prior
         if prior is None:
             prior = self.training_prior() if self.multi_label else "uniform"
-        return self.shifted(log_posterior, as_prior(prior, self.config.num_labels, multi_label=self.multi_label))
+        return self.shift_posterior(
+            log_posterior, as_prior(prior, self.config.num_labels, multi_label=self.multi_label)
+        )
 
     def training_prior(self) -> Tensor:
         """In double precision. (C,)"""
         return class_prior(self.settings.prior_counts, self.settings.num_images)
 
-    def shifted(self, log_posterior: Tensor, target: Tensor) -> Tensor:
+    def shift_posterior(self, log_posterior: Tensor, target: Tensor) -> Tensor:
         """From what `training_posterior` gives to probabilities under a serving prior. (B, C)"""
         return (shift_odds if self.multi_label else shift_prior)(log_posterior, self.training_prior(), target)
