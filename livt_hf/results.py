@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import Self, get_type_hints
 
 from livt_hf.files import read_record
+from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, rule_name
 from livt_hf.version import __version__
-
-# Decision rules: how an image gets its label from the logits z (livt_hf/evaluation/rules.py).
-PAPER, UNIFORM = "paper (argmax z)", "posterior, uniform prior"
-OWN = "posterior, the model's test prior"
-EACH_LABEL = "each label by itself"  # where images have several
 
 
 @dataclass(kw_only=True)
@@ -34,7 +30,7 @@ class Results:
     metrics: dict[str, float | None] = field(default_factory=dict)
     posterior: dict[str, float | None] | None = None
     own_prior: dict[str, float | None] | None = None
-    headline: str = PAPER  # the rule by which the model is judged and served
+    default_rule: str = ARGMAX  # the name of the rule by which the model is judged and served
 
     # The model.
     model_type: str | None = None  # transformers' name of the family; None in files from before there was another
@@ -78,7 +74,10 @@ class Results:
 
     @classmethod
     def from_dict(cls, values: Mapping) -> Self:
-        """Of a file of any version: what this one does not know is left out."""
+        """Read the values of a file of any version: what this one does not know is left out."""
+        if "headline" in values:  # the label of the default rule, before rules had names
+            several = "map" in (values.get("metrics") or {})
+            values = {"default_rule": PER_LABEL if several else rule_name(values["headline"])} | values
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
@@ -88,10 +87,10 @@ class Results:
 
     @property
     def rules(self) -> dict[str, dict]:
-        """The metrics of each rule, the headline first."""
-        first = EACH_LABEL if "map" in self.metrics else PAPER
-        measured = {first: self.metrics, UNIFORM: self.posterior, OWN: self.own_prior}
-        order = sorted(measured.items(), key=lambda item: item[0] != self.headline)
+        """Return metrics by the names of the rules, those of the default rule first."""
+        first = PER_LABEL if "map" in self.metrics else ARGMAX
+        measured = {first: self.metrics, UNIFORM: self.posterior, TEST_PRIOR: self.own_prior}
+        order = sorted(measured.items(), key=lambda item: item[0] != self.default_rule)
         return {rule: metrics for rule, metrics in order if metrics}
 
     def to_json(self) -> str:

@@ -14,16 +14,17 @@ from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from transformers import BaseImageProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
-from livt_hf.classifiers import check_classes_match, check_posterior, is_multi_label, load_classifier, load_processor
+from livt_hf.classifiers import check_classes_match, check_posterior, load_classifier, load_processor
 from livt_hf.commands import run_command
 from livt_hf.data import eval_loader, load_dataset, load_evaluation_data
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.estimation import calibrate
-from livt_hf.evaluation.rules import headline
 from livt_hf.files import read_record, write_values
+from livt_hf.predictions.calibrate import calibrate
+from livt_hf.predictions.record import FOLDER, PredictionsInfo, replace_info
+from livt_hf.predictions.rules import LABELS
 from livt_hf.recipes.settings import CalibrateSettings
 from livt_hf.results import Results
 from livt_hf.run_data import check_split_unseen, settings_from_run, was_trained_on
@@ -31,7 +32,7 @@ from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
 from livt_hf.text import format_accuracy, shell_line
 from livt_hf.training.device import configure_threads
-from livt_hf.training.finetune import compute_metrics
+from livt_hf.training.finetune import compute_metrics, compute_record_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     batches = build_eval_batches(settings.batch_size, accelerator, settings.num_workers)
     calibration = calibrate(model, eval_loader(data[settings.split], processor, batches), accelerator)
-    results = measured_again(settings, model, processor, accelerator, calibration.num_images)
+    results = measure_again(settings, model, accelerator, calibration.num_images)
     write_calibration(config, model)
     if results is not None:
         Run(Path(settings.model)).write_results(results)
     rules = {} if results is None else results.rules
-    measured = "".join(f"  test, {rule}: {format_accuracy(metrics)}\n" for rule, metrics in rules.items())
+    measured = "".join(f"  test, {LABELS[rule]}: {format_accuracy(metrics)}\n" for rule, metrics in rules.items())
     low, high = min(calibration.offsets), max(calibration.offsets)
     print(
         f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.dataset} ({settings.split}): "
@@ -84,40 +85,39 @@ def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
         )
 
 
-def measured_again(
-    settings: CalibrateSettings,
-    model: PreTrainedModel,
-    processor: BaseImageProcessor,
-    accelerator: Accelerator,
-    images: int,
+def measure_again(
+    settings: CalibrateSettings, model: PreTrainedModel, accelerator: Accelerator, images: int
 ) -> Results | None:
-    """The results of a finished run with the numbers of its calibrated model: they are what its card will say.
+    """Return the results of a finished run with the numbers of its calibrated model: they are what its card will say.
 
-    Where the data of the run are gone, the numbers stay that a calibration does not change: those of the order of the
-    logits.
+    They are decided anew from the predictions that the run kept. A run of 0.2 kept none and is measured on its images;
+    where they are gone, the numbers stay that a calibration does not change: those of the order of the logits.
     """
     run = Run(Path(settings.model))
     if not run.finished:
         return None
-    results = dataclasses.replace(run.results, headline=headline(model), calibrated_on=images)
-    asked = {"model": settings.model, "plugin": settings.plugin}
-    own = EvalSettings.merged(asked, inherited=settings_from_run(asked))
+    info, counts = PredictionsInfo.from_model(model, str(run.folder)), np.asarray(model.config.long_tail.class_counts)
+    results = dataclasses.replace(run.results, default_rule=info.default_rule.name, calibrated_on=images)
+    if (run.folder / FOLDER).is_dir():
+        replace_info(run.folder / FOLDER, info)
+        return dataclasses.replace(results, **compute_record_metrics(run.folder / FOLDER, counts))
+    named = {"model": settings.model, "plugin": settings.plugin}
+    own = EvalSettings.merged(named, inherited=settings_from_run(named))
     try:
         data = load_dataset(own)
         check_split_unseen(own, data)
     except LiVTError as error:
         print(f"It is not measured again, and its results keep only what calibration does not change: {error}")
-        decided = ("macro_precision", "macro_recall", "macro_f1") if is_multi_label(model) else ()
+        decided = ("macro_precision", "macro_recall", "macro_f1") if info.multi_label else ()
         metrics = {name: value for name, value in results.metrics.items() if name not in decided}
         return dataclasses.replace(results, metrics=metrics, posterior=None, own_prior=None)
     batches = build_eval_batches(own.batch_size, accelerator, own.num_workers)
-    counts = np.asarray(model.config.long_tail.class_counts)
-    measured = compute_metrics(model, eval_loader(data["test"], processor, batches), accelerator, counts)
-    return dataclasses.replace(results, **measured)
+    loader = eval_loader(data["test"], load_processor(settings.model), batches)
+    return dataclasses.replace(results, **compute_metrics(model, loader, accelerator, counts))
 
 
 def write_calibration(path: Path, model: PreTrainedModel) -> None:
-    """Only the settings of the head: whatever form the checkpoint has, it keeps it."""
+    """Replace the settings of the head alone: whatever form the checkpoint has, it keeps it."""
     config = read_record(path)
     config["long_tail"] = dict(model.config.long_tail)
     write_values(path, config)

@@ -20,11 +20,12 @@ from livt_hf.commands import run_command
 from livt_hf.conversion import OFFICIAL_CLASSES, from_official, save_timm, to_beit
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.rules import serving_prior
 from livt_hf.export import FORMS, export_model, image_size
 from livt_hf.files import read_values
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.plugins import find_module
+from livt_hf.predictions import PredictionsInfo
+from livt_hf.predictions.decide import load_prior
 from livt_hf.recipes.settings import ConvertSettings
 from livt_hf.runs import lent_plugin_of
 
@@ -70,7 +71,7 @@ def export(settings: ConvertSettings, model: PreTrainedModel, processor: BaseIma
     for name in ("onnxscript", "onnx_ir"):  # which tell every rewritten node
         logging.getLogger(name).setLevel(logging.WARNING)
     folder = Path(settings.output)
-    prior = None if settings.prior is None else serving_prior(settings.prior, model)
+    prior = None if settings.prior is None else load_prior(settings.prior, PredictionsInfo.from_model(model))
     off = export_model(settings.to, folder, model, processor, prior)
     height, width = image_size(processor)
     given = "logits" if prior is None else "class probabilities"

@@ -20,24 +20,21 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, concatenate_datasets
 
 from livt_hf.commands import check_publishing, publish_if_asked, run_command, what_next
-from livt_hf.crossvalidation import (
-    examine_folds,
-    fold_settings,
-    format_folds,
-    say_what_was_seen,
-    write_fold,
-    write_whole,
-)
 from livt_hf.data import class_counts, load_dataset
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import copies_in_words
 from livt_hf.data.labels import digest_of
 from livt_hf.data.load import load_pool
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.estimation import calibrate
+from livt_hf.predictions.calibrate import calibrate
+from livt_hf.predictions.evaluate import EvaluationReport
+from livt_hf.predictions.record import FOLDER
+from livt_hf.predictions.rules import LABELS
+from livt_hf.reports import markdown_table
+from livt_hf.reports.evaluation import fold_rows, write_report
 from livt_hf.runs import Run, check_same_images, find_pretraining, keep_settled, parse_training, start_run
 from livt_hf.settings import FinetuneSettings
 from livt_hf.text import format_accuracy, format_duration
@@ -48,6 +45,14 @@ from livt_hf.training.finetune import (
     build_finetune_task,
     check_finetune_options,
     compute_metrics,
+    keep_predictions,
+)
+from livt_hf.training.folds import (
+    evaluate_cross_validation,
+    fold_settings,
+    join_fold_results,
+    predict_missing_folds,
+    warn_about_seen_images,
 )
 from livt_hf.training.loop import TrainingLoop, finish_run, make_accelerator, open_run
 from livt_hf.training.results import build_common_results
@@ -98,9 +103,8 @@ def finetune(
     evaluator.restore_best(loop)
     if "validation" in dataset and loop.final_model.head.no_posterior is None:
         calibrate(loop.final_model, task.eval_batches("validation"), accelerator)
-    metrics = compute_metrics(loop.final_model, task.eval_batches("test"), accelerator, class_counts(train))
-    if settings.fold is not None:
-        write_fold(run, loop.final_model, task.eval_batches("test"), dataset, accelerator)
+    store = keep_predictions(run.folder, dataset["test"], accelerator)
+    metrics = compute_metrics(loop.final_model, task.eval_batches("test"), accelerator, class_counts(train), store)
     model = task.final_model(loop.final_model)
     fields = build_common_results(settings.stage, settings, settings.model_size, loop, model) | metrics
     fields["preparation_seconds"] = prepared
@@ -143,7 +147,7 @@ def format_summary(settings: FinetuneSettings, run: Run) -> str:
     return (
         f"\nFine-tuned {settings.model_size} with {settings.loss} on {results.num_train_images:,} images of "
         f"{settings.dataset}, from {start}, in {format_duration(results.seconds)}; {results.selection}.\n"
-        + "".join(f"  test, {rule}: {format_accuracy(metrics)}\n" for rule, metrics in results.rules.items())
+        + "".join(f"  test, {LABELS[rule]}: {format_accuracy(metrics)}\n" for rule, metrics in results.rules.items())
         + f"  checkpoint: {run.folder}"
         + what_next("Next, look closer", "eval", run.folder)
     )
@@ -176,7 +180,7 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         images = load_pool(fold_settings(settings, 1))
     if accelerator.is_main_process:
         warn_about_duplicates(images.fold_datasets(), settings.dataset)
-        say_what_was_seen(settings)
+        warn_about_seen_images(settings)
     folds = [fold_settings(settings, number) for number in range(1, settings.folds + 1)]
     for number, fold in enumerate(folds, 1):
         dataset, own = images.split(fold), None if run is None else run.fold(number)
@@ -192,11 +196,27 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
             fold = keep_settled(fold.replace(output_dir=str(own.folder)), own)
         create = functools.partial(start_fold, settings, run, number)
         run = finetune(fold, dataset, accelerator, resumed, create).whole
-    findings, tested = examine_folds(run, [images.split(fold) for fold in folds], accelerator)
+    datasets = [images.split(fold) for fold in folds]
+    predict_missing_folds(run, datasets, accelerator)
     if accelerator.is_main_process:
-        report = write_whole(run, settings, findings, tested)
-        print(format_folds(run, settings, findings, report))
+        report = evaluate_cross_validation(run, settings.dataset, datasets)
+        page = write_report(run.folder / "report", report, concatenate_datasets([part["test"] for part in datasets]))
+        run.write_results(join_fold_results(run, report, len(folds)))  # last of all: it marks the run as finished
+        print(format_folds(settings, run, report, page))
     accelerator.end_training()
+
+
+def format_folds(settings: FinetuneSettings, run: Run, report: EvaluationReport, page: Path) -> str:
+    """Return the table of all folds and where their report and predictions are."""
+    batch_size = run.fold(1).settings_of(FinetuneSettings)["batch_size"]
+    batch = "" if batch_size == settings.batch_size else f", with --batch_size {batch_size} as here"
+    return (
+        f"\nCross-validated {settings.model_size} with {settings.loss} on {settings.dataset}, in percent "
+        f"(decision rule: {report.default_label}); many, medium and few by the training images of a fold:\n"
+        f"{markdown_table(fold_rows(report.summary))}"
+        f"Report: {page}\nPredictions: {run.folder / FOLDER}\n"
+        f"Next, train the model to use: the same command without --folds{batch}."
+    )
 
 
 def start_fold(settings: FinetuneSettings, run: Run | None, number: int, fold: FinetuneSettings) -> Run:

@@ -4,6 +4,7 @@
     livt predict MODEL FOLDER --prior training        # where classes are as frequent as they were in training
     livt predict MODEL FOLDER --prior prior.json --format jsonl
     livt predict MODEL FOLDER --prior prior.json --class_counts counts.json    # a model trained elsewhere
+    livt predict MODEL FOLDER --output predictions    # a prediction record, to decide again without the images
 
 Prints one line per file. A file that cannot be read gets a line on stderr that says why, and the exit code is then 1.
 """
@@ -13,19 +14,22 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from livt_hf.commands import run_command
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.prediction import Predictor, find_images
-from livt_hf.evaluation.rules import prior_words, serving_prior
-from livt_hf.evaluation.tables import SEPARATOR, PredictionTable, check_table
+from livt_hf.predictions.decide import load_prior
+from livt_hf.predictions.predict import Predictor, find_images
+from livt_hf.predictions.record import Predictions, PredictionsInfo
+from livt_hf.predictions.rules import DecisionRule, rule_for_prior
+from livt_hf.predictions.tables import SEPARATOR, TableWriter, check_table_path
 from livt_hf.recipes.settings import PredictSettings
 from livt_hf.runs import lent_plugin_of
 from livt_hf.training.device import configure_threads
@@ -33,87 +37,126 @@ from livt_hf.training.device import configure_threads
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = PredictSettings.parse(argv, inherit=lent_plugin_of("model"))
-    if settings.output is not None:
-        check_table(settings.output)
+    is_table = settings.output is not None and Path(settings.output).suffix != ""  # else a prediction record
+    if is_table:
+        check_table_path(settings.output, "output")
     paths = find_images(settings.images)
     if not paths:
         raise LiVTError(f"there is no image in {' '.join(settings.images)}; name files, folders or quoted patterns.")
     predictor = Predictor(settings.model, device=settings.device, **settings.training)
     configure_threads(predictor.device, settings.threads)
+    info, rule = predictor.info, predictor.info.default_rule
+    thresholds = info.thresholds() if info.multi_label else None
     if settings.prior is not None:
-        predictor.serve_under(serving_prior(settings.prior, predictor.model), prior_words(settings.prior))
-    print(predictor.explanation, file=sys.stderr)
-    several, shown = predictor.thresholds is not None, min(settings.top_k, len(predictor.labels))
-    width = max(len(str(path)) for path in paths)
-    line = {"table": partial(text_line, width=width), "jsonl": json_line, "csv": partial(csv_line, top_k=shown)}
-    if settings.format == "csv":
-        tqdm.write(csv_header(shown, several))
-    broken = 0
-    output = contextlib.nullcontext()
-    if settings.output is not None:
-        output = PredictionTable(settings.output, predictor.labels, predictor.thresholds)
-    with output as table:
-        answers = predictor.predict(paths, settings.batch_size)
-        for path, scores in tqdm(answers, total=len(paths), unit="image", disable=None):
-            error = scores if isinstance(scores, str) else None
-            if error is not None:
-                broken += 1
-                tqdm.write(f"cannot read {path}: {error}", file=sys.stderr)
-                scores = torch.full((len(predictor.labels),), torch.nan)
-            named = [] if error else best(scores, predictor.labels, shown)
-            given = predictor.given(scores) if several else None
-            text = line[settings.format](Answer(path, named, given, error))
-            if text is not None:
-                tqdm.write(text)
-            if table is not None:
-                table.write({"file": [str(path)], "error": [error]}, {predictor.rule_name: scores[None]})
+        rule = rule_for_prior(settings.prior, load_prior(settings.prior, info).tolist())
+        thresholds = None if thresholds is None else torch.full_like(thresholds, 0.5)  # others hold for its own prior
+    print(explain_scores(info, rule, thresholds), file=sys.stderr)
+    shown = min(settings.top_k, len(predictor.labels))
+    formats = {
+        "table": partial(text_line, width=max(len(str(path)) for path in paths)),
+        "jsonl": json_line,
+        "csv": partial(csv_line, top_k=shown),
+    }
+    print_header(settings.format, shown, info.multi_label)
+    table = contextlib.nullcontext()
+    if settings.output is None or is_table:
+        parts = predictor.predict(paths, settings.batch_size)
+    else:
+        parts = predictor.predict_to(settings.output, paths, settings.batch_size)
+    if is_table:
+        table = TableWriter(settings.output, [rule], thresholds)
+    unreadable = 0
+    with table as writer, tqdm(total=len(paths), unit="image", disable=None) as progress:
+        for part in parts:
+            for prediction in describe(part, rule, thresholds, shown):
+                unreadable += prediction.error is not None
+                print_prediction(prediction, formats[settings.format])
+            if writer is not None:
+                writer.write(part)
+            progress.update(len(part))
     if settings.output is not None:
         print(f"Predictions: {settings.output}", file=sys.stderr)
-    if broken:
-        print(f"{broken} of {len(paths)} files could not be read", file=sys.stderr)
+    if unreadable:
+        print(f"{unreadable} of {len(paths)} files could not be read", file=sys.stderr)
         sys.exit(1)
 
 
-def best(scores: torch.Tensor, labels: list[str], top_k: int) -> list[tuple[str, float]]:
-    top = scores.topk(top_k)
-    return [(labels[i], round(score, 4)) for i, score in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+def explain_scores(info: PredictionsInfo, rule: DecisionRule, thresholds: Tensor | None) -> str:
+    """Return the rule behind the scores, and what the scores are."""
+    given = ""
+    if thresholds is not None:
+        low, high = thresholds.min().item(), thresholds.max().item()
+        bounds = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}, chosen for each class"
+        given = f"; labels are given, which a star marks in lines of text, at scores of {bounds}"
+    uncalibrated = "the model is not calibrated; `livt calibrate` does that"
+    if rule.prior is not None:
+        doubt = info.uncalibrated_because or (None if info.is_calibrated else uncalibrated)
+        doubt = f"; beware: {doubt}" if doubt else ""
+        return f"Decision rule: {rule.label}; scores are class probabilities{given}{doubt}"
+    kind = "sigmoid" if info.multi_label else "softmax"
+    reason = info.no_posterior or uncalibrated
+    return (
+        f"Decision rule: {rule.label}; scores are the {kind} of the logits, not class probabilities ({reason}){given}"
+    )
 
 
-class Answer(NamedTuple):
-    """What is said of a file: (label, score) pairs, the best first, or what is wrong with it.
+class Prediction(NamedTuple):
+    """What is said of a file: (label, score) pairs, the best first, or why it could not be read.
 
     `given` are the labels that it is given where it may have several, else None.
     """
 
-    path: Path
-    named: list[tuple[str, float]]
+    path: str
+    best: list[tuple[str, float]]
     given: list[str] | None
     error: str | None
 
 
-def text_line(answer: Answer, width: int) -> str | None:
-    if answer.error is not None:
+def describe(part: Predictions, rule: DecisionRule, thresholds: Tensor | None, top_k: int) -> Iterator[Prediction]:
+    """Yield the predictions of a part of the files."""
+    names, files = part.class_names, zip(part.column("path"), part.column("error"), strict=True)
+    for (path, error), scores in zip(files, part.scores(rule), strict=True):
+        top = scores.topk(top_k)
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        best = [] if error else [(names[label], round(score, 4)) for label, score in pairs]
+        given = None
+        if thresholds is not None:
+            given = [names[label] for label in (scores >= thresholds).nonzero()[:, 0].tolist()]
+        yield Prediction(path, best, given, error)
+
+
+def print_prediction(prediction: Prediction, line: Callable[[Prediction], str | None]) -> None:
+    if prediction.error is not None:
+        tqdm.write(f"cannot read {prediction.path}: {prediction.error}", file=sys.stderr)
+    text = line(prediction)
+    if text is not None:
+        tqdm.write(text)
+
+
+def text_line(prediction: Prediction, width: int) -> str | None:
+    if prediction.error is not None:
         return None
-    words = (f"{label} {score:.3f}{'*' * (label in (answer.given or ()))}" for label, score in answer.named)
-    return f"{answer.path!s:<{width}}  {'  '.join(words)}"
+    parts = (f"{label} {score:.3f}{'*' * (label in (prediction.given or ()))}" for label, score in prediction.best)
+    return f"{prediction.path:<{width}}  {'  '.join(parts)}"
 
 
-def json_line(answer: Answer) -> str:
-    said = {} if answer.given is None else {"labels": answer.given}
-    said["predictions"] = [{"label": label, "score": score} for label, score in answer.named]
-    said = {"error": answer.error} if answer.error else said
-    return json.dumps({"file": str(answer.path)} | said, ensure_ascii=False)
+def json_line(prediction: Prediction) -> str:
+    values = {} if prediction.given is None else {"labels": prediction.given}
+    values["predictions"] = [{"label": label, "score": score} for label, score in prediction.best]
+    values = {"error": prediction.error} if prediction.error else values
+    return json.dumps({"file": prediction.path} | values, ensure_ascii=False)
 
 
-def csv_header(top_k: int, several: bool) -> str:
-    columns = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "score")]
-    return _csv_row(["file", "error", *["labels"] * several, *columns])
+def print_header(kind: str, top_k: int, several: bool) -> None:
+    if kind == "csv":
+        columns = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "score")]
+        tqdm.write(_csv_row(["file", "error", *["labels"] * several, *columns]))
 
 
-def csv_line(answer: Answer, top_k: int) -> str:
-    labels = [] if answer.given is None else [SEPARATOR.join(answer.given)]
-    answers = [value for pair in answer.named for value in pair] or [None] * (2 * top_k)
-    return _csv_row([answer.path, answer.error, *labels, *answers])
+def csv_line(prediction: Prediction, top_k: int) -> str:
+    labels = [] if prediction.given is None else [SEPARATOR.join(prediction.given)]
+    scores = [value for pair in prediction.best for value in pair] or [None] * (2 * top_k)
+    return _csv_row([prediction.path, prediction.error, *labels, *scores])
 
 
 def _csv_row(values: list) -> str:

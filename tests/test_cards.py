@@ -15,8 +15,9 @@ from livt_hf.hub.paper import paper_result, paper_table
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.losses import LOSSES, LossDefinition
+from livt_hf.predictions.rules import UNIFORM
 from livt_hf.recipes.paper.cards import converted_card, converted_names
-from livt_hf.results import UNIFORM, Results
+from livt_hf.results import Results
 from livt_hf.settings import FinetuneSettings
 from livt_hf.training.checkpoints import Progress
 from livt_hf.training.results import build_common_results, is_local
@@ -93,7 +94,7 @@ def card_of(
 
 GOLDEN_CARDS = {
     "classifier": lambda: card_of(epochs=10, base_lr=1e-3),
-    "calibrated": lambda: card_of(replace(RESULTS, headline=UNIFORM), head=CALIBRATED, exclude_labels="todo"),
+    "calibrated": lambda: card_of(replace(RESULTS, default_rule=UNIFORM), head=CALIBRATED, exclude_labels="todo"),
     "timm": lambda: card_of(form="timm"),
     "multi_label": lambda: card_of(MULTI_LABEL, head=CALIBRATED),
     "other_backbone": lambda: card_of(replace(PHOTOS, model_type="timm_wrapper", model_size="resnet18", loss="ldam")),
@@ -126,7 +127,7 @@ def test_the_model_index_holds_every_metric_that_was_measured():
     found = {result.metric_name: result.metric_value for result in ModelCard(str(card_of())).data.eval_results}
     assert found["Top-1 accuracy"] == 0.421 and found["Expected calibration error"] == 0.054
     assert "Few-shot accuracy" not in found  # no class of that group: absent, not zero
-    of_posterior = card_of(replace(RESULTS, headline=UNIFORM)).data.eval_results
+    of_posterior = card_of(replace(RESULTS, default_rule=UNIFORM)).data.eval_results
     assert {r.metric_name: r.metric_value for r in of_posterior}["Top-1 accuracy, posterior, uniform prior"] == 0.433
 
 

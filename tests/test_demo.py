@@ -1,6 +1,7 @@
 """The functions behind the demo, and its server asked directly; tests/test_demo_browser.py drives a real browser."""
 
 import json
+import math
 import re
 import shutil
 import socket
@@ -13,8 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features
@@ -33,14 +32,15 @@ from livt_hf.demo.classes import ROWS, Classes
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
 from livt_hf.demo.unlabelled import World, interval, read_world
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.exam import Answers
-from livt_hf.evaluation.tables import ANSWERS, write_answers
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.priors import class_prior, estimate_prior
 from livt_hf.options import save_settings
+from livt_hf.predictions import Predictions
+from livt_hf.predictions.decide import load_prior
+from livt_hf.predictions.record import FOLDER, as_lists
 from livt_hf.recipes.demo import main as demo_command
 from livt_hf.recipes.publish import main as publish_command
-from livt_hf.reports.mistakes import Predictions, newest_predictions, read_predictions
+from livt_hf.reports.mistakes import Mistakes, find_newest_predictions, load_predictions
 from livt_hf.settings import PretrainSettings
 
 ROOT = Path(__file__).parents[1]
@@ -118,12 +118,12 @@ def test_the_table_of_thousands_of_classes_shows_the_frequent_ones_and_those_sea
 
 
 def test_the_file_of_a_world_is_read_back_and_is_what_the_option_prior_takes(three, tmp_path, served):
-    from livt_hf.evaluation.rules import serving_prior
-
     path = tmp_path / "prior.json"
     path.write_text(three.to_json(three.tilted(-0.5)))
     assert three.read(path).tolist() == pytest.approx(three.tilted(-0.5).tolist())
-    assert serving_prior(str(path), served.model).tolist() == pytest.approx(three.prior(three.tilted(-0.5)).tolist())
+    assert load_prior(str(path), served.predictor.info).tolist() == pytest.approx(
+        three.prior(three.tilted(-0.5)).tolist()
+    )
 
 
 def test_a_file_of_another_model_is_refused_with_the_classes_that_differ(three, tmp_path):
@@ -280,57 +280,53 @@ def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_can
 # Errors
 
 
-def saved_answers(folder, label, predicted, index=None):
-    """A table as `livt eval` writes it, with names of classes; a predicted None is an image without an answer."""
-    labels = torch.tensor([-1 if name is None else NAMES.index(name) for name in predicted])
-    answers = {"paper (argmax z)": Answers(labels, torch.linspace(0.9, 0.5, len(labels)))}
-    index = torch.arange(len(labels)) if index is None else torch.tensor(index)
-    facts = {"file": [None] * len(labels), "label": label, "split": ["test"] * len(labels)}
-    write_answers(folder / ANSWERS, index, facts, answers, NAMES)
-    return folder / ANSWERS
+def save_record(folder, label, predicted, names=NAMES):
+    """Write a record as `livt eval` does, with names of classes; a predicted None is an image without logits."""
+    logits = np.zeros((len(label), len(names)))
+    for row, name in enumerate(predicted):
+        logits[row, names.index(name or names[0])] = 2
+    labels = [names.index(name) for name in label]
+    record = Predictions.from_arrays(logits, labels, class_names=names, split=["test"] * len(label))
+    missing = torch.tensor([name is None for name in predicted])
+    logits = torch.from_numpy(record.logits.copy()).masked_fill(missing[:, None], torch.nan)
+    table = record.table.set_column(record.table.column_names.index("logits"), "logits", as_lists(logits))
+    return Predictions(table, record.info).save(folder / FOLDER)
+
+
+def mistakes_of(path) -> Mistakes:
+    predictions = load_predictions(path, NAMES)
+    return Mistakes.of(predictions, predictions.info.default_rule)
 
 
 def test_predictions_are_read_by_rule_and_images_without_one_are_left_out(tmp_path):
-    path = saved_answers(tmp_path, ["cat", "dog", "dog"], ["cat", None, "cat"], index=[7, 8, 9])
-    ((rule, found),) = read_predictions(path, NAMES).items()
-    assert rule == "paper (argmax z)" and found.split == "test"
-    assert found.index.tolist() == [7, 9] and found.label.tolist() == [0, 1] and found.predicted.tolist() == [0, 0]
-    assert found.confidence.tolist() == pytest.approx([0.9, 0.5])
+    found = mistakes_of(save_record(tmp_path, ["cat", "dog", "dog"], ["cat", None, "cat"]))
+    assert found.split == "test"
+    assert found.index.tolist() == [0, 2] and found.label.tolist() == [0, 1] and found.predicted.tolist() == [0, 0]
+    assert found.confidence.tolist() == pytest.approx([math.exp(2) / (math.exp(2) + 2)] * 2)
 
 
-def test_a_table_of_another_model_or_of_something_else_is_refused(tmp_path):
-    path = saved_answers(tmp_path, ["cat"], ["dog"])
-    with pytest.raises(LiVTError, match="speaks of 'cat', which is no class of this model"):
-        read_predictions(path, ["wolf", "dog"])
-    pq.write_table(pa.table({"label": ["cat"]}), tmp_path / "other.parquet")
-    with pytest.raises(LiVTError, match="is no table of predictions of a report"):
-        read_predictions(tmp_path / "other.parquet", NAMES)
-    with pytest.raises(LiVTError, match="does not exist; write a report"):
-        read_predictions(tmp_path / "nowhere.parquet", NAMES)
-    (tmp_path / "damaged.parquet").write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(LiVTError, match="damaged.parquet cannot be read as a table"):
-        read_predictions(tmp_path / "damaged.parquet", NAMES)
+def test_a_record_of_another_model_is_refused(tmp_path):
+    path = save_record(tmp_path, ["cat"], ["dog"])
+    with pytest.raises(LiVTError, match="not about the classes of this model"):
+        load_predictions(path, ["wolf", "dog"])
 
 
 def test_predictions_about_other_images_are_noticed(tmp_path):
     features = Features({"label": ClassLabel(names=NAMES)})
     data = DatasetDict(test=Dataset.from_dict({"label": [0, 1, 1]}, features))
-    mine = read_predictions(saved_answers(tmp_path, ["cat", "dog"], ["cat"] * 2, index=[0, 2]), NAMES)
-    assert mine["paper (argmax z)"].belong_to(data)
-    for label, index in (("cat", 1), ("dog", 3)):
-        other = read_predictions(saved_answers(tmp_path, [label], ["cat"], [index]), NAMES)
-        assert not other["paper (argmax z)"].belong_to(data)
+    for number, (label, mine) in enumerate([(["cat", "dog"], True), (["dog"], False), (["cat"] + ["dog"] * 3, False)]):
+        assert mistakes_of(save_record(tmp_path / str(number), label, ["cat"] * len(label))).belong_to(data) == mine
 
 
 def test_without_a_report_the_command_that_writes_one_is_named(tmp_path):
     with pytest.raises(LiVTError, match="livt eval "):
-        newest_predictions(tmp_path)
+        find_newest_predictions(tmp_path)
 
 
 def test_classes_are_listed_from_worst_to_best_with_what_they_are_taken_for():
     label, predicted = np.array([0, 0, 1, 1, 1, 2]), np.array([0, 0, 0, 2, 2, 2])
     confidence = np.array([0.9, 0.7, 0.6, 0.5, 0.8, 1.0])
-    predictions = Predictions(np.arange(6), label, predicted, confidence, "test")
+    predictions = Mistakes(np.arange(6), label, predicted, confidence, "test")
     rows = predictions.class_rows(NAMES, np.array(COUNTS))
     assert rows[0] == [1, "dog", 90, 3, 0.0, 63.3, "newt <b> (2)"]
     assert [row[4] for row in rows] == [0, 100, 100]

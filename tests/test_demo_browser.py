@@ -17,9 +17,7 @@ from recipe_runs import make_pictures
 from test_demo import save_image, save_model, save_pretraining
 
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
-from livt_hf.evaluation.exam import Answers
-from livt_hf.evaluation.rules import PAPER
-from livt_hf.evaluation.tables import ANSWERS, write_answers
+from livt_hf.predictions import Predictions
 
 pytest.importorskip("gradio")
 pytest.importorskip("selenium")
@@ -281,10 +279,9 @@ def test_a_click_on_a_class_shows_its_wrong_images_and_their_neighbours(tmp_path
     run = make_run(tmp_path / "run", data)
     label = torch.arange(4).repeat_interleave(11)
     predicted = torch.where(label == 2, 0, label)
-    (run / "report").mkdir()
-    answers = {PAPER: Answers(predicted, torch.linspace(0.4, 0.9, 44))}
-    facts = {"label": [names[i] for i in label], "split": ["test"] * 44}
-    write_answers(run / "report" / ANSWERS, torch.arange(44), facts, answers, names)
+    logits = torch.eye(4)[predicted] * torch.linspace(1, 4, 44)[:, None]
+    record = Predictions.from_arrays(logits, label, class_names=names, split=["test"] * 44)
+    record.save(run / "report" / "predictions")
     with demo(tmp_path, run) as page:
         page.wait(lambda: len(page.all("#examples button")) == 4)  # an example of every class
         page.all("#examples button")[0].click()

@@ -25,15 +25,16 @@ from livt_hf.conversion import to_beit
 from livt_hf.data import Batches, eval_loader, eval_processor, load_dataset, load_evaluation_data, load_long_tailed
 from livt_hf.data.labels import digest_of
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.rules import PAPER, UNIFORM
-from livt_hf.evaluation.tables import ANSWERS
-from livt_hf.long_tail.priors import read_prior
+from livt_hf.long_tail.priors import numbers_by_name, read_prior
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.options import save_settings
+from livt_hf.predictions.record import FOLDER, Predictions
+from livt_hf.predictions.rules import ARGMAX, GIVEN, TRUE, UNIFORM
+from livt_hf.predictions.rules import LABELS as RULE_LABELS
 from livt_hf.recipes.calibrate import main as calibrate
-from livt_hf.recipes.eval import main, write_prior
+from livt_hf.recipes.eval import main
 from livt_hf.recipes.predict import main as predict
-from livt_hf.reports.mistakes import read_predictions
+from livt_hf.reports.mistakes import Mistakes
 from livt_hf.results import Results
 from livt_hf.run_data import check_split_unseen, settings_from_run
 from livt_hf.runs import Run
@@ -167,7 +168,7 @@ def test_evaluating_a_run_gives_its_results_and_a_report_beside_it(workplace, ev
     folder = workplace.finetuned / "report"
     summary = json.loads((folder / "evaluation.json").read_text())
     results = json.loads((workplace.finetuned / "results.json").read_text())
-    assert summary["rules"] == {PAPER: results["metrics"], UNIFORM: results["posterior"]}
+    assert summary["rules"] == {ARGMAX: results["metrics"], UNIFORM: results["posterior"]}
     assert results["metrics"]["num_images"] == 44
     assert results["metrics"]["accuracy"] > 0.5  # four classes: the model has learned something to be measured
     assert f"accuracy {100 * results['metrics']['accuracy']:.1f}" in result.printed
@@ -178,7 +179,7 @@ def test_evaluating_a_run_gives_its_results_and_a_report_beside_it(workplace, ev
         "report.html",
         "evaluation.json",
         "classes.csv",
-        ANSWERS,
+        FOLDER,
     }
     for name in PICTURES:
         with Image.open(folder / name) as picture:
@@ -187,8 +188,8 @@ def test_evaluating_a_run_gives_its_results_and_a_report_beside_it(workplace, ev
     assert page.count('src="data:image/png;base64,') == len(PICTURES) == page.count("<img")
     assert "http://" not in page and "https://" not in page and "href=" not in page and "<script" not in page
     assert not re.search(r'src="(?!data:)', page)
-    for rule in (PAPER, UNIFORM):
-        assert rule in page and rule in text
+    for rule in (ARGMAX, UNIFORM):
+        assert RULE_LABELS[rule] in page and RULE_LABELS[rule] in text
     for label, count in enumerate((30, 18, 10, 6)):
         assert re.search(rf"\| {label} \| class{label} \| {count} \| ", text)
 
@@ -303,12 +304,10 @@ def test_a_class_with_prior_zero_is_never_predicted(workplace, evaluate, tmp_pat
     prior = written(tmp_path / "prior.json", [0, 0, 0, 1])
     told = evaluate("--model", workplace.finetuned, "--prior", prior)
     rules, report = told.summary["rules"], (told.report / "report.md").read_text()
-    assert list(rules) == [PAPER, UNIFORM, "posterior, prior of prior.json"]
-    table = report.partition(
-        "## Accuracy where classes are as frequent as the prior of prior.json says (percent)\n\n"
-    )[2]
+    assert list(rules) == [ARGMAX, UNIFORM, GIVEN]
+    table = report.partition("## Accuracy under the prior of prior.json (percent)\n\n")[2]
     assert "| posterior, prior of prior.json | 100.0 |" in table.partition("##")[0]  # there is no other class
-    served = rules["posterior, prior of prior.json"]
+    served = rules[GIVEN]
     # Always "class3", one of three few-shot classes: right on a quarter of the balanced test set, wherever it is.
     assert (served["accuracy"], served["medium"], served["few"]) == pytest.approx((0.25, 0, 1 / 3))
 
@@ -319,19 +318,19 @@ def test_an_estimated_prior_is_offered_where_the_images_tell_it_and_else_refused
     options = ["--model", sure, "--dataset", workplace.pictures, "--adapt_prior"]
     told = evaluate(*options, "--split", "train", report=tmp_path / "train")
     estimated = told.summary["estimated_prior"]["prior"]
-    assert list(told.summary["rules"])[-1] == "posterior, estimated prior"
+    assert list(told.summary["rules"])[-1] == "estimated"
     assert estimated == pytest.approx([31 / 68, 19 / 68, 11 / 68, 7 / 68], abs=0.05)
     assert read_prior(str(told.report / "prior.json"), NAMES) == pytest.approx(estimated)
     assert f"--prior {told.report / 'prior.json'}" in told.printed
     none = evaluate(*options, report=tmp_path / "test")
-    assert none.summary["estimated_prior"]["prior"] is None and list(none.summary["rules"]) == [PAPER, UNIFORM]
+    assert none.summary["estimated_prior"]["prior"] is None and list(none.summary["rules"]) == [ARGMAX, UNIFORM]
     assert "No prior is offered" in none.printed and not (none.report / "prior.json").exists()
 
 
 def test_a_prior_may_be_given_as_frequencies_by_class_name(workplace, evaluate, tmp_path):
     prior = written(tmp_path / "even.yaml", "class3: 7\nclass1: 7\nclass0: 7\nclass2: 7\n")
     rules = evaluate("--model", workplace.finetuned, "--prior", prior).summary["rules"]
-    assert rules["posterior, prior of even.yaml"] == rules[UNIFORM]
+    assert rules[GIVEN] == rules[UNIFORM]
 
 
 @pytest.mark.parametrize(
@@ -382,13 +381,13 @@ def test_shot_groups_are_those_of_the_images_the_model_was_trained_on(workplace,
 
 def test_all_images_of_another_place_are_measured_also_where_they_have_no_split(workplace, evaluate):
     result = evaluate("--model", workplace.finetuned, "--dataset", workplace.pictures / "test", "--split", "all")
-    assert result.summary["split"] == "all" and result.summary["rules"][PAPER]["num_images"] == 44
+    assert result.summary["split"] == "all" and result.summary["rules"][ARGMAX]["num_images"] == 44
 
 
 def test_all_images_of_its_own_training_are_no_measure_of_a_run(workplace, refused):
     for same in ([], ["--dataset", workplace.pictures / "train"]):
         sentence = refused("--model", workplace.finetuned, *same, "--split", "all")
-        assert re.search("was trained on images of .*; leave --split all out, or name images of another", sentence)
+        assert re.search("was trained on images of .*; leave --split all out, or name other images", sentence)
 
 
 def test_all_images_are_measured_without_setting_some_aside(workplace, evaluate, caplog):
@@ -410,7 +409,7 @@ def test_the_report_on_a_model_that_is_no_run_leaves_its_folder_as_it_is(workpla
 def test_a_loss_without_posterior_is_measured_by_the_paper_s_rule_alone(workplace, evaluate, tmp_path):
     model = LiViTForImageClassification.from_pretrained(workplace.finetuned, loss="ldam")
     result = evaluate("--model", saved(tmp_path / "ldam", model), "--dataset", workplace.pictures)
-    assert list(result.summary["rules"]) == [PAPER]
+    assert list(result.summary["rules"]) == [ARGMAX]
 
 
 def test_the_published_form_gives_the_metrics_of_the_run(workplace, evaluate, tmp_path):
@@ -420,7 +419,7 @@ def test_the_published_form_gives_the_metrics_of_the_run(workplace, evaluate, tm
     (tmp_path / "published" / processor.name).write_text(processor.read_text())
     rules = evaluate("--model", tmp_path / "published", "--dataset", workplace.pictures).summary["rules"]
     results = json.loads((workplace.finetuned / "results.json").read_text())
-    assert numbers(rules[PAPER]) == pytest.approx(numbers(results["metrics"]), rel=1e-4)
+    assert numbers(rules[ARGMAX]) == pytest.approx(numbers(results["metrics"]), rel=1e-4)
     assert numbers(rules[UNIFORM]) == pytest.approx(numbers(results["posterior"]), rel=1e-4)
 
 
@@ -437,8 +436,8 @@ def test_a_stock_classifier_is_measured_by_its_own_logits(workplace, evaluate, r
     model.classifier.bias.data[2] = 5.0
     options = ["--model", saved(tmp_path / "stock", model), "--dataset", workplace.pictures]
     result = evaluate(*options)
-    assert list(result.summary["rules"]) == [PAPER]
-    measured = result.summary["rules"][PAPER]
+    assert list(result.summary["rules"]) == [ARGMAX]
+    measured = result.summary["rules"][ARGMAX]
     # It answers "class2" every time, one of three few-shot classes.
     assert measured["many"] is None
     assert (measured["accuracy"], measured["medium"], measured["few"]) == pytest.approx((0.25, 0, 1 / 3))
@@ -463,7 +462,7 @@ def test_a_classifier_trained_elsewhere_gets_the_posterior_rule_from_its_class_c
     evaluate("--model", saved(tmp_path / "stock", model), *options, "--predictions", table)
     rows = csv.read_csv(table).to_pylist()
     assert len(rows) == 44
-    assert all(row[f"{name} ({UNIFORM})"] == pytest.approx(0.25) for row in rows for name in NAMES)
+    assert all(row[f"score_{UNIFORM}_{name}"] == pytest.approx(0.25) for row in rows for name in NAMES)
     assert "knows its class counts already" in refused("--model", workplace.finetuned, *options)
     assert "and know no prior; leave --class_counts out" in refused("--model", workplace.pretrained, *options)
     several = saved(tmp_path / "several", stock(**names(NAMES), problem_type="multi_label_classification"))
@@ -507,9 +506,7 @@ def test_the_loss_of_a_model_is_named_with_its_class_counts():
 
 def test_a_prior_of_classes_that_share_a_name_is_written_and_read_in_class_order(tmp_path):
     labels, prior = ["crane", "dog", "crane"], [0.7, 0.2, 0.1]
-    config = SimpleNamespace(id2label=dict(enumerate(labels)), num_labels=3)
-    exam, path = SimpleNamespace(model=SimpleNamespace(config=config)), tmp_path / "prior.json"
-    write_prior(path, {"model": "m", "estimated_prior": {"prior": prior}}, exam)
+    path = written(tmp_path / "prior.json", numbers_by_name(prior, labels))
     assert read_prior(str(path), labels) == pytest.approx(prior)
     written(path, {"crane": 0.7, "dog": 0.3})
     with pytest.raises(LiVTError, match="two classes are called 'crane'; give a list in class order"):
@@ -556,7 +553,7 @@ def test_nan_logits_are_reported_and_not_averaged_away(workplace, evaluate, tmp_
     model.classifier.bias.data[1] = torch.nan
     result = evaluate("--model", saved(tmp_path / "nan", model), "--dataset", workplace.pictures)
     assert "44 images gave NaN logits and count as wrong (100.0 %)" in result.printed
-    measured = result.summary["rules"][PAPER]
+    measured = result.summary["rules"][ARGMAX]
     assert (measured["accuracy"], measured["num_nan"], measured["ece"]) == (0.0, 44, None)
     assert (result.report / "report.html").exists()
 
@@ -566,18 +563,17 @@ def test_two_processes_count_each_image_once_and_measure_what_one_measures(workp
     run = RecipeRun("eval", workplace.place / "together", *options, processes=2)
     rules = json.loads((run.finish().folder / "evaluation.json").read_text())["rules"]
     results = json.loads((workplace.finetuned / "results.json").read_text())
-    assert numbers(rules[PAPER]) == pytest.approx(numbers(results["metrics"]), rel=1e-5)
+    assert numbers(rules[ARGMAX]) == pytest.approx(numbers(results["metrics"]), rel=1e-5)
     assert numbers(rules[UNIFORM]) == pytest.approx(numbers(results["posterior"]), rel=1e-5)
-    assert rules[PAPER]["num_images"] == 44
+    assert rules[ARGMAX]["num_images"] == 44
     result = evaluate("--model", workplace.finetuned)
     alone = result.summary
     together = json.loads((run.folder / "evaluation.json").read_text())
     assert together["rankings"] == pytest.approx(alone["rankings"])
-    assert together["intervals"][PAPER] == alone["intervals"][PAPER]
-    mine, theirs = (read_predictions(place / ANSWERS, NAMES)[UNIFORM] for place in (run.folder, result.report))
-    order = mine.index.argsort()
-    assert (mine.index[order] == theirs.index).all() and (mine.predicted[order] == theirs.predicted).all()
-    assert run.printed.count(f"{workplace.finetuned} on 44 images of") == run.printed.count("Report: ") == 1
+    assert together["intervals"][ARGMAX] == alone["intervals"][ARGMAX]
+    mine, theirs = (Predictions.load(folder / FOLDER) for folder in (run.folder, result.report))
+    assert mine.table["path"].equals(theirs.table["path"]) and np.allclose(mine.logits, theirs.logits, atol=1e-5)
+    assert run.printed.count("on 44 images") == run.printed.count("Report: ") == 1
 
 
 def test_two_processes_estimate_the_prior_that_one_estimates(workplace, evaluate, tmp_path):
@@ -605,10 +601,10 @@ def test_shifted_test_sets_compare_the_rules_under_the_true_prior(workplace, eva
     assert [one["imbalance"] for one in result.summary["shifted"]] == [5, 1, -5]
     assert [one["num_images"] for one in result.summary["shifted"]] == [11 + 6 + 3 + 2, 44, 11 + 6 + 3 + 2]
     for one in result.summary["shifted"]:
-        assert list(one["rules"])[:3] == [PAPER, UNIFORM, "posterior, true prior"]
-        assert one["rules"]["posterior, true prior"]["accuracy"] >= one["rules"][UNIFORM]["accuracy"] - 0.1
+        assert list(one["rules"])[:3] == [ARGMAX, UNIFORM, TRUE]
+        assert one["rules"][TRUE]["accuracy"] >= one["rules"][UNIFORM]["accuracy"] - 0.1
     assert balanced["rules"][UNIFORM]["accuracy"] == result.summary["rules"][UNIFORM]["accuracy"]
-    assert balanced["rules"]["posterior, true prior"] == balanced["rules"][UNIFORM]
+    assert balanced["rules"][TRUE] == balanced["rules"][UNIFORM]
     assert (result.report / "shifts.png").exists()
     assert "| 5 forward | 22 |" in (result.report / "report.md").read_text()
     assert "| 5 backward | 22 |" in result.printed
@@ -624,22 +620,23 @@ def test_numbers_of_a_report_are_those_of_scikit_learn(workplace, evaluate):
     table = workplace.place / "scores.parquet"
     result = evaluate("--model", workplace.finetuned, "--predictions", table)
     rows = parquet.read_table(table).to_pydict()
-    scores, labels = np.array(rows[f"scores ({PAPER})"]), [NAMES.index(name) for name in rows["label"]]
-    rankings, metrics = result.summary["rankings"], result.summary["rules"][PAPER]
+    scores, labels = np.array(rows["scores"]), [NAMES.index(name) for name in rows["label"]]
+    rankings, metrics = result.summary["rankings"], result.summary["rules"][ARGMAX]
     assert rankings["auroc"] == pytest.approx(sklearn.roc_auc_score(labels, scores, multi_class="ovr"))
     one_hot = np.eye(CLASSES)[labels]
     assert rankings["average_precision"] == pytest.approx(sklearn.average_precision_score(one_hot, scores))
-    predicted = rows[f"prediction ({PAPER})"]
+    predicted = rows["prediction"]
     assert metrics["macro_f1"] == pytest.approx(sklearn.f1_score(rows["label"], predicted, average="macro"))
-    low, high = result.summary["intervals"][PAPER]["macro_f1"]
+    low, high = result.summary["intervals"][ARGMAX]["macro_f1"]
     assert low <= metrics["macro_f1"] <= high
     assert "macro_f1" in (result.report / "report.md").read_text() and "macro_f1" in result.printed
 
 
 def test_a_report_has_the_predictions_that_the_demo_shows(workplace, evaluate):
     result = evaluate("--model", workplace.finetuned)
-    for rule, found in read_predictions(result.report / ANSWERS, NAMES).items():
-        metrics = result.summary["rules"][rule]
+    predictions = Predictions.load(result.report / FOLDER)
+    for rule in predictions.info.rules:
+        found, metrics = Mistakes.of(predictions, rule), result.summary["rules"][rule.name]
         assert found.belong_to(load_long_tailed(str(workplace.pictures))) and len(found.label) == 44
         assert found.right.mean() == pytest.approx(metrics["accuracy"])
         assert ((found.confidence > 0.2) & (found.confidence <= 1)).all()  # of four classes, the most probable
@@ -654,15 +651,16 @@ def test_predictions_of_single_images_name_file_label_and_scores_under_each_rule
     read = parquet.read_table if suffix == "parquet" else csv.read_csv
     rows = read(table).to_pylist()
     assert len(rows) == 44
-    for rule in (PAPER, UNIFORM):
-        right = sum(row["label"] == row[f"prediction ({rule})"] for row in rows) / 44
+    for rule, ending in {ARGMAX: "", UNIFORM: "_uniform"}.items():
+        right = sum(row["label"] == row[f"prediction{ending}"] for row in rows) / 44
         assert right == pytest.approx(result.summary["rules"][rule]["accuracy"])
         for row in rows:
             assert Path(row["file"]).parent.name == row["label"] and Path(row["file"]).exists()
-            scores = row[f"scores ({rule})"] if suffix == "parquet" else [row[f"{name} ({rule})"] for name in NAMES]
+            each = [row[f"score{ending}_{name}"] for name in NAMES] if suffix == "csv" else row[f"scores{ending}"]
+            scores = list(each)
             assert sum(scores) == pytest.approx(1, abs=1e-5)
-            assert row[f"score ({rule})"] == pytest.approx(max(scores))
-            assert row[f"prediction ({rule})"] == NAMES[scores.index(max(scores))]
+            assert row[f"score{ending}"] == pytest.approx(max(scores))
+            assert row[f"prediction{ending}"] == NAMES[scores.index(max(scores))]
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_the_data_are_read(workplace, refused, tmp_path):
@@ -674,7 +672,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_data_are_read(work
 
 def test_shot_groups_follow_the_thresholds_that_were_asked_for(workplace, evaluate, refused):
     summary = evaluate("--model", workplace.finetuned, "--many_above", 15, "--few_below", 8).summary
-    measured = summary["rules"][PAPER]
+    measured = summary["rules"][ARGMAX]
     assert summary["thresholds"] == {"many_above": 15, "few_below": 8}
     assert None not in (measured["many"], measured["medium"], measured["few"])  # classes of 30, 18 | 10 | 6 images
     assert "so a class would be in both groups" in refused("--model", workplace.finetuned, "--many_above", 5)
@@ -692,12 +690,12 @@ def test_intervals_are_over_groups_where_the_data_have_them(workplace, evaluate,
     result = evaluate(*options, "--predictions", tmp_path / "p.parquet")
     assert "95 % intervals over groups" in result.printed
     by_image = evaluate("--model", workplace.finetuned, report=tmp_path / "by-image")
-    assert by_image.summary["rules"][PAPER] == result.summary["rules"][PAPER]
+    assert by_image.summary["rules"][ARGMAX] == result.summary["rules"][ARGMAX]
     assert by_image.summary["intervals"] != result.summary["intervals"]
     assert set(parquet.read_table(tmp_path / "p.parquet").to_pydict()["group"]) == {"first", "second"}
 
 
-# Calibration, and the one headline
+# Calibration, and the default rule
 
 
 def test_a_calibrated_model_is_judged_and_served_by_its_posterior(workplace, evaluate, tmp_path, capfd):
@@ -705,18 +703,18 @@ def test_a_calibrated_model_is_judged_and_served_by_its_posterior(workplace, eva
     folder = saved(tmp_path / "model", model)
     image = str(workplace.pictures / "test" / "class0" / "0.png")
     predict([str(folder), image])
-    assert f"{PAPER}: scores are the softmax of the logits" in capfd.readouterr().err
+    assert "largest logit; scores are the softmax of the logits" in capfd.readouterr().err
     calibrate([str(folder), "--dataset", str(workplace.pictures), "--split", "test", "--threads", "1"])
     assert "Measured on these same images, its probabilities will look better than they are" in capfd.readouterr().out
     saved_config = json.loads((folder / "config.json").read_text())["long_tail"]
     assert saved_config["calibration"]["num_images"] == 44 and len(saved_config["calibration"]["offsets"]) == CLASSES
     predict([str(folder), image])
-    assert f"{UNIFORM}: scores are class probabilities" in capfd.readouterr().err
+    assert "posterior, uniform prior; scores are class probabilities" in capfd.readouterr().err
     result = evaluate("--model", folder, "--dataset", workplace.pictures)
     rules = result.summary["rules"]
-    assert list(rules) == [UNIFORM, PAPER]
+    assert list(rules) == [UNIFORM, ARGMAX]
     before = json.loads((workplace.finetuned / "results.json").read_text())
-    assert rules[PAPER] == before["metrics"]
+    assert rules[ARGMAX] == before["metrics"]
     assert rules[UNIFORM]["ece"] < before["posterior"]["ece"]  # on the images it was calibrated on
 
 
@@ -760,7 +758,7 @@ def test_the_results_of_a_run_are_those_of_its_calibrated_model(workplace, tmp_p
     words = [str(run.folder), "--dataset", str(workplace.pictures / "test"), "--split", "all", "--threads", "1"]
     calibrate([*words, "--plugin", str(written(tmp_path / "mine.py", ""))])
     after = run.results
-    assert (before.headline, after.headline) == (PAPER, UNIFORM)
+    assert (before.default_rule, after.default_rule) == (ARGMAX, UNIFORM)
     assert after.metrics == before.metrics and after.posterior["ece"] < before.posterior["ece"]
     assert (after.seconds, after.dataset) == (5.0, "pictures")
 
@@ -781,7 +779,7 @@ def test_where_the_data_of_a_run_are_gone_its_results_keep_what_calibration_does
     after, printed = run.results, capfd.readouterr().out
     assert "It is not measured again" in printed and "gone does not exist" in printed
     assert after.metrics == before.metrics and before.posterior is not None and after.posterior is None
-    assert (after.headline, after.calibrated_on, list(after.rules)) == (UNIFORM, 44, [PAPER])
+    assert (after.default_rule, after.calibrated_on, list(after.rules)) == (UNIFORM, 44, [ARGMAX])
     assert json.loads((run.folder / "config.json").read_text())["long_tail"]["calibration"]["num_images"] == 44
 
 

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from livt_hf import LiViTConfig
 from livt_hf.data import exponential_counts
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.estimation import estimated_prior
-from livt_hf.evaluation.exam import accuracy_under_prior
-from livt_hf.evaluation.probes import Features, knn_scores, linear_probe_scores
-from livt_hf.evaluation.running import evaluate_rules, logits_of, on_disk, run_model
-from livt_hf.evaluation.shifts import shifted_sets
+from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.priors import estimate_prior
 from livt_hf.modeling_livit import LongTailHead
+from livt_hf.predictions import Predictions, PredictionsInfo
+from livt_hf.predictions.blocks import stack_on_disk
+from livt_hf.predictions.evaluate import Evaluator, accuracy_under_prior, measure_batches
+from livt_hf.predictions.predict import predict_batches
+from livt_hf.predictions.prior_estimation import estimate_record_prior
+from livt_hf.predictions.probes import Features, knn_scores, linear_probe_scores
+from livt_hf.predictions.record import ModelInfo
+from livt_hf.predictions.shifts import build_shifted_sets
 
 CLASSES = 10
 COUNTS = exponential_counts(CLASSES, 14_000, 100).tolist()  # 34,741 points
@@ -118,8 +122,9 @@ def test_the_training_posterior_and_a_wrong_sign_stay_far_from_bayes(served):
 
 
 def test_the_estimated_prior_is_within_a_sixth_of_the_true_one(served):
-    batches = [(logits, {}) for logits in served.logits.split(6_000)]  # no label in sight
-    estimate = estimated_prior(served.head, batches, Accelerator(cpu=True))
+    names = [str(label) for label in range(CLASSES)]
+    record = Predictions.from_arrays(served.logits, class_names=names, class_counts=COUNTS, loss="bal_bce")
+    estimate = estimate_record_prior(record)  # no label in sight
     assert (estimate.prior - served.prior).abs().sum() < 0.16
     if served.name != "training":
         # EM on softmax(z) as if z came from balanced training does not find it.
@@ -133,9 +138,10 @@ class Drawn(nn.Module):
         return SimpleNamespace(logits=pixel_values)
 
 
-def evaluated(batches, counts, rules=None):
-    accelerator = Accelerator(cpu=True)
-    return evaluate_rules(logits_of(Drawn(), batches, accelerator), accelerator, counts, rules or {"z": None})
+def evaluated(batches, counts) -> dict[str, dict]:
+    accelerator, names = Accelerator(cpu=True), tuple(map(str, range(len(counts))))
+    info = PredictionsInfo(names, (ModelInfo(None, LongTailConfig(class_counts=counts)),))
+    return measure_batches(predict_batches(Drawn(), batches, accelerator), info, counts, accelerator)
 
 
 def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes():
@@ -151,7 +157,6 @@ def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes()
             logits[torch.arange(len(labels)), labels] += 3
             yield {"pixel_values": logits, "labels": labels}
 
-    head = LongTailHead(LiViTConfig(class_counts=counts, hidden_size=32, num_attention_heads=4))
     process = psutil.Process()
     before = peak = process.memory_info().rss
     done = threading.Event()
@@ -163,28 +168,26 @@ def test_evaluating_8142_classes_on_24426_images_takes_less_than_200_megabytes()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    measured = evaluated(batches(), counts, {"z": None, "posterior": head.posterior})
+    measured = evaluated(batches(), counts)
     done.set()
     watcher.join()
-    assert all(metric.num_images == images for metric in measured.values())
+    assert [metrics["num_images"] for metrics in measured.values()] == [images] * 2
     assert (peak - before) / 2**20 < 200
 
 
 def test_accuracy_under_a_prior_weighs_the_classes_by_it_whatever_the_test_set_has():
     # Three of four images of the first class are right, the one image of the second is wrong; the third has none.
     logits = torch.eye(3)[torch.tensor([0, 0, 0, 1, 0])]
-    measured = evaluated([{"pixel_values": logits, "labels": torch.tensor([0, 0, 0, 0, 1])}], [9, 3, 1])
-    assert accuracy_under_prior(measured, torch.tensor([0.2, 0.2, 0.6])) == {"z": pytest.approx(0.375)}
+    record = Predictions.from_arrays(logits, [0, 0, 0, 0, 1], class_names="abc")
+    measured = Evaluator(record, [9, 3, 1]).measure(record.info.rules)
+    assert accuracy_under_prior(measured, torch.tensor([0.2, 0.2, 0.6])) == {"argmax": pytest.approx(0.375)}
 
 
 def test_nan_logits_count_as_wrong_and_are_counted():
     logits = 40 * torch.eye(3)[torch.tensor([0, 1, 2, 0])] - 20
     logits[3, 2] = torch.nan
-    head = LongTailHead(LiViTConfig(class_counts=[9, 3, 1]))
     batch = {"pixel_values": logits, "labels": torch.tensor([0, 1, 2, 0])}
-    measured = evaluated([batch], [9, 3, 1], {"z": None, "posterior": head.posterior})
-    for metric in measured.values():
-        metrics = metric.compute()
+    for metrics in evaluated([batch], [9, 3, 1]).values():
         assert (metrics["accuracy"], metrics["num_nan"], metrics["num_images"]) == (0.75, 1, 4)
         assert math.isfinite(metrics["ece"])
 
@@ -217,38 +220,28 @@ def test_a_linear_probe_on_long_tailed_features_does_not_forget_the_rare_class()
 def test_forward_and_backward_long_tails_follow_the_frequency_in_training():
     labels = np.repeat(np.arange(4), 20)
     train_counts = np.array([5, 500, 50, 10])
-    forward, balanced, backward = shifted_sets("-10,10", labels, train_counts, seed=3)
+    forward, balanced, backward = build_shifted_sets("-10,10", labels, train_counts, seed=3)
     assert [one.imbalance for one in (forward, balanced, backward)] == [10, 1, -10]
     sizes = {one.imbalance: np.bincount(labels[one.rows]).tolist() for one in (forward, balanced, backward)}
     assert sizes == {10: [2, 20, 9, 4], 1: [20] * 4, -10: [20, 2, 4, 9]}
     for one in (forward, backward):
         assert one.prior.tolist() == pytest.approx((np.array(sizes[one.imbalance]) / 35).tolist())
         assert len(set(one.rows.tolist())) == 35
-    again, other = (shifted_sets("10", labels, train_counts, seed)[0].rows for seed in (3, 4))
+    again, other = (build_shifted_sets("10", labels, train_counts, seed)[0].rows for seed in (3, 4))
     assert np.array_equal(again, forward.rows) and not np.array_equal(other, forward.rows)
 
 
 def test_an_imbalance_that_the_test_set_cannot_give_is_refused():
     labels, counts = np.repeat(np.arange(3), 4), np.array([9, 5, 1])
     with pytest.raises(LiVTError, match="test_imbalance -5 needs 5 test images of every class, but some class has 4"):
-        shifted_sets("2,-5", labels, counts)
+        build_shifted_sets("2,-5", labels, counts)
     with pytest.raises(LiVTError, match="'0.5'; largest over smallest class is at least 1"):
-        shifted_sets("0.5", labels, counts)
+        build_shifted_sets("0.5", labels, counts)
     with pytest.raises(LiVTError, match="'fifty'; it must be numbers"):
-        shifted_sets("fifty", labels, counts)
+        build_shifted_sets("fifty", labels, counts)
 
 
-def test_logits_on_disk_come_back_as_they_were_in_blocks_and_chosen_rows(monkeypatch):
-    batches = [
-        {"pixel_values": torch.randn(n, 3), "labels": torch.randint(3, (n,)), "index": 10 + torch.arange(n)}
-        for n in (5, 2)
-    ]
-    model = Drawn()
-    model.config = SimpleNamespace(num_labels=3)
-    outputs = run_model(model, batches, Accelerator(cpu=True))
-    expected = torch.cat([batch["pixel_values"] for batch in batches])
-    monkeypatch.setattr("livt_hf.evaluation.running._BLOCK", 6)
-    assert torch.equal(torch.cat([logits for logits, _ in outputs.batches()]), expected)
-    [(logits, batch)] = outputs.batches(torch.tensor([6, 1]))
-    assert torch.equal(logits, expected[[6, 1]]) and batch["index"].tolist() == [11, 11]
-    assert on_disk([], 3).shape == (0, 3)
+def test_rows_on_disk_come_back_as_they_were():
+    rows = [torch.randn(n, 3) for n in (5, 2)]
+    assert torch.equal(stack_on_disk(rows, 3), torch.cat(rows))
+    assert stack_on_disk([], 3).shape == (0, 3)

@@ -19,8 +19,9 @@ from livt_hf import LiViTConfig, LiViTForImageClassification, balance
 from livt_hf.classifiers import load_processor
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.prediction import Predictor
 from livt_hf.export import ServingGraph, image_size
+from livt_hf.predictions import Predictions
+from livt_hf.predictions.predict import Predictor
 from livt_hf.recipes.convert import main
 
 COUNTS, NAMES = [900, 90, 10], {0: "cat", 1: "dog", 2: "newt"}
@@ -58,15 +59,15 @@ def saved(folder, model, processor):
     return folder
 
 
-def images_as_read(predictor: Predictor, folder, number: int) -> tuple[torch.Tensor, np.ndarray]:
+def images_as_read(predictor: Predictor, folder, number: int) -> tuple[Predictions, np.ndarray]:
     """Files as the package classifies them, and the bytes that are left of them once resized and cropped."""
     noise = np.random.default_rng(0)
     read = []
     for i in range(number):
         Image.fromarray(noise.integers(0, 256, (50, 70, 3), dtype=np.uint8)).save(folder / f"{i}.png")
         read.append(folder / f"{i}.png")
-    scores = torch.stack([scores for _, scores in predictor.predict(read)])
-    return scores, np.stack([as_bytes(predictor.processor, Image.open(path)) for path in read])
+    predictions = Predictions.concatenate(list(predictor.predict(read)))
+    return predictions, np.stack([as_bytes(predictor.processor, Image.open(path)) for path in read])
 
 
 def as_bytes(processor, image: Image.Image) -> np.ndarray:
@@ -83,8 +84,9 @@ FAMILIES = pytest.mark.parametrize("save", [saved_livit, saved_resnet, saved_tim
 
 @FAMILIES
 def test_bytes_of_the_right_size_are_all_that_the_graph_needs(tmp_path, tiny, save):
-    predictor = Predictor(str(save(tmp_path / "model", tiny)), prior=[0.3, 0.2, 0.5])
-    expected, images = images_as_read(predictor, tmp_path, 3)
+    predictor = Predictor(str(save(tmp_path / "model", tiny)))
+    predictions, images = images_as_read(predictor, tmp_path, 3)
+    expected = torch.from_numpy(predictions.posterior([0.3, 0.2, 0.5]))
     graph = ServingGraph(predictor.model, predictor.processor, torch.tensor([0.3, 0.2, 0.5]))
     torch.testing.assert_close(graph(torch.from_numpy(images)).detach(), expected, atol=1e-5, rtol=0)
 
@@ -98,7 +100,8 @@ def test_onnx_gives_the_calibrated_posterior_of_any_number_of_images_under_the_p
     (tmp_path / "prior.json").write_text(json.dumps(prior))
     main([str(model), str(tmp_path / "out"), "--to", "onnx", "--prior", str(tmp_path / "prior.json")])
     session = runtime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
-    expected, images = images_as_read(Predictor(str(model), prior=[0.3, 0.2, 0.5]), tmp_path, 3)
+    predictions, images = images_as_read(Predictor(str(model)), tmp_path, 3)
+    expected = torch.from_numpy(predictions.posterior([0.3, 0.2, 0.5]))
     for number in (1, 3):
         [found] = session.run(["probabilities"], {"images": images[:number]})
         torch.testing.assert_close(torch.from_numpy(found), expected[:number], atol=1e-4, rtol=0)
@@ -133,10 +136,8 @@ def test_torch_export_gives_the_logits_where_no_prior_is_asked_for(tmp_path, tin
     model = saved_livit(tmp_path / "model", tiny)
     main([str(model), str(tmp_path / "out"), "--to", "torch-export"])
     program = torch.export.load(tmp_path / "out" / "model.pt2").module()
-    predictor = Predictor(str(model))
-    predictor.rule = lambda logits: logits
-    expected, images = images_as_read(predictor, tmp_path, 3)
-    torch.testing.assert_close(program(torch.from_numpy(images)), expected, atol=1e-4, rtol=0)
+    predictions, images = images_as_read(Predictor(str(model)), tmp_path, 3)
+    np.testing.assert_allclose(program(torch.from_numpy(images)).detach(), predictions.logits, atol=1e-4)
     assert "bytes of RGB (images, 16, 16, 3)" in capsys.readouterr().out
     with pytest.raises(LiVTError, match="out exists and is not empty; name a new folder"):
         main([str(model), str(tmp_path / "out"), "--to", "torch-export"])
@@ -150,7 +151,8 @@ def test_a_model_from_elsewhere_is_exported_under_a_prior_once_its_class_counts_
     options = ["--to", "torch-export", "--prior", "training", "--class_counts", str(tmp_path / "counts.json")]
     main([str(model), str(tmp_path / "out"), *options])
     program = torch.export.load(tmp_path / "out" / "model.pt2").module()
-    softmax, images = images_as_read(Predictor(str(model)), tmp_path, 2)  # that of cross-entropy is the posterior
+    predictions, images = images_as_read(Predictor(str(model)), tmp_path, 2)
+    softmax = predictions.scores()  # that of cross-entropy is the posterior
     torch.testing.assert_close(program(torch.from_numpy(images)), softmax, atol=1e-4, rtol=0)
 
 

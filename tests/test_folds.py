@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as parquet
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
@@ -19,6 +18,7 @@ from livt_hf.data.labels import labels_of
 from livt_hf.data.splitting import assign_folds as folds_of_images
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.metrics import long_tail_metrics
+from livt_hf.predictions import Predictions
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
@@ -154,13 +154,11 @@ def cross_validated(labels: Path, backbone: Path, folder: Path, *options) -> Run
 
 
 def test_every_image_is_predicted_once_by_the_model_that_did_not_see_its_group(run):
-    predictions = parquet.read_table(run.folder / "predictions.parquet").to_pydict()
-    assert len(set(predictions["file"])) == 64 == run.results.num_images
-    patients = {fold: set() for fold in (1, 2)}
-    for fold, group in zip(predictions["fold"], predictions["group"], strict=True):
-        patients[fold].add(group)
-    assert not patients[1] & patients[2]
-    right = [a == b for a, b in zip(predictions["label"], predictions["prediction (paper (argmax z))"], strict=True)]
+    predictions = Predictions.load(run.folder / "predictions")
+    assert len(set(predictions.column("path"))) == 64 == run.results.num_images
+    group, fold = predictions.column("group"), predictions.column("fold")
+    assert not set(group[fold == 1]) & set(group[fold == 2])
+    right = predictions.logits.argmax(1) == predictions.labels
     assert run.results.metrics["accuracy"] == pytest.approx(np.mean(right))
     summary = json.loads((run.folder / "report" / "evaluation.json").read_text())
     each = [run.fold(number).results.metrics["accuracy"] for number in (1, 2)]
@@ -178,14 +176,17 @@ def test_every_image_is_predicted_once_by_the_model_that_did_not_see_its_group(r
 
 def test_pooled_numbers_are_those_of_the_pooled_scores(labels, backbone, tmp_path):
     run = cross_validated(labels, backbone, tmp_path / "run", "--validation_fraction", "0.3")
-    predictions = parquet.read_table(run.folder / "predictions.parquet")
-    names = load_classifier(str(run.fold(1).folder)).config.label2id
-    ids = torch.tensor([names[label] for label in predictions["label"].to_pylist()])
+    predictions = Predictions.load(run.folder / "predictions")
     summary = json.loads((run.folder / "report" / "evaluation.json").read_text())
-    assert next(iter(summary["rules"])) == "posterior, uniform prior"  # the folds are calibrated
+    assert summary["default_rule"] == "uniform" and list(summary["rules"]) == ["uniform", "argmax"]  # calibrated
+    fold, models = predictions.column("fold"), [load_classifier(str(run.fold(n).folder)) for n in (1, 2)]
     for rule, measured in summary["rules"].items():
-        scores = torch.tensor(predictions[f"scores ({rule})"].to_pylist())
-        expected = long_tail_metrics(scores, ids, [9] * 4, confidence="given")
+        scores = torch.tensor(predictions.logits).softmax(-1)
+        if rule == "uniform":  # each image by the calibration of its own fold
+            for number, model in enumerate(models, 1):
+                logits = torch.tensor(predictions.logits[fold == number])
+                scores[torch.tensor(fold == number)] = model.head.posterior(logits, "uniform")
+        expected = long_tail_metrics(scores, predictions.labels, [9] * 4, confidence="given")
         for name in ("accuracy", "mean_class_accuracy", "macro_f1", "ece"):
             assert measured[name] == pytest.approx(expected[name], abs=1e-6), (rule, name)
 
@@ -203,14 +204,14 @@ def test_folds_of_which_only_one_can_hold_out_images_to_calibrate_are_measured_t
     table = labels.with_name("sites.csv")
     table.write_text("file,label,site\n" + "".join(rows))
     run = cross_validated(table, backbone, tmp_path / "run", "--group_column", "site", "--batch_size", "4")
-    assert len({run.fold(number).results.headline for number in (1, 2)}) == 2
+    assert len({run.fold(number).results.default_rule for number in (1, 2)}) == 2
     assert run.results.num_images == 20 and None not in (run.results.metrics, run.results.posterior)
 
 
 def test_a_fold_is_a_run_that_can_be_evaluated_on_its_own_test_images(run, tmp_path):
     evaluation.main(["--model", str(run.fold(2).folder), "--report", str(tmp_path / "report"), "--threads", "1"])
     summary = json.loads((tmp_path / "report" / "evaluation.json").read_text())
-    measured = summary["rules"]["paper (argmax z)"]
+    measured = summary["rules"]["argmax"]
     assert measured == pytest.approx(run.fold(2).results.metrics, abs=1e-6)
 
 
@@ -259,10 +260,8 @@ def test_two_processes_cross_validate_to_the_same_numbers(labels, tmp_path):
     one, two = (RecipeRun("finetune", place, *options, processes=n).finish() for n, place in places.items())
     assert two.results.metrics == pytest.approx(one.results.metrics, abs=0.02)
     assert two.results.metrics["num_images"] == 64
-    assert (
-        parquet.read_table(two.folder / "predictions.parquet")["file"]
-        == (parquet.read_table(one.folder / "predictions.parquet")["file"])
-    )
+    records = [Predictions.load(one.folder / "predictions"), Predictions.load(two.folder / "predictions")]
+    assert records[0].table["path"].equals(records[1].table["path"])
 
 
 def test_identical_images_on_both_sides_are_named_before_training(tmp_path, caplog):
@@ -277,11 +276,10 @@ def test_identical_images_on_both_sides_are_named_before_training(tmp_path, capl
         assert "in two splits:" in caplog.text and "0.png of " in caplog.text
 
 
-def test_what_is_refused_leaves_no_folder_behind(labels, backbone, tmp_path):
-    with pytest.raises(LiVTError, match="batch_size is 512"):
-        cross_validated(labels, backbone, tmp_path / "run", "--batch_size", "512")
-    with pytest.raises(LiVTError, match="folds is 1; it must be at least 2"):
-        cross_validated(labels, backbone, tmp_path / "run", "--folds", "1")
-    with pytest.raises(LiVTError, match="--folds 2 goes through all folds; leave --fold 1/2 out"):
-        cross_validated(labels, backbone, tmp_path / "run", "--fold", "1/2")
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    ("option", "value", "shown"), [("batch_size", "512", "512"), ("folds", "1", "1"), ("fold", "1/2", "1/2")]
+)
+def test_what_raises_an_error_leaves_no_folder_behind(labels, backbone, tmp_path, option, value, shown):
+    with pytest.raises(LiVTError, match=rf"{option}.* {shown}") as error:
+        cross_validated(labels, backbone, tmp_path / "run", f"--{option}", value)
+    assert error.value.argument in (option, None) and not (tmp_path / "run").exists()

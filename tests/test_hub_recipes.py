@@ -107,7 +107,7 @@ def test_another_family_is_published_served_without_this_package_and_fine_tuned_
     assert sum(balanced["probabilities"][0]) == pytest.approx(1)
     results = json.loads((run / "results.json").read_text())
     rules = json.loads((report / "evaluation.json").read_text())["rules"]
-    assert rules["paper (argmax z)"]["accuracy"] == results["metrics"]["accuracy"]
+    assert rules["argmax"]["accuracy"] == results["metrics"]["accuracy"]
     assert card.data.license == "mit" and "vit" not in card.data.tags
     assert "balance(AutoModelForImageClassification.from_pretrained(" in card.text and "`tune`: head" in card.text
     new = json.loads((again / "config.json").read_text())

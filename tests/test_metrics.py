@@ -109,7 +109,7 @@ def test_metrics_equal_the_definitions_where_classes_and_a_whole_group_have_no_t
 def test_blocks_of_rows_do_not_change_the_result(monkeypatch):
     logits, labels = random_case(5)
     whole = long_tail_metrics(logits, labels, COUNTS)
-    monkeypatch.setattr("livt_hf.metrics.classification._BLOCK", 7 * 13)
+    monkeypatch.setattr("livt_hf.predictions.metrics._BLOCK", 7 * 13)
     assert long_tail_metrics(logits, labels, COUNTS) == whole
 
 
@@ -376,7 +376,7 @@ def test_the_mean_auroc_is_scikit_learns_one_against_rest_also_in_blocks(monkeyp
     sklearn = pytest.importorskip("sklearn.metrics")
     logits, labels = random_case(31)
     expected = sklearn.roc_auc_score(labels, logits.softmax(-1), multi_class="ovr", average="macro")
-    monkeypatch.setattr("livt_hf.metrics.ranking._BLOCK", 400)  # two classes at a time
+    monkeypatch.setattr("livt_hf.predictions.ranking._BLOCK", 400)  # two classes at a time
     rankings = one_against_rest(logits.softmax(-1), labels)
     means = ranking_means(rankings, shot_groups(COUNTS))
     assert means["auroc"] == pytest.approx(expected)

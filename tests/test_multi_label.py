@@ -15,15 +15,15 @@ from recipe_runs import TINY, RecipeRun
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.classifiers import load_classifier
-from livt_hf.evaluation import estimation
-from livt_hf.evaluation.rules import given_labels, label_thresholds
 from livt_hf.hub import Publication, prepare_publication
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.metrics import MultiLabelMetrics, best_thresholds
+from livt_hf.predictions import Predictions
+from livt_hf.predictions.calibrate import calibrate
+from livt_hf.predictions.rules import PER_LABEL
 from livt_hf.recipes import finetune
 from livt_hf.recipes.eval import main as evaluate
 from livt_hf.recipes.predict import main as predict
-from livt_hf.results import EACH_LABEL
 from livt_hf.runs import Run
 
 NAMES = ["red", "green", "blue"]
@@ -62,24 +62,23 @@ def test_thresholds_are_chosen_on_validation_kept_with_the_model_and_used_everyw
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     folder = tmp_path / "run"
     finetune.main([*options, "--validation_fraction", "0.3", "--output_dir", str(folder)])
-    model = load_classifier(str(folder))
-    thresholds = label_thresholds(model)
+    model, record = load_classifier(str(folder)), Predictions.load(folder / "predictions")
+    thresholds = record.info.thresholds()
     assert thresholds.tolist() == model.config.long_tail.calibration["thresholds"] != [0.5] * 3
-    logits = torch.randn(20, 3)
-    assert torch.equal(given_labels(model, logits), model.head.posterior(logits).detach() >= thresholds)
+    logits = torch.from_numpy(record.logits.copy())
+    assert torch.equal(record.scores(), model.head.posterior(logits).detach())
     table = tmp_path / "predictions.parquet"
     evaluate(["--model", str(folder), "--predictions", str(table), "--threads", "1"])
     rows = parquet.read_table(table).to_pydict()
-    (rule,) = [name.removeprefix("scores ") for name in rows if name.startswith("scores")]
-    for scores, given in zip(rows[f"scores {rule}"], rows[f"labels {rule}"], strict=True):
+    for scores, given in zip(rows["scores"], rows["labels"], strict=True):
         assert given == [name for name, score, t in zip(NAMES, scores, thresholds, strict=True) if score >= t]
     assert set("|".join(rows["label"]).split("|")) <= {*NAMES, ""}
     summary = json.loads((folder / "report" / "evaluation.json").read_text())
-    assert summary["rules"][EACH_LABEL] == pytest.approx(Run(folder).results.metrics, abs=1e-6)
+    assert summary["rules"][PER_LABEL] == pytest.approx(Run(folder).results.metrics, abs=1e-6)
     page = (folder / "report" / "report.html").read_text()
     assert "Average precision against class frequency" in page and all(f">{name}</td>" in page for name in NAMES)
     printed = capsys.readouterr().out
-    assert "20 images of" in printed and "  mean average precision " in printed and ", macro F1 " in printed
+    assert "on 20 images" in printed and "  mean average precision " in printed and ", macro F1 " in printed
     picture = str(tmp_path / "picture.png")
     PILImage.new("RGB", (8, 8), (200, 50, 50)).save(picture)
     predict([str(folder), picture, "--format", "jsonl"])
@@ -150,7 +149,18 @@ def test_an_image_that_counts_three_times_chooses_the_threshold_of_three_such_im
     assert weighted != best_thresholds(scores, targets) == best_thresholds(scores, targets, torch.ones(2))
 
 
-def test_a_label_is_given_more_often_where_the_test_prior_expects_it_more_often(monkeypatch):
+class Echo(torch.nn.Module):
+    """A model whose logits are its input."""
+
+    def __init__(self, config: LiViTConfig):
+        super().__init__()
+        self.config, self.head = config, LongTailHead(config)
+
+    def forward(self, pixel_values: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=pixel_values)
+
+
+def test_a_label_is_given_more_often_where_the_test_prior_expects_it_more_often():
     rng = torch.Generator().manual_seed(0)
     labels = (torch.rand(4000, 2, generator=rng) < 0.05).long()
     evidence = torch.randn(4000, 2, generator=rng) * 1.5**0.5 + (2 * labels - 1) * 0.75
@@ -158,10 +168,9 @@ def test_a_label_is_given_more_often_where_the_test_prior_expects_it_more_often(
     def given(test_prior) -> list[int]:
         counts = dict(class_counts=[50, 50], num_train_images=1000, problem_type="multi_label_classification")
         config = LiViTConfig(**counts, loss="bce", test_prior=test_prior)
-        model = SimpleNamespace(config=config, head=LongTailHead(config), name_or_path="model")
         logits = evidence + math.log(0.05 / 0.95)  # of plain BCE: the log-odds under the training prior
-        monkeypatch.setattr(estimation, "logits_of", lambda *_: [(logits, {"labels": labels})])
-        thresholds = estimation.calibrate(model, [], Accelerator(cpu=True)).thresholds
+        model = Echo(config)
+        thresholds = calibrate(model, [{"pixel_values": logits, "labels": labels}], Accelerator(cpu=True)).thresholds
         return (model.head.posterior(logits) >= torch.tensor(thresholds)).sum(0).tolist()
 
     (often, seldom), before = given([0.5, 0.05]), given(None)

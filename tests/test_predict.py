@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import torch
@@ -31,10 +32,12 @@ from livt_hf.commands import run_command
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.prediction import Predictor, find_images
-from livt_hf.evaluation.rules import serving_prior
-from livt_hf.evaluation.tables import PredictionTable
 from livt_hf.long_tail.priors import read_prior
+from livt_hf.predictions import DecisionRule, Predictions, PredictionsInfo, decide
+from livt_hf.predictions.decide import load_prior
+from livt_hf.predictions.predict import Predictor, find_images
+from livt_hf.predictions.rules import ARGMAX
+from livt_hf.predictions.tables import TableWriter
 from livt_hf.recipes.predict import main
 
 NAMES = ["cat", "dog", "newt"]
@@ -84,6 +87,10 @@ def pictures(tmp_path_factory):
     return folder
 
 
+def predictions_of(model: Path, paths, **options) -> Predictions:
+    return Predictions.concatenate(list(Predictor(str(model)).predict(paths, **options)))
+
+
 def lines_of(capsys) -> tuple[list[dict], list[str]]:
     out, err = capsys.readouterr()
     return [json.loads(line) for line in out.splitlines()], err.splitlines()
@@ -111,14 +118,10 @@ def test_files_and_patterns_are_answered_in_order_with_one_line_each(livit, pict
 def test_a_stock_classifier_gets_the_scores_of_the_pipeline(stock, pictures):
     paths = [pictures / f"{i}.jpg" for i in range(7)]
     classify = pipeline("image-classification", model=str(stock))
-    for (path, scores), theirs in zip(
-        Predictor(str(stock)).predict(paths, batch_size=3),
-        classify([str(path) for path in paths], top_k=3),
-        strict=True,
-    ):
-        assert {answer["label"]: answer["score"] for answer in theirs} == pytest.approx(
-            dict(zip(NAMES, scores.tolist(), strict=True)), abs=1e-5
-        ), path
+    scores = predictions_of(stock, paths, batch_size=3).scores()
+    for row, theirs in zip(scores.tolist(), classify([str(path) for path in paths], top_k=3), strict=True):
+        expected = dict(zip(NAMES, row, strict=True))
+        assert {answer["label"]: answer["score"] for answer in theirs} == pytest.approx(expected, abs=1e-5)
 
 
 def save_timm_model(folder: Path) -> None:
@@ -131,7 +134,7 @@ def save_timm_model(folder: Path) -> None:
 def test_a_timm_model_gets_the_scores_of_the_pipeline(pictures, tmp_path):
     save_timm_model(tmp_path)
     path = pictures / "0.jpg"
-    [(_, scores)] = Predictor(str(tmp_path)).predict([path])
+    [scores] = predictions_of(tmp_path, [path]).scores()
     classify = pipeline("image-classification", model=str(tmp_path))
     theirs = {answer["label"]: answer["score"] for answer in classify(str(path), top_k=3)}
     assert scores.tolist() == pytest.approx([theirs[f"LABEL_{label}"] for label in range(3)], abs=1e-5)
@@ -164,20 +167,18 @@ def test_a_livit_and_its_published_form_get_equal_probabilities(livit, pictures,
     to_beit(LiViTForImageClassification.from_pretrained(livit)).save_pretrained(tmp_path)
     eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(tmp_path)
     paths = find_images([str(pictures / "*.jpg")])
+    ours, published = (predictions_of(folder, paths) for folder in (livit, tmp_path))
+    readable = ~np.isnan(ours.logits).any(1)
+    assert readable.sum() == 7
     for prior in (None, [0.7, 0.2, 0.1]):
-        ours = dict(Predictor(str(livit), prior=prior).predict(paths))
-        published = dict(Predictor(str(tmp_path), prior=prior).predict(paths))
-        for path, scores in ours.items():
-            if not isinstance(scores, str):
-                torch.testing.assert_close(published[path], scores)
-                assert scores.sum().item() == pytest.approx(1, abs=1e-5)
+        np.testing.assert_allclose(published.posterior(prior), ours.posterior(prior), rtol=1e-4)
+        assert ours.posterior(prior)[readable].sum(1) == pytest.approx(1, abs=1e-5)
 
 
 def test_a_serving_prior_moves_probability_by_the_ratio_of_the_priors(livit, pictures):
-    [(_, uniform)] = Predictor(str(livit), prior="uniform").predict([pictures / "0.jpg"])
-    [(_, shifted)] = Predictor(str(livit), prior=[0.7, 0.2, 0.1]).predict([pictures / "0.jpg"])
-    expected = uniform * torch.tensor([0.7, 0.2, 0.1])
-    torch.testing.assert_close(shifted, expected / expected.sum())
+    predictions = predictions_of(livit, [pictures / "0.jpg"])
+    expected = predictions.posterior("uniform") * [0.7, 0.2, 0.1]
+    np.testing.assert_allclose(predictions.posterior([0.7, 0.2, 0.1]), expected / expected.sum(), rtol=1e-5)
 
 
 def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
@@ -197,15 +198,16 @@ def test_a_prior_file_may_hold_counts_by_name_or_in_order(tmp_path):
         read_prior(str(tmp_path / "wrong.yaml"), NAMES)
 
 
-def test_a_stock_classifier_refuses_a_prior_because_it_does_not_know_its_own(stock):
-    with pytest.raises(ValueError, match="does not know its training prior"):
-        Predictor(str(stock), prior=[0.5, 0.3, 0.2])
+def test_a_stock_classifier_refuses_a_prior_because_it_does_not_know_its_own(stock, pictures):
+    with pytest.raises(LiVTError, match="does not know its training prior") as error:
+        main([str(stock), str(pictures / "0.jpg"), "--prior", "uniform"])
+    assert error.value.argument == "prior"
 
 
 def test_a_stock_classifier_that_is_told_its_class_counts_serves_under_any_prior(stock, pictures, tmp_path, capsys):
     """Trained with cross-entropy, its softmax is the posterior under its training prior."""
     (tmp_path / "counts.json").write_text('{"newt": 10, "cat": 60, "dog": 30}')
-    [(_, softmax)] = Predictor(str(stock)).predict([pictures / "0.jpg"])
+    [softmax] = predictions_of(stock, [pictures / "0.jpg"]).scores()
     served = {}
     for prior in ("training", "uniform"):
         options = ["--class_counts", str(tmp_path / "counts.json"), "--prior", prior, "--format", "jsonl"]
@@ -222,7 +224,7 @@ def test_the_uniform_prior_is_refused_where_images_may_have_several_labels():
     several = dict(problem_type="multi_label_classification", num_train_images=99, test_prior=None)
     model = LiViTForImageClassification(LiViTConfig(**SIZES, **LABELS, class_counts=[50, 40, 5], **several))
     with pytest.raises(LiVTError, match="^prior='uniform' has no meaning where an image may have several labels"):
-        serving_prior("uniform", model)
+        load_prior("uniform", PredictionsInfo.from_model(model))
 
 
 @pytest.mark.parametrize("lost", ["classifier", "layer"])
@@ -255,8 +257,8 @@ def test_pictures_of_several_sizes_pass_a_processor_that_does_not_resize(livit, 
     eval_processor(16, [0.5] * 3, [0.2] * 3, native=True).save_pretrained(folder)
     for size in (16, 24):
         Image.new("RGB", (size, size), "red").save(tmp_path / f"{size}.png")
-    results = dict(Predictor(str(folder)).predict([tmp_path / "16.png", tmp_path / "24.png"]))
-    assert all(scores.shape == (3,) for scores in results.values())
+    logits = predictions_of(folder, [tmp_path / "16.png", tmp_path / "24.png"]).logits
+    assert logits.shape == (2, 3) and np.isfinite(logits).all()
 
 
 def test_a_missing_file_is_a_broken_file_and_an_empty_folder_is_refused(livit, tmp_path, capsys):
@@ -303,8 +305,8 @@ def test_the_training_prior_is_asked_for_by_name(livit, pictures, capsys):
 
 def test_the_scores_of_a_model_without_class_counts_are_called_what_they_are(stock, pictures, capsys):
     main([str(stock), str(pictures / "0.jpg")])
-    words = "scores are the softmax of the logits and no class probabilities (it does not know its training prior"
-    assert words in capsys.readouterr().err
+    text = "scores are the softmax of the logits, not class probabilities (it does not know its training prior"
+    assert text in capsys.readouterr().err
 
 
 def test_the_scores_of_all_classes_are_written_to_a_table(livit, pictures, tmp_path, capsys):
@@ -315,25 +317,42 @@ def test_the_scores_of_all_classes_are_written_to_a_table(livit, pictures, tmp_p
     rows = {Path(row["file"]).name: row for row in parquet.read_table(output).to_pylist()}
     assert len(rows) == 13
     good, broken = rows["0.jpg"], rows["empty.jpg"]
-    assert sum(good["scores (posterior, uniform prior)"]) == pytest.approx(1, abs=1e-5)
-    assert good["error"] is None and good["prediction (posterior, uniform prior)"] in NAMES
-    assert broken["error"] and broken["prediction (posterior, uniform prior)"] is None
-    assert broken["scores (posterior, uniform prior)"] == [None] * 3
+    assert sum(good["scores"]) == pytest.approx(1, abs=1e-5)
+    assert good["error"] is None and good["prediction"] in NAMES and good["score"] == max(good["scores"])
+    assert broken["error"] and broken["prediction"] is None and broken["scores"] == [None] * 3
     with pytest.raises(LiVTError, match="exists; give the table of predictions another name"):
         main([str(livit), str(pictures), "--output", str(output)])
 
 
 def test_classes_that_share_a_name_have_a_column_each_in_a_csv(tmp_path):
-    names = ["crane", "dog", "crane", "score", "crane (r) 2"]
-    scores = torch.tensor([[0.1, 0.2, 0.4, 0.05, 0.25]])
-    with PredictionTable(str(tmp_path / "p.csv"), names) as table:
+    names, scores = ["crane", "dog", "crane", "crane 2"], np.array([[0.1, 0.2, 0.4, 0.3]])
+    with TableWriter(tmp_path / "p.csv", [DecisionRule.named(ARGMAX)]) as table:
         for file in ("a", "b"):
-            table.write({"file": [file]}, {"r": scores})
+            table.write(Predictions.from_arrays(np.log(scores), [1], class_names=names, path=[file]))
     header, *rows = csv.reader((tmp_path / "p.csv").read_text().splitlines())
-    assert header[:3] == ["file", "prediction (r)", "score (r)"] and len(set(header)) == 8
-    assert header[3:] == ["crane (r)", "dog (r)", "crane (r) 2", "score (r) 2", "crane (r) 2 (r)"]
-    assert [row[0] for row in rows] == ["a", "b"]
-    assert [float(cell) for cell in rows[1][3:]] == pytest.approx(scores[0].tolist())
+    assert header[:4] == ["file", "label", "prediction", "score"]
+    assert header[4:] == ["score_crane", "score_dog", "score_crane 3", "score_crane 2"]
+    assert [row[:3] for row in rows] == [["a", "dog", "crane"], ["b", "dog", "crane"]]
+    assert [float(cell) for cell in rows[1][4:]] == pytest.approx(scores[0].tolist())
+
+
+def test_a_record_of_files_is_completed_after_a_kill_and_decided_again(livit, pictures, tmp_path, capsys):
+    words = [str(livit), str(pictures / "[0-6].jpg"), "--output", str(tmp_path / "record"), "--format", "jsonl"]
+    main(words)
+    before, (part,) = capsys.readouterr().out, (tmp_path / "record").iterdir()
+    written = part.stat().st_mtime_ns
+    main(words)  # nothing is left to predict
+    assert capsys.readouterr().out == before and part.stat().st_mtime_ns == written
+    record = Predictions.load(tmp_path / "record")
+    assert record.info.class_names == tuple(NAMES) and [Path(p).name for p in record.column("path")][:2] == [
+        "0.jpg",
+        "1.jpg",
+    ]
+    main([*words[:2], "--prior", "training", "--format", "jsonl"])
+    at_once = [json.loads(line)["predictions"][0]["label"] for line in capsys.readouterr().out.splitlines()]
+    assert [NAMES[label] for label in decide(record, prior="training").labels] == at_once
+    with pytest.raises(LiVTError, match="another record"):
+        main([str(livit), str(pictures / "[1-6].jpg"), *words[2:]])
 
 
 @pytest.mark.parametrize("device", ["abacus", "cpu:x", "cpu:7", "cpu:"])

@@ -19,9 +19,9 @@ from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.classifiers import load_model, load_processor
 from livt_hf.data import class_counts, eval_processor, load_long_tailed, read_rgb
 from livt_hf.data.benchmarks import BENCHMARKS
-from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.options import CommandSettings, command_line
+from livt_hf.predictions.predict import Predictor
 from livt_hf.recipes import cli, convert
 from livt_hf.recipes.ablations import REPORTED
 from livt_hf.recipes.paper import tables
@@ -176,9 +176,8 @@ def test_a_graph_is_asked_as_the_how_to_says(tmp_path, monkeypatch, tiny, capsys
     convert.main(["model", "OUT", "--to", "onnx", "--prior", "uniform"])
     capsys.readouterr()
     exec(python_block("Export a model to ONNX", HOW_TO), {})
-    predictor = Predictor("model", prior="uniform")
-    [(_, scores)] = predictor.predict([Path("picture.png")])
-    assert capsys.readouterr().out.strip() == "abc"[scores.argmax()]
+    [predictions] = Predictor("model").predict([Path("picture.png")])
+    assert capsys.readouterr().out.strip() == "abc"[predictions.posterior("uniform").argmax()]
 
 
 @pytest.mark.slow

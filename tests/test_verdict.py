@@ -10,20 +10,20 @@ import torch
 from PIL import Image
 
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.exam import Answers, Findings
-from livt_hf.evaluation.tables import ANSWERS, write_answers
 from livt_hf.metrics import GROUPS, LongTailMetrics, confusions
+from livt_hf.predictions import Predictions
+from livt_hf.predictions.evaluate import EvaluationReport
+from livt_hf.predictions.rules import ARGMAX, UNIFORM
 from livt_hf.recipes.eval import main
 from livt_hf.reports.comparison import difference, write_classes
 from livt_hf.reports.page import plain_markdown
 from livt_hf.reports.verdict import actions, doubtful, first_screen, first_screen_text, groups
-from livt_hf.results import PAPER, UNIFORM
 
 NAMES = ["common <b>", "usual", "rare", "rarer"]
 COUNTS = [500, 200, 12, 6]
 
 
-def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> Findings:
+def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> EvaluationReport:
     """Of rules given as (label, prediction, confidence) of every image."""
     metrics, pairs = {}, None
     for number, rows in enumerate(rules):
@@ -36,10 +36,12 @@ def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> Findings:
     return findings(metrics, pairs, names)
 
 
-def findings(metrics, pairs, names) -> Findings:
+def findings(metrics, pairs, names) -> EvaluationReport:
     intervals = {rule: dict.fromkeys(GROUPS, (0.1, 0.9)) for rule in metrics}
     per_class = next(iter(metrics.values())).per_class(names)
-    return Findings({"model": "runs/my model", "intervals": intervals}, metrics, pairs, per_class)
+    labels, default = {rule: rule for rule in metrics}, list(metrics)[0]
+    summary = {"model": "runs/my model", "intervals": intervals, "default_rule": default, "rule_labels": labels}
+    return EvaluationReport(summary, per_class, metrics, confusions=pairs)
 
 
 # Ten images per class: the frequent ones right, of the rare ones most are taken for a frequent one.
@@ -96,17 +98,20 @@ def test_what_is_to_be_done_is_what_promises_most():
 def test_rules_are_compared_under_the_prior_that_was_asked_for():
     better = [(label, label, 0.9) for label, _, _ in WEAK]
     found = measured(WEAK, better)
-    found.summary["under_prior"] = {"prior": "training prior", "rule 0": 0.9, "rule 1": 0.8}
+    accuracy = {"rule 0": 0.9, "rule 1": 0.8}
+    found.summary["under_prior"] = {"prior": "training prior", "accuracy": accuracy}
     assert not any("another rule" in step for step in actions(found))
-    found.summary["under_prior"]["rule 1"] = 0.95
+    accuracy["rule 1"] = 0.95
     assert "rule 1 is right for 95.0 % of the images where classes are as frequent" in " ".join(actions(found))
 
 
 def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
     """A cross-validation has no model of its own."""
     found = measured(WEAK, WEAK)
-    named = replace(found, measured=dict(zip((PAPER, UNIFORM), found.measured.values(), strict=True)))
-    calibrated = replace(named, measured=dict(reversed(named.measured.items())))
+    metrics = dict(zip((ARGMAX, UNIFORM), found.metrics.values(), strict=True))
+    summary = found.summary | {"default_rule": ARGMAX, "rule_labels": {rule: rule for rule in metrics}}
+    named = replace(found, metrics=metrics, summary=summary | {"intervals": dict.fromkeys(metrics, {})})
+    calibrated = replace(named, summary=named.summary | {"default_rule": UNIFORM})
     told = [
         any("livt calibrate 'runs/my model' --dataset" in words for words in actions(one))
         for one in (named, calibrated, replace(named, summary=named.summary | {"folds": {}}))
@@ -186,13 +191,12 @@ def test_two_models_on_the_same_images_differ_by_chance_only_where_one_of_them_i
     monkeypatch.chdir(tmp_path)
     index = torch.arange(1000)
     for name, right in {"one": 700, "other": 735}.items():
-        answers = {PAPER: Answers((index >= right).long(), torch.ones(1000))}
+        logits = torch.eye(2)[(index >= right).long()]
         write_report(tmp_path / name, right / 1000)
-        facts = {"label": ["a"] * 1000, "split": ["test"] * 1000}
-        write_answers(tmp_path / name / ANSWERS, index, facts, answers, ["a", "b"])
+        Predictions.from_arrays(logits, [0] * 1000, class_names="ab").save(tmp_path / name / "predictions")
     main(["--compare", "one", "other", "--report", "paired"])
     assert "the second is better, by more than chance could make (1.1 points)." in capsys.readouterr().out
-    (tmp_path / "one" / ANSWERS).unlink()
+    shutil.rmtree(tmp_path / "one" / "predictions")
     main(["--compare", "one", "other", "--report", "independent"])
     said = capsys.readouterr().out
     assert "no more apart than chance could make them if they err independently (3.9 points)." in said

@@ -23,10 +23,10 @@ from livt_hf.demo import serving, tabs
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.demo.tabs import Shown, private_folder
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.prediction import find_images
-from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.hub.names import shorten_path
-from livt_hf.reports.mistakes import newest_predictions, read_predictions
+from livt_hf.predictions.predict import find_images
+from livt_hf.predictions.record import FOLDER
+from livt_hf.reports.mistakes import Mistakes, find_newest_predictions, load_predictions
 from livt_hf.run_data import settings_from_run
 from livt_hf.runs import Run
 from livt_hf.settings import EvalSettings
@@ -80,14 +80,16 @@ def data_of_run(path: str) -> DatasetDict:
 
 def _add_predictions(shown: Shown, path: str, report: str | None) -> None:
     try:
-        predictions = newest_predictions(Path(path)) if report is None else Path(report, ANSWERS)
-        shown.predictions = read_predictions(predictions, shown.served.names)
+        folder = find_newest_predictions(Path(path)) if report is None else Path(report, FOLDER)
+        predictions = load_predictions(folder, shown.served.names)
     except LiVTError as error:
         shown.notes.append(f"There is no tab Errors: {error}")
         return
-    if shown.data is not None and not next(iter(shown.predictions.values())).belong_to(shown.data):
+    info = predictions.info
+    shown.predictions = {rule.label: Mistakes.of(predictions, rule) for rule in info.rules}
+    if shown.data is not None and not shown.predictions[info.default_rule.label].belong_to(shown.data):
         shown.data = None
-        shown.notes.append(f"The tab Errors shows no images: {predictions} is about other data than the run's.")
+        shown.notes.append(f"The tab Errors shows no images: {folder} is about other data than the run's.")
 
 
 def _copied_examples(folder: str) -> list[Path]:

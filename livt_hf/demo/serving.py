@@ -19,10 +19,9 @@ from livt_hf.data.decoding import BrokenImageError, some_images
 from livt_hf.data.labels import labels_of
 from livt_hf.demo.classes import Classes
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.prediction import Predictor
 from livt_hf.long_tail.priors import Prior
 from livt_hf.long_tail.structure import extract_features
-from livt_hf.predictions import PredictionsInfo
+from livt_hf.predictions.predict import Predictor
 from livt_hf.reports.style import GROUP_COLOURS
 
 TOP = 5
@@ -56,10 +55,8 @@ class ServedClassifier:
 
     def __init__(self, path: str, device: str | None = None):
         self.predictor = Predictor(path, device=device)
-        self.predictor.rule = lambda logits: logits  # kept as they are: priors come later
         self.model, self.names = self.predictor.model, self.predictor.labels
-        info = PredictionsInfo.from_model(self.model)
-        missing, self.doubt = info.no_posterior, info.uncalibrated_because
+        missing, self.doubt = self.predictor.info.no_posterior, self.predictor.info.uncalibrated_because
         # What the page says of a model that lacks something.
         self.caveat = missing and f"No prior can be chosen: scores are no class probabilities, because {missing}."
         if self.doubt:
@@ -71,7 +68,7 @@ class ServedClassifier:
         pixels = self.predictor.read(Path(path))
         if isinstance(pixels, str):
             raise BrokenImageError(f"{Path(path).name} is not an image that can be read ({pixels}); choose another.")
-        return self.predictor.scores([pixels])[0]
+        return self.predictor.logits([pixels])[0]
 
     @torch.inference_mode()
     def features(self, images: Sequence[Tensor]) -> Tensor:

@@ -46,7 +46,7 @@ class Shown:
     name: str
     examples: list[Path] = field(default_factory=list)
     data: DatasetDict | None = None
-    predictions: dict[str, mistakes.Predictions] | None = None
+    predictions: dict[str, mistakes.Mistakes] | None = None
     notes: list[str] = field(default_factory=list)  # what was not found, and why
 
 

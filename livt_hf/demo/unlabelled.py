@@ -16,6 +16,7 @@ from livt_hf.demo.classes import ROWS
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.priors import estimate_prior
+from livt_hf.predictions.record import Predictions
 
 PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
 CHANGE_COLUMNS = ("file", "class", "probability", "class in this world", "probability there", "changed")
@@ -107,9 +108,11 @@ def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
     files = [path for path in map(Path, files) if path.suffix.lower() in suffixes and not is_hidden(path.name)]
     if not files:
         raise LiVTError("there is no image among these files; choose a folder with images.")
-    read = list(served.predictor.predict(files))
-    good = [(path, logits) for path, logits in read if isinstance(logits, Tensor)]
-    broken = {path: why for path, why in read if isinstance(why, str)}
-    if not good:
-        raise LiVTError(f"none of the {len(files)} files can be read ({next(iter(broken.values()))}); choose others.")
-    return World(served, [path for path, _ in good], torch.stack([logits for _, logits in good]), broken)
+    predictions = Predictions.concatenate(list(served.predictor.predict(files)))
+    errors = predictions.column("error")
+    readable = np.array([error is None for error in errors])
+    broken = {path: error for path, error in zip(files, errors, strict=True) if error is not None}
+    if not readable.any():
+        raise LiVTError(f"none of the {len(files)} files can be read ({errors[0]}); choose others.")
+    logits = torch.from_numpy(predictions.logits[readable])
+    return World(served, [path for path in files if path not in broken], logits, broken)

@@ -16,7 +16,7 @@ from livt_hf.hub.publication import Publication
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.losses import LOSSES, PACKAGED, LossDefinition
 from livt_hf.metrics import GROUPS
-from livt_hf.predictions.rules import ARGMAX, LABELS, rule_name
+from livt_hf.predictions.rules import ARGMAX, LABELS
 from livt_hf.results import Results
 from livt_hf.text import format_count, format_duration, format_percent
 
@@ -161,7 +161,7 @@ def _measured_metrics(results: Results) -> dict[str, tuple[str, str, float]]:
     """Return type, name and value of each measured metric under the default rule."""
     rule, metrics = next(iter(results.rules.items()))
     titles = MULTI_LABEL_TITLES if "map" in metrics else METRIC_TITLES
-    suffix = "" if rule_name(rule) == ARGMAX or "map" in metrics else f", {LABELS[rule_name(rule)]}"
+    suffix = "" if rule == ARGMAX or "map" in metrics else f", {LABELS[rule]}"
     found = {key: (kind, name + suffix, metrics.get(key)) for key, (kind, name) in titles.items()}
     return {key: metric for key, metric in found.items() if metric[-1] is not None}
 
@@ -232,7 +232,7 @@ def _result_tables(results: Results, arguments: Mapping) -> dict:
     if "map" in results.metrics:
         rows = [["this model", *_percents(results.metrics, (*GROUPS, "map"))]]
         return dict(multi_label=True, accuracy_rows=rows, calibration_rows=[], paper=None)
-    rules = {rule_name(rule): metrics for rule, metrics in results.rules.items()}
+    rules = results.rules
     rows = [[f"this model, {LABELS[rule]}", *_percents(m, ACCURACY_COLUMNS)] for rule, m in rules.items()]
     scores = {ARGMAX: "softmax(z), the authors' convention"}
     calibration = [

@@ -32,7 +32,7 @@ from livt_hf.hub.contents import (
 from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.metrics import THRESHOLDS
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.predictions.rules import rule_name
+from livt_hf.predictions.evaluate import upgrade_summary
 from livt_hf.reports import files
 from livt_hf.reports.biases import class_distribution
 from livt_hf.results import Results
@@ -188,14 +188,13 @@ def _find_report(run: Path, results: Results) -> Path | None:
     One from before a calibration, on other images, or with other shot groups would contradict the card.
     """
     reports = files.find_reports(run, files.NUMBERS)
-    measured = {rule_name(rule): metrics for rule, metrics in results.rules.items()}
     for path in reports:
-        summary = read_record(path)
-        rules = {rule_name(rule): metrics for rule, metrics in summary.get("rules", {}).items()}
+        summary = upgrade_summary(read_record(path))
+        rules = summary.get("rules", {})
         same_images = (summary.get("dataset"), summary.get("split")) == (results.dataset, results.split)
         same_groups = summary.get("thresholds", THRESHOLDS) == THRESHOLDS
-        same_rule = next(iter(rules), None) == next(iter(measured), None)
-        if results.stage == "pretrain" or same_images and same_groups and same_rule and _agree(rules, measured):
+        same_rule = summary.get("default_rule") == results.default_rule
+        if results.stage == "pretrain" or same_images and same_groups and same_rule and _agree(rules, results.rules):
             return path.parent
     if reports:
         command = shlex.join(["livt", "eval", str(run)])

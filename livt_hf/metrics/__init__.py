@@ -1,10 +1,10 @@
 """What a model does to head and tail: accuracy and F1 by shot group, calibration, confusions, rankings, intervals."""
 
-from livt_hf.metrics.bootstrap import bootstrap_intervals
-from livt_hf.metrics.classification import LongTailMetrics, confusions, long_tail_metrics
-from livt_hf.metrics.groups import GROUPS, THRESHOLDS, group_sizes, shot_groups
-from livt_hf.metrics.multilabel import MultiLabelMetrics, best_thresholds
-from livt_hf.metrics.ranking import one_against_rest, ranking_means
+from livt_hf.predictions.bootstrap import bootstrap_intervals
+from livt_hf.predictions.metrics import LongTailMetrics, confusions, long_tail_metrics
+from livt_hf.predictions.multi_label import MultiLabelMetrics, best_thresholds
+from livt_hf.predictions.ranking import one_against_rest, ranking_means
+from livt_hf.predictions.shot_groups import GROUPS, THRESHOLDS, group_sizes, shot_groups
 
 __all__ = [
     "GROUPS",

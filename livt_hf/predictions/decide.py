@@ -1,16 +1,33 @@
-"""Decide: from a record and a rule to one class per image, or to several."""
+"""Decide: from a record and a rule to one class per image."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from livt_hf.long_tail.priors import Prior
-from livt_hf.predictions.record import Predictions, read_parts
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.priors import Prior, as_prior, class_prior, read_prior
+from livt_hf.predictions.blocks import Source, iterate_blocks, rank_by
+from livt_hf.predictions.record import PredictionsInfo
 from livt_hf.predictions.rules import DecisionRule, rule_for_prior
 
-Source = Predictions | str | Path  # a record, or its folder, of which one part is read at a time
+
+def load_prior(prior: str, info: PredictionsInfo) -> Tensor:
+    """Return the class frequencies that a command is given: `training`, `uniform`, or those of a file.
+
+    A class with a zero is never predicted.
+    """
+    settings, classes = info.long_tail, info.num_classes
+    if settings is None or info.no_posterior is not None:
+        message = (
+            f"{info.model} gives no probabilities under a prior ({info.no_posterior}); leave it out to rank by logits."
+        )
+        raise LiVTError(message, argument="prior")
+    if prior == "training":
+        return class_prior(settings.class_counts, settings.num_images)
+    several = info.multi_label
+    values = prior if prior == "uniform" else read_prior(prior, info.class_names, multi_label=several)
+    return as_prior(values, classes, multi_label=several)
 
 
 class Decisions(NamedTuple):
@@ -18,19 +35,6 @@ class Decisions(NamedTuple):
 
     labels: Tensor
     scores: Tensor
-
-
-def blocks_of(source: Source):
-    """Yield a record block by block, from memory or from its folder."""
-    for part in [source] if isinstance(source, Predictions) else read_parts(source):
-        yield from part.blocks()
-
-
-def ranked_scores(block: Predictions, rule: DecisionRule) -> Tensor:
-    """Return what a rule ranks the classes by: the logits or, of several models, whose logits differ, the scores."""
-    if rule.prior is None and len(block.info.models) == 1:
-        return torch.from_numpy(block.logits.copy())
-    return block.scores(rule)
 
 
 def decide(source: Source, rule: DecisionRule | None = None, *, prior: Prior | str = None) -> Decisions:
@@ -45,16 +49,15 @@ def decide(source: Source, rule: DecisionRule | None = None, *, prior: Prior | s
         Class ids and their scores.
 
     Example:
-        >>> decide(Predictions.load("runs/finetune-birds-base/1/predictions"), prior="training").labels
+        >>> decide("runs/finetune-birds-base/1/predictions", prior="training").labels
         tensor([3, 0, 1])
     """
     rule = rule if prior is None else rule_for_prior(prior)
     labels, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
-    for block in blocks_of(source):
-        of_rule = rule or block.info.default_rule
-        every = block.scores(of_rule)
-        ranked = ranked_scores(block, of_rule)
+    for block in iterate_blocks(source):
+        used = rule or block.info.default_rule
+        ranked = rank_by(block, used)
         best = ranked.argmax(-1, keepdim=True)
         labels.append(best[:, 0].masked_fill(ranked.isnan().any(-1), -1))
-        scores.append(every.gather(-1, best)[:, 0])
+        scores.append(block.scores(used).gather(-1, best)[:, 0])
     return Decisions(torch.cat(labels), torch.cat(scores))

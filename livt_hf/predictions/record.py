@@ -61,13 +61,13 @@ class PredictionsInfo:
             object.__setattr__(self, "default_rule", self.rules[0])
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel) -> "PredictionsInfo":
-        """Describe the predictions of a model."""
+    def from_model(cls, model: PreTrainedModel, name: str | None = None) -> "PredictionsInfo":
+        """Describe the predictions of a model, under its own name or another one."""
         config = model.config
         names = tuple(config.id2label[label] for label in range(config.num_labels))
         long_tail = config.long_tail if isinstance(model, BalancedClassifier) else None
         several = config.problem_type == "multi_label_classification"
-        return cls(names, (ModelInfo(config.name_or_path or None, long_tail),), several)
+        return cls(names, (ModelInfo(name or config.name_or_path or None, long_tail),), several)
 
     @property
     def num_classes(self) -> int:
@@ -331,7 +331,7 @@ class Predictions:
             return None
         column = self.table[LABEL].combine_chunks()
         if not self.info.multi_label:
-            return column.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
+            return np.array(column.cast(pa.int64()).fill_null(-1))
         hot = np.zeros((len(self), self.info.num_classes), dtype=np.uint8)
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         hot[np.repeat(np.arange(len(self)), lengths), column.flatten().to_numpy(zero_copy_only=False)] = 1
@@ -343,6 +343,12 @@ class Predictions:
         if MODEL not in self.table.column_names:
             return np.zeros(len(self), dtype=np.int64)
         return self.table[MODEL].to_numpy()
+
+    @property
+    def thresholds(self) -> Tensor:
+        """Return the scores from which on labels are given, where an image may have several. (N, C)"""
+        every = [self.info.thresholds(model) for model in range(len(self.info.models))]
+        return torch.stack(every)[torch.from_numpy(self.model_index.copy())]
 
     def column(self, name: str) -> np.ndarray | None:
         """Return a column as an array, or None where the record has none of that name."""
@@ -413,10 +419,32 @@ def write_part(folder: str | Path, part: Predictions, start: int, total: int) ->
         if _read_part(path)[0].table.equals(part.table):
             return
         raise LiVTError(f"{folder} holds another record; choose another folder.", argument="path")
-    metadata = json.dumps({"start": start, "total": total, "info": part.info.to_json()})
     folder.mkdir(parents=True, exist_ok=True)
+    _write_file(path, part, start, total)
+
+
+def _write_file(path: Path, part: Predictions, start: int, total: int) -> None:
+    metadata = json.dumps({"start": start, "total": total, "info": part.info.to_json()})
     with replacing(path) as writing:
         pq.write_table(part.table.replace_schema_metadata({_METADATA: metadata}), writing, compression="zstd")
+
+
+def replace_info(folder: Path, info: PredictionsInfo) -> None:
+    """Replace what a record says of its model, after a calibration for instance; the logits stay."""
+    for file in sorted(folder.glob("part-*.parquet")):
+        part, start, total = _read_part(file)
+        _write_file(file, Predictions(part.table, info), start, total)
+
+
+def read_matching_part(folder: str | Path, start: int, paths: list[str], info: PredictionsInfo) -> Predictions | None:
+    """Return a part that is there, if it is of these files and this model, or None where there is none."""
+    file = part_path(Path(folder), start)
+    if not file.exists():
+        return None
+    part = _read_part(file)[0]
+    if part.info != info or part.table["path"].to_pylist() != paths:
+        raise LiVTError(f"{folder} holds another record; choose another folder.", argument="path")
+    return part
 
 
 def part_path(folder: Path, start: int) -> Path:

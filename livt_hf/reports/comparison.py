@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.tables import ANSWERS
 from livt_hf.files import read_record
-from livt_hf.metrics import THRESHOLDS
-from livt_hf.reports.mistakes import read_predictions
+from livt_hf.predictions.decide import decide
+from livt_hf.predictions.evaluate import upgrade_summary
+from livt_hf.predictions.record import FOLDER, Predictions
+from livt_hf.predictions.shot_groups import THRESHOLDS
 from livt_hf.reports.page import html_report
 from livt_hf.runs import Run
 from livt_hf.text import format_error, format_percent, shell_line
@@ -40,7 +41,7 @@ class Report:
         if not (folder / NUMBERS).is_file() or not (folder / CLASSES).is_file():
             raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval {again}")
         hints = {"dataset": str, "split": str, "rules": dict[str, dict[str, float | None]]}
-        summary = read_record(folder / NUMBERS, hints)
+        summary = upgrade_summary(read_record(folder / NUMBERS, hints))
         rules = summary.get("rules", {}).values()
         if not hints.keys() <= summary.keys() or not rules or not all(map(_comparable, rules)):
             raise LiVTError(
@@ -51,7 +52,7 @@ class Report:
     @property
     def metrics(self) -> dict:
         """Under the rule that the model is judged by."""
-        return next(iter(self.summary["rules"].values()))
+        return self.summary["rules"][self.summary["default_rule"]]
 
 
 def _comparable(metrics: dict) -> bool:
@@ -129,14 +130,14 @@ def _paired_noise(one: Report, other: Report) -> float | None:
 
     None where a report has no predictions, or they are of other images.
     """
-    paths, names = [report.folder / ANSWERS for report in (one, other)], [row["name"] for row in one.classes]
-    if not all(path.is_file() for path in paths):
+    folders = [report.folder / FOLDER for report in (one, other)]
+    if not all(folder.is_dir() for folder in folders):
         return None
-    first, second = (next(iter(read_predictions(path, names).values())) for path in paths)
-    same = np.array_equal(first.index, second.index) and np.array_equal(first.label, second.label)
-    if not same or not len(first.index):
+    first, second = map(Predictions.load, folders)
+    if not len(first) or not np.array_equal(first.labels, second.labels):
         return None
-    gains, images = second.right.astype(int) - first.right, len(first.right)
+    right = [(decide(part).labels.numpy() == part.labels).astype(int) for part in (first, second)]
+    gains, images = right[1] - right[0], len(first)
     return 1.96 * math.sqrt(abs(gains).sum() - gains.sum() ** 2 / images) / images
 
 
@@ -146,7 +147,8 @@ def _metric_rows(one: Report, other: Report) -> list[dict]:
 
 def _rule_rows(report: Report) -> list[dict]:
     return [
-        {"model": report.name, "rule": rule} | {name: format_percent(metrics[name]) for name in METRICS}
+        {"model": report.name, "rule": report.summary["rule_labels"][rule]}
+        | {name: format_percent(metrics[name]) for name in METRICS}
         for rule, metrics in report.summary["rules"].items()
     ]
 

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from livt_hf.errors import LiVTError
+from livt_hf.predictions.rules import LABELS
 from livt_hf.reports.style import GROUP_COLOURS, GROUP_MARKERS, GROUP_NAMES, PALETTE, new_figure, plain, save, shorten
 from livt_hf.runs import read_log
 from livt_hf.text import format_percent
@@ -142,7 +143,7 @@ def shift_rows(shifts: Sequence[Mapping]) -> list[dict]:
     """One row per test set: its images and the accuracy of each rule; a dash where no prior could be estimated."""
     return [
         {"test set": _shift_name(shift["imbalance"]), "images": shift["num_images"]}
-        | {name: format_percent(shift["rules"].get(name, {}).get("accuracy")) for name in _rules(shifts)}
+        | {LABELS[name]: format_percent(shift["rules"].get(name, {}).get("accuracy")) for name in _rules(shifts)}
         for shift in shifts
     ]
 
@@ -154,7 +155,7 @@ def accuracy_by_shift(shifts: Sequence[Mapping], path: str | Path) -> Path:
     for name, marker, colour in zip(_rules(shifts), itertools.cycle("os^Dv"), itertools.cycle(PALETTE), strict=False):
         shares = _column([shift["rules"].get(name, {}) for shift in shifts], "accuracy")
         places = np.flatnonzero(~np.isnan(shares))
-        ax.plot(places, 100 * shares[places], marker=marker, color=colour, label=name, alpha=0.85)
+        ax.plot(places, 100 * shares[places], marker=marker, color=colour, label=LABELS[name], alpha=0.85)
     ax.set_xticks(range(len(shifts)), [_shift_name(shift["imbalance"]) for shift in shifts], rotation=30, ha="right")
     ax.set_ylim(bottom=0)
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

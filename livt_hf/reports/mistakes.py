@@ -1,42 +1,37 @@
 """Where a model errs, from the predictions that `livt eval` saved: by class and image by image."""
 
-import itertools
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from datasets import DatasetDict
 
 from livt_hf.data.labels import labels_of
-from livt_hf.data.readers.table import reading_table
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.tables import ANSWERS
-from livt_hf.metrics import LongTailMetrics, confusions
+from livt_hf.predictions.decide import decide
+from livt_hf.predictions.metrics import LongTailMetrics, confusions
+from livt_hf.predictions.record import FOLDER, Predictions
+from livt_hf.predictions.rules import DecisionRule
 from livt_hf.runs import Run
 from livt_hf.text import shell_line
 
-_COLUMN = re.compile(r"prediction \((?P<rule>.*)\)")
 COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "confidence (%)", "most often taken for")
 
 
-def newest_predictions(folder: Path) -> Path:
-    """Of the reports in a run's folder, the predictions that were saved last."""
-    saved = Run(folder).reports(ANSWERS)
+def find_newest_predictions(folder: Path) -> Path:
+    """Return the predictions that were saved last, of the reports in a run's folder."""
+    saved = Run(folder).reports(FOLDER)
     if not saved:
         command = shell_line(["livt", "eval", folder])
-        raise LiVTError(f"{folder} has no report with a {ANSWERS}; write one with: {command}")
+        raise LiVTError(f"{folder} has no report with {FOLDER}; write one with: {command}")
     return saved[0]
 
 
 @dataclass(frozen=True)
-class Predictions:
-    """What one decision rule said of the test images."""
+class Mistakes:
+    """What one decision rule said of the test images; those without a prediction are left out."""
 
     index: np.ndarray  # (N,): which image of the split
     label: np.ndarray
@@ -44,8 +39,16 @@ class Predictions:
     confidence: np.ndarray
     split: str
 
+    @classmethod
+    def of(cls, predictions: Predictions, rule: DecisionRule) -> "Mistakes":
+        """Decide a record with labels by a rule."""
+        labels, scores = (part.numpy() for part in decide(predictions, rule))
+        index, splits = np.flatnonzero(labels >= 0), predictions.column("split")
+        split = "test" if splits is None or not len(splits) else splits[0]
+        return cls(index, predictions.labels[index], labels[index], scores[index], split)
+
     def belong_to(self, data: DatasetDict) -> bool:
-        """Whether they are about the images of this data."""
+        """Return True if the predictions are about the images of this data."""
         if self.split not in data or self.index.max(initial=-1) >= len(data[self.split]):
             return False
         return bool((labels_of(data[self.split]).values[self.index] == self.label).all())
@@ -93,27 +96,9 @@ class Predictions:
         return metrics.bins
 
 
-def read_predictions(path: Path, names: list[str]) -> dict[str, Predictions]:
-    """Rule -> its predictions, from the table in a report of `livt eval`; images without a prediction are left out."""
-    if not path.is_file():
-        raise LiVTError(f"{path} does not exist; write a report with: livt eval MODEL")
-    with reading_table(path):
-        table = pq.read_table(path)
-    matched = [_COLUMN.fullmatch(name) for name in table.column_names]
-    rules = [match["rule"] for match in matched if match]
-    if not {"index", "label", "split"} <= set(table.column_names) or not rules:
-        raise LiVTError(f"{path} is no table of predictions of a report; write one with: livt eval MODEL")
-    table = table.sort_by("index")  # several processes write their images one after another
-    return {rule: _under(table, rule, names, path) for rule in rules}
-
-
-def _under(table: pa.Table, rule: str, names: list[str], path: Path) -> Predictions:
-    table = table.filter(pc.is_valid(table[f"prediction ({rule})"]))
-    known = {name: label for label, name in enumerate(names)}
-    found = [table[name].to_pylist() for name in ("label", f"prediction ({rule})")]
-    strange = next((name for name in itertools.chain(*found) if name not in known), None)
-    if strange is not None:
-        raise LiVTError(f"{path} speaks of {strange!r}, which is no class of this model; evaluate this model anew.")
-    label, predicted = (np.array([known[name] for name in column], dtype=np.int64) for column in found)
-    split = table["split"][0].as_py() if len(table) else "test"
-    return Predictions(table["index"].to_numpy(), label, predicted, table[f"score ({rule})"].to_numpy(), split)
+def load_predictions(path: Path, names: list[str]) -> Predictions:
+    """Load the record of a report on a model with these classes."""
+    predictions = Predictions.load(path)
+    if predictions.class_names != names or predictions.labels is None:
+        raise LiVTError(f"{path} is not about the classes of this model, or has no labels; evaluate this model anew.")
+    return predictions

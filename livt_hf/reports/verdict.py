@@ -3,11 +3,11 @@
 import html
 from collections.abc import Mapping, Sequence
 
-from livt_hf.evaluation.exam import Findings
-from livt_hf.metrics import GROUPS, LongTailMetrics
+from livt_hf.predictions.evaluate import EvaluationReport
+from livt_hf.predictions.rules import ARGMAX
+from livt_hf.predictions.shot_groups import GROUPS
 from livt_hf.reports.page import plain_markdown
 from livt_hf.reports.style import GROUP_COLOURS
-from livt_hf.results import PAPER
 from livt_hf.text import format_percent, shell_line
 
 DOUBTED, ACTIONS = 6, 3  # at most: one screen
@@ -18,23 +18,18 @@ CONFUSED = 0.2  # the share of a class's images taken for one other class that i
 WORTH = 0.01  # what an action must promise, as a share of right answers or of calibration
 
 
-def _first(findings: Findings) -> LongTailMetrics:
-    """By the rule that the model is judged by."""
-    return next(iter(findings.measured.values()))
-
-
-def _classes(findings: Findings) -> list[dict]:
+def _classes(report: EvaluationReport) -> list[dict]:
     """Rows of the classes that have test images, each with the class it is taken for most often, or None."""
     confused: dict[int, dict] = {}
-    for pair in findings.pairs:
+    for pair in report.confusions:
         confused.setdefault(pair["label"], pair)
-    return [row | {"confused": confused.get(row["class"])} for row in findings.per_class if row["images"]]
+    return [row | {"confused": confused.get(row["class"])} for row in report.per_class if row["images"]]
 
 
-def groups(findings: Findings) -> list[dict]:
+def groups(report: EvaluationReport) -> list[dict]:
     """How often each group of classes is right, with its interval; groups without classes are left out."""
-    first, counted = _first(findings), [row["group"] for row in _classes(findings)]
-    numbers, intervals = first.compute(), next(iter(findings.summary["intervals"].values()))
+    first, counted = report.default_metrics, [row["group"] for row in _classes(report)]
+    numbers, intervals = first.compute(), report.summary["intervals"][report.summary["default_rule"]]
     many, few = first.many_above, first.few_below
     sizes = (f"more than {many}", f"{few} to {many}", f"fewer than {few}")
     return [
@@ -62,9 +57,9 @@ def doubts(row: Mapping) -> list[str]:
     return words or ["no single reason was found"]
 
 
-def doubtful(findings: Findings) -> list[dict]:
+def doubtful(report: EvaluationReport) -> list[dict]:
     """The classes to distrust, the worst first; one test image says too little where others have more."""
-    rows = _classes(findings)
+    rows = _classes(report)
     rows = [row for row in rows if row["images"] > 1] or rows
     found = [(row, doubts(row)) for row in sorted(rows, key=lambda row: (row["accuracy"], -row["images"]))]
     return [
@@ -74,55 +69,54 @@ def doubtful(findings: Findings) -> list[dict]:
     ]
 
 
-def actions(findings: Findings) -> list[str]:
+def actions(report: EvaluationReport) -> list[str]:
     """What would help most, the most promising first."""
     kinds = (_better_rule, _more_labels, _calibration, _more_training, _look_alikes, _larger_test)
-    found = [action for kind in kinds for action in kind(findings)]
+    found = [action for kind in kinds for action in kind(report)]
     return [words for worth, words in sorted(found, key=lambda action: -action[0]) if worth >= WORTH][:ACTIONS]
 
 
-def _better_rule(findings: Findings) -> list[tuple[float, str]]:
+def _better_rule(report: EvaluationReport) -> list[tuple[float, str]]:
     """By the class frequencies that were asked for with --prior, or with every class counting the same."""
-    accuracy = {rule: metric.compute()["mean_class_accuracy"] for rule, metric in findings.measured.items()}
+    accuracy = {rule: metric.compute()["mean_class_accuracy"] for rule, metric in report.metrics.items()}
     counted = "the images of an average class"
-    if "under_prior" in findings.summary:
-        accuracy = {rule: findings.summary["under_prior"].get(rule, 0.0) for rule in accuracy}
+    if "under_prior" in report.summary:
+        accuracy = {rule: report.summary["under_prior"]["accuracy"].get(rule, 0.0) for rule in accuracy}
         counted = "the images where classes are as frequent as you said"
-    first, best = next(iter(accuracy)), max(accuracy, key=accuracy.get)
-    gain = accuracy[best] - accuracy[first]
-    words = f"Serve by another rule: {best} is right for {format_percent(accuracy[best])} % of {counted},"
-    return [(gain, f"{words} {first} for {format_percent(accuracy[first])} %.")]
+    first, best = report.summary["default_rule"], max(accuracy, key=accuracy.get)
+    gain, labels = accuracy[best] - accuracy[first], report.summary["rule_labels"]
+    words = f"Serve by another rule: {labels[best]} is right for {format_percent(accuracy[best])} % of {counted},"
+    return [(gain, f"{words} {labels[first]} for {format_percent(accuracy[first])} %.")]
 
 
-def _more_labels(findings: Findings) -> list[tuple[float, str]]:
-    numbers, rows = _first(findings).compute(), _classes(findings)
+def _more_labels(report: EvaluationReport) -> list[tuple[float, str]]:
+    numbers, rows = report.default_metrics.compute(), _classes(report)
     rare, many = [row for row in rows if row["group"] == "few"], numbers["many"]
     if not rare or many is None:
         return []
     gain = (many - numbers["few"]) * len(rare) / len(rows)
     weak = sorted((row for row in rare if row["accuracy"] < many), key=lambda row: row["accuracy"])
     named = _listed([row["name"] for row in weak])
-    words = f"Label more images of {named}: classes with fewer than {_first(findings).few_below} training images"
+    words = f"Label more images of {named}: classes with fewer than {report.default_metrics.few_below} training images"
     return [
         (gain, f"{words} are right in {format_percent(numbers['few'])} %, frequent ones in {format_percent(many)} %.")
     ]
 
 
-def _calibration(findings: Findings) -> list[tuple[float, str]]:
-    numbers = _first(findings).compute()
-    if "folds" in findings.summary or numbers["ece"] is None:  # a cross-validation has no model of its own
+def _calibration(report: EvaluationReport) -> list[tuple[float, str]]:
+    numbers = report.default_metrics.compute()
+    if "folds" in report.summary or numbers["ece"] is None:  # a cross-validation has no model of its own
         return []
-    rules = list(findings.measured)
-    if rules == [PAPER] or rules[0] != PAPER:  # without probabilities, or calibrated
+    if len(report.metrics) == 1 or report.summary["default_rule"] != ARGMAX:  # without probabilities, or calibrated
         return []
     over = "sure" if numbers["mean_confidence"] > numbers["accuracy"] else "unsure"
-    command = f"livt calibrate {shell_line([findings.summary['model']])} --dataset FOLDER --split all"
+    command = f"livt calibrate {shell_line([report.summary['model']])} --dataset FOLDER --split all"
     words = f"Calibrate it with other labelled images ({command}): it is too {over} of its answers, by"
     return [(numbers["ece"] / 2, f"{words} {format_percent(numbers['ece'])} points on average.")]
 
 
-def _more_training(findings: Findings) -> list[tuple[float, str]]:
-    first = _first(findings)
+def _more_training(report: EvaluationReport) -> list[tuple[float, str]]:
+    first = report.default_metrics
     many = first.compute()["many"]
     if many is None or many > 0.7:
         return []
@@ -130,40 +124,38 @@ def _more_training(findings: Findings) -> list[tuple[float, str]]:
     return [((1 - many) / 2, f"{words} training images are right in only {format_percent(many)} %.")]
 
 
-def _look_alikes(findings: Findings) -> list[tuple[float, str]]:
-    pair = next((pair for pair in findings.pairs[:50] if pair["share"] >= CONFUSED), None)
+def _look_alikes(report: EvaluationReport) -> list[tuple[float, str]]:
+    pair = next((pair for pair in report.confusions[:50] if pair["share"] >= CONFUSED), None)
     if pair is None:
         return []
     words = f"Look at images of {pair['label_name']} and {pair['predicted_name']} side by side:"
     words += f" {pair['images']} of the first are taken for the second. Are the labels right?"
-    return [(pair["images"] / _first(findings).num_images, words)]
+    return [(pair["images"] / report.default_metrics.num_images, words)]
 
 
-def _larger_test(findings: Findings) -> list[tuple[float, str]]:
-    rows = _classes(findings)
+def _larger_test(report: EvaluationReport) -> list[tuple[float, str]]:
+    rows = _classes(report)
     rough = sum(row["images"] < ENOUGH for row in rows)
     words = f"Test on more images: {rough:,} of {len(rows):,} classes have fewer than {ENOUGH} test images, so that"
     return [(0.02 * rough / len(rows), f"{words} their numbers are rough.")]
 
 
-def first_screen(findings: Findings) -> str:
+def first_screen(report: EvaluationReport) -> str:
     """All of it as HTML."""
-    numbers = _first(findings).compute()
-    rule, escape = next(iter(findings.measured)), html.escape
-    lead = f"{format_percent(numbers['accuracy'])} % of {numbers['num_images']:,} test images are right"
-    if format_percent(numbers["accuracy"]) != format_percent(
-        numbers["mean_class_accuracy"]
-    ):  # the test set is imbalanced
-        lead += f", and {format_percent(numbers['mean_class_accuracy'])} % in an average class"
-    lead += f", by the rule “{rule}”."
-    cards = "".join(map(_card, groups(findings)))
-    found = doubtful(findings)
+    numbers = report.default_metrics.compute()
+    escape = html.escape
+    lead = f"Accuracy {format_percent(numbers['accuracy'])} % on {numbers['num_images']:,} test images"
+    if format_percent(numbers["accuracy"]) != format_percent(numbers["mean_class_accuracy"]):  # an imbalanced test set
+        lead += f", mean class accuracy {format_percent(numbers['mean_class_accuracy'])} %"
+    lead += f" (decision rule: {report.default_label})."
+    cards = "".join(map(_card, groups(report)))
+    found = doubtful(report)
     items = "".join(
         f"<li><b>{escape(row['class'])}</b>: {row['right (%)']} % right; {escape(row['why'])}</li>"
         for row in found[:DOUBTED]
     )
     more = f"<p>and {len(found) - DOUBTED:,} more, in the table of classes.</p>" if len(found) > DOUBTED else ""
-    steps = "".join(f"<li>{escape(words)}</li>" for words in actions(findings))
+    steps = "".join(f"<li>{escape(words)}</li>" for words in actions(report))
     return (
         f'<section class="first"><p class="lead">{escape(lead)}</p><div class="cards">{cards}</div>'
         f'<div class="halves"><div><h2>Classes to distrust</h2>'
@@ -183,16 +175,16 @@ def _card(group: Mapping) -> str:
     )
 
 
-def first_screen_text(findings: Findings) -> str:
+def first_screen_text(report: EvaluationReport) -> str:
     """The same in Markdown."""
     lines = [
         f"- {row['group']} ({_counted(row['classes'], 'class', 'classes')}, {row['words']}): "
         f"{format_percent(row['accuracy'])} % right"
-        for row in groups(findings)
+        for row in groups(report)
     ]
-    doubted = [f"{row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(findings)[:DOUBTED]]
+    doubted = [f"{row['class']}: {row['right (%)']} % right; {row['why']}" for row in doubtful(report)[:DOUBTED]]
     found = [f"- {plain_markdown(words)}" for words in doubted]
-    steps = [f"{number}. {plain_markdown(words)}" for number, words in enumerate(actions(findings), start=1)]
+    steps = [f"{number}. {plain_markdown(words)}" for number, words in enumerate(actions(report), start=1)]
     parts = {"Is it good enough?": lines, "Classes to distrust": found, "What to do next": steps}
     return "\n\n".join(f"## {title}\n\n" + "\n".join(rows or ["Nothing stands out."]) for title, rows in parts.items())
 

@@ -1,15 +1,14 @@
 """Fine-tuning: the task of the loop, the evaluation after an epoch, and the results of a run."""
 
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -24,17 +23,19 @@ from livt_hf.data.spec import FinetuneAugmentationSpec
 from livt_hf.data.splitting import is_made_split
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.rules import given_labels, headline, standard_rules
-from livt_hf.evaluation.running import evaluate_multi_label, evaluate_rules, logits_of
 from livt_hf.files import replacing
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.long_tail.spec import LossSpec
 from livt_hf.long_tail.structure import get_classifier
 from livt_hf.metrics import GROUPS, shot_groups
 from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.predictions.evaluate import Evaluator, measure_batches
+from livt_hf.predictions.predict import describe_images, predict_batches, store_batches
+from livt_hf.predictions.record import FOLDER, PredictionsInfo
+from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM
 from livt_hf.processors import InputSpec, read_input_spec
 from livt_hf.randomness import keyed_uniform, purpose_seed
-from livt_hf.results import OWN, PAPER, UNIFORM, Results
+from livt_hf.results import Results
 from livt_hf.text import format_accuracy
 from livt_hf.training.checkpoints import explain_save_errors, list_checkpoints, load_weights, read_state
 from livt_hf.training.frozen import FeatureClassifier, FeatureLoader, FrozenBackbone
@@ -281,19 +282,53 @@ def _build_batches(spec: FinetuneOptimizationSpec, accelerator: Accelerator, num
     return build_train_batches(spec.batch_size, spec.accumulation, spec.seed, accelerator, num_workers, sampler)
 
 
-def compute_metrics(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, counts: np.ndarray) -> dict:
+def compute_metrics(
+    model: nn.Module,
+    loader: Iterable[dict],
+    accelerator: Accelerator,
+    counts: np.ndarray,
+    store: Callable | None = None,
+) -> dict:
     """Evaluate a model under its standard decision rules.
+
+    Args:
+        model: the classifier.
+        loader: images of this process.
+        accelerator: of all processes.
+        counts: training images of each class.
+        store: keeps the logits on their way: takes batches and what is known of the model, and yields batches.
 
     Returns:
         The fields `metrics`, `posterior` and `own_prior` of `Results`; None where a rule does not exist.
     """
-    batches = logits_of(model, loader, accelerator)
-    if model.head.multi_label:
-        given = partial(given_labels, model)
-        return {"metrics": evaluate_multi_label(batches, counts, given).compute(), "posterior": None}
-    measured = evaluate_rules(batches, accelerator, counts, standard_rules(model))
-    fields = {"metrics": PAPER, "posterior": UNIFORM, "own_prior": OWN}
-    return {field: measured[rule].compute() if rule in measured else None for field, rule in fields.items()}
+    info, batches = PredictionsInfo.from_model(model), predict_batches(model, loader, accelerator)
+    batches = batches if store is None else store(batches, info)
+    return _metric_fields(measure_batches(batches, info, counts, accelerator))
+
+
+def compute_record_metrics(folder: Path, counts: np.ndarray) -> dict:
+    """Evaluate the predictions that a run kept, as `compute_metrics` does."""
+    evaluator = Evaluator(folder, counts)
+    if evaluator.info.multi_label:
+        return _metric_fields({PER_LABEL: evaluator.measure_multi_label().compute()})
+    metrics = evaluator.measure(evaluator.info.rules)
+    return _metric_fields({name: metric.compute() for name, metric in metrics.items()})
+
+
+def _metric_fields(metrics: dict[str, dict]) -> dict:
+    """Return metrics by the fields of `Results`, from metrics by the names of rules."""
+    first = PER_LABEL if PER_LABEL in metrics else ARGMAX
+    return {"metrics": metrics[first], "posterior": metrics.get(UNIFORM), "own_prior": metrics.get(TEST_PRIOR)}
+
+
+def keep_predictions(folder: Path, test: Dataset, accelerator: Accelerator) -> Callable:
+    """Return what `compute_metrics` needs to keep the predictions of the test images in the folder of a run."""
+
+    def store(batches, info: PredictionsInfo):
+        named = replace(info, models=(replace(info.models[0], name=str(folder)),))
+        return store_batches(batches, named, folder / FOLDER, describe_images(test, "test"), accelerator)
+
+    return store
 
 
 class EpochEvaluator:
@@ -380,7 +415,7 @@ def build_finetune_results(
     return Results(
         **fields,
         image_size=read_input_spec(processor).size,
-        headline=headline(model),
+        default_rule=PredictionsInfo.from_model(model).default_rule.name,
         split="test",
         test_carved=is_made_split(dataset, "test"),
         validation_carved=held_out,

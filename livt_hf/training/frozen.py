@@ -30,9 +30,9 @@ from livt_hf.data.decoding import image_digests
 from livt_hf.data.labels import labels_of, number_of_classes
 from livt_hf.data.loading import UpdateSampler, augmented_in_order
 from livt_hf.errors import LiVTError
-from livt_hf.evaluation.running import progress
 from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.long_tail.structure import extract_features, get_classifier
+from livt_hf.predictions.predict import show_progress
 from livt_hf.processors import read_input_spec
 from livt_hf.runs import runs_folder
 
@@ -172,7 +172,7 @@ class FrozenBackbone:
             loader = augmented_in_order(dataset, augmentation, batches, view)
             transform = DeviceTransform(inputs.mean, inputs.std)
         features = []
-        for batch in progress(loader, f"features, view {view}", self.accelerator):
+        for batch in show_progress(loader, f"features, view {view}", self.accelerator):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             if transform is not None:
                 batch = transform(batch, epoch=view, update=0)

@@ -12,7 +12,7 @@ from transformers import pipeline
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
-from livt_hf.evaluation.prediction import Predictor
+from livt_hf.predictions.predict import Predictor
 from livt_hf.recipes.benchmarks.measuring import compared, median_seconds, processor_seconds, say
 
 BATCH = 32

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.metrics.groups import (
+from livt_hf.predictions.shot_groups import (
     ClassMetrics,
     as_counts,
     as_rows,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.metrics.classification import recall_precision_f1
-from livt_hf.metrics.groups import ClassMetrics, check_scores, class_mean, group_means
-from livt_hf.metrics.ranking import one_against_rest
+from livt_hf.predictions.metrics import recall_precision_f1
+from livt_hf.predictions.ranking import one_against_rest
+from livt_hf.predictions.shot_groups import ClassMetrics, check_scores, class_mean, group_means
 
 ENOUGH = 5  # images with a label that choose its threshold; classes with fewer choose one together
 

@@ -1,4 +1,4 @@
-"""What a pretrained model knows about classes it was never told: kNN and a linear probe on frozen features."""
+"""Probe frozen features: kNN and a linear classifier, for classes that a model was never trained on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,33 +8,35 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from livt_hf.evaluation.running import progress
 from livt_hf.long_tail.structure import extract_features
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
+from livt_hf.predictions.predict import show_progress
 
 PROBE_STEPS = 500
 
 
 @dataclass
 class Features:
+    """Frozen features of images, with their labels."""
+
     features: Tensor  # (N, D)
     labels: Tensor  # (N,)
 
 
 @torch.no_grad()
-def frozen_features(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Features:
-    """What the classifier of a model sees of every image of the loader; of a pretraining, the mean patch token."""
-    see = LiViTForPreTraining.features if isinstance(model, LiViTForPreTraining) else extract_features
+def extract_frozen_features(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Features:
+    """Compute what the classifier of a model sees of every image; of a pretraining, the mean patch token."""
+    extract = LiViTForPreTraining.features if isinstance(model, LiViTForPreTraining) else extract_features
     model.eval()
     features, labels = [], []
-    for batch in progress(loader, "encoding", accelerator):
-        features.append(see(model, batch["pixel_values"].to(accelerator.device)).float())
+    for batch in show_progress(loader, "encoding", accelerator):
+        features.append(extract(model, batch["pixel_values"].to(accelerator.device)).float())
         labels.append(batch["labels"].to(accelerator.device))
     return Features(torch.cat(features), torch.cat(labels))
 
 
 def knn_scores(train: Features, test: Features, num_classes: int, k: int = 20, temperature: float = 0.07) -> Tensor:
-    """Class logits by the vote of the k most similar training images: log shares of the similarities. (N, C)"""
+    """Score classes by the k most similar training images: log shares of the similarities. (N, C)"""
     bank = nn.functional.normalize(train.features, dim=-1)
     scores = torch.zeros(len(test.features), num_classes, device=bank.device)
     for rows in torch.arange(len(test.features)).split(1024):
@@ -44,7 +46,7 @@ def knn_scores(train: Features, test: Features, num_classes: int, k: int = 20, t
 
 
 def linear_probe_scores(train: Features, test: Features, num_classes: int, *, seed: int = 0) -> Tensor:
-    """Class scores of a linear classifier (balanced softmax) on standardised, frozen features. (N, C)"""
+    """Score classes by a linear classifier (balanced softmax) on standardised, frozen features. (N, C)"""
     mean, std = train.features.mean(0), train.features.std(0).clamp_min(1e-6)
     prior = torch.bincount(train.labels, minlength=num_classes).clamp_min(1).float()
     log_prior = (prior / prior.sum()).log()

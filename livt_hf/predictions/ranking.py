@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from livt_hf.metrics.groups import class_mean, group_means
+from livt_hf.predictions.shot_groups import class_mean, group_means
 
 _BLOCK = 2**22  # scores sorted at a time
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from livt_hf.metrics.classification import recall_precision_f1
-from livt_hf.metrics.groups import GROUPS, class_mean, group_means
+from livt_hf.predictions.metrics import recall_precision_f1
+from livt_hf.predictions.shot_groups import GROUPS, class_mean, group_means
 
 Drawn = tuple[np.ndarray, np.ndarray]  # numbers of images, and how much each of them counts
 TAILS = (0.025, 0.975)

@@ -1,1 +1,0 @@
-"""Running models over images: metrics under decision rules, probes, predictions for files."""

@@ -1,0 +1,49 @@
+"""Calibrate a classifier on labelled images that it was not trained on."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from livt_hf.long_tail.calibration import Calibration, fit_calibration
+from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.priors import log_odds
+from livt_hf.predictions.multi_label import best_thresholds
+from livt_hf.predictions.predict import predict_batches
+
+
+def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Calibration:
+    """Fit the calibration of a model's head on held-out images of all processes, and put it into the model's config.
+
+    Where an image may have several labels, it comes with the threshold of each, at its frequency under the test prior.
+    Every process keeps the logits of all held-out images: 4 bytes per image and class.
+    """
+    head = model.head
+    pairs = [(logits.cpu(), batch["labels"].cpu()) for logits, batch in predict_batches(model, loader, accelerator)]
+    logits, labels = (torch.cat(parts) for parts in zip(*gather_object(pairs), strict=True))
+    logits = logits.to(accelerator.device)
+    calibration = fit_calibration(head.fitted_posterior(logits).cpu(), labels, head.prior)
+    _set_calibration(model, calibration)
+    if head.multi_label:
+        thresholds = best_thresholds(head.posterior(logits).cpu(), labels, _odds_ratio(head.settings))
+        calibration = dataclasses.replace(calibration, thresholds=thresholds)
+        _set_calibration(model, calibration)
+    return calibration
+
+
+def _odds_ratio(settings: LongTailConfig) -> Tensor | float:
+    """Return how many times as likely each label is under the test prior as among held-out images, as odds. (C,)"""
+    if settings.test_prior is None:
+        return 1.0
+    test_prior = torch.tensor(settings.test_prior, dtype=torch.float64)
+    return (torch.logit(test_prior) - log_odds(settings.class_counts, settings.num_images)).exp()
+
+
+def _set_calibration(model: PreTrainedModel, calibration: Calibration) -> None:
+    model.config.long_tail = LongTailConfig.from_dict(
+        {**model.config.long_tail, "calibration": dataclasses.asdict(calibration)}
+    )

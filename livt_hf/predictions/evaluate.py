@@ -1,0 +1,204 @@
+"""Evaluate a record: accuracies, intervals, rankings and confusions by decision rule, and class by class."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from livt_hf.errors import LiVTError
+from livt_hf.predictions.blocks import Source, iterate_blocks, rank_by, stack_on_disk
+from livt_hf.predictions.bootstrap import bootstrap_intervals
+from livt_hf.predictions.decide import Decisions, decide
+from livt_hf.predictions.metrics import LongTailMetrics, confusions
+from livt_hf.predictions.multi_label import MultiLabelMetrics
+from livt_hf.predictions.ranking import one_against_rest, ranking_means
+from livt_hf.predictions.record import Predictions, PredictionsInfo, read_parts
+from livt_hf.predictions.rules import GIVEN, LABELS, DecisionRule, rule_name
+from livt_hf.predictions.shot_groups import shot_groups
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Results of an evaluation: the contents of evaluation.json, and what its pictures are drawn from.
+
+    `metrics` and `decisions` go by the names of the rules; `per_class` and `confusions` are those of the default rule.
+    Images with several labels have rows by class alone.
+    """
+
+    summary: dict[str, Any]
+    per_class: list[dict]
+    metrics: dict[str, LongTailMetrics] = field(default_factory=dict)
+    decisions: dict[str, Decisions] = field(default_factory=dict)
+    confusions: list[dict] = field(default_factory=list)
+
+    @property
+    def default_label(self) -> str:
+        """Return the text of the default rule."""
+        return self.summary["rule_labels"][self.summary["default_rule"]]
+
+    @property
+    def default_metrics(self) -> LongTailMetrics:
+        """Return the metrics of the default rule."""
+        return self.metrics[self.summary["default_rule"]]
+
+
+class Evaluator:
+    """Measures a record with labels.
+
+    Args:
+        source: a record, or the folder of one.
+        class_counts: training images of each class, which make the shot groups.
+        **thresholds: `many_above` and `few_below` of the shot groups.
+    """
+
+    def __init__(self, source: Source, class_counts: Sequence[int] | np.ndarray, **thresholds: int):
+        self.source, self.class_counts, self.thresholds = source, class_counts, thresholds
+        self.info = source.info if isinstance(source, Predictions) else next(read_parts(source)).info
+        self.shots = shot_groups(class_counts, **thresholds)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """Return the labels of all images: class ids (N,), or rows of 0 and 1 (N, C)."""
+        parts = [block.labels for block in iterate_blocks(self.source)]
+        if not parts or any(part is None for part in parts):
+            raise LiVTError("the record has no labels to measure it by; pass labels with the logits.", "labels")
+        return torch.from_numpy(np.concatenate(parts))
+
+    @cached_property
+    def groups(self) -> np.ndarray | None:
+        """Return the group of each image (patient, site, sequence) as a number, or None where there is none."""
+        parts = [block.column("group") for block in iterate_blocks(self.source)]
+        if not parts or any(part is None for part in parts):
+            return None
+        return pa.array(np.concatenate(parts), pa.string()).dictionary_encode().indices.to_numpy()
+
+    def measure(self, rules: Iterable[DecisionRule], rows: np.ndarray | None = None) -> dict[str, LongTailMetrics]:
+        """Count right predictions by every rule, of all images or of the rows of a mask."""
+        rules = list(rules)
+        counters = _counters(rules, self.class_counts, len(self.info.models) == 1, self.thresholds)
+        for block in iterate_blocks(self.source, rows):
+            for rule in rules:
+                counters[rule.name].update(rank_by(block, rule), torch.from_numpy(block.labels))
+        return counters
+
+    def measure_multi_label(self, rows: np.ndarray | None = None) -> MultiLabelMetrics:
+        """Rank images by each label, and count the labels that are given."""
+        metrics, rule = MultiLabelMetrics(self.class_counts, **self.thresholds), self.info.default_rule
+        for block in iterate_blocks(self.source, rows):
+            scores = block.scores(rule)
+            ranked = torch.from_numpy(block.logits.copy()) if len(self.info.models) == 1 else scores
+            metrics.update(ranked, torch.from_numpy(block.labels), scores >= block.thresholds)
+        return metrics
+
+    def rank(self, rule: DecisionRule) -> dict[str, Tensor]:
+        """Compute AUROC and average precision of every class against the rest, by the scores of a rule."""
+        scores = (block.scores(rule) for block in iterate_blocks(self.source))
+        return one_against_rest(stack_on_disk(scores, self.info.num_classes), self.labels)
+
+    def evaluate(self, rules: Sequence[DecisionRule] | None = None, **summary) -> EvaluationReport:
+        """Compute all numbers under some rules, by default the standard ones.
+
+        Args:
+            rules: decision rules.
+            **summary: what else evaluation.json should say.
+
+        Returns:
+            The report.
+        """
+        rules, default = rules or self.info.rules, self.info.default_rule
+        names = self.info.class_names
+        summary |= {"default_rule": default.name, "rule_labels": {rule.name: rule.label for rule in rules}}
+        if self.info.multi_label:
+            measured = self.measure_multi_label()
+            return EvaluationReport(summary | {"rules": {default.name: measured.compute()}}, measured.per_class(names))
+        metrics, rankings = self.measure(rules), self.rank(default)
+        decisions = {rule.name: decide(self.source, rule) for rule in rules}
+        labels = self.labels.numpy()
+        summary["rules"] = {name: metric.compute() for name, metric in metrics.items()}
+        summary["intervals"] = {
+            name: bootstrap_intervals(labels, decided.labels.numpy(), self.shots, self.groups)
+            for name, decided in decisions.items()
+        }
+        summary["rankings"] = ranking_means(rankings, self.shots)
+        pairs = confusions(decisions[default.name].labels, self.labels, self.class_counts, names)
+        return EvaluationReport(summary, metrics[default.name].per_class(names, **rankings), metrics, decisions, pairs)
+
+
+def _counters(rules: Iterable[DecisionRule], class_counts, logits: bool, thresholds: Mapping[str, int]) -> dict:
+    kinds = {rule.name: "softmax" if rule.prior is None and logits else "given" for rule in rules}
+    return {name: LongTailMetrics(class_counts, confidence=kind, **thresholds) for name, kind in kinds.items()}
+
+
+def measure_batches(
+    batches: Iterable[tuple[Tensor, dict]], info: PredictionsInfo, class_counts, accelerator: Accelerator
+) -> dict[str, dict]:
+    """Measure the logits of all processes by the standard rules while they are computed, without keeping them.
+
+    Where images may have several labels the logits are kept, as a ranking needs them.
+
+    Args:
+        batches: pairs of logits (B, C) and what else is known of their images: "labels".
+        info: of the model.
+        class_counts: training images of each class.
+        accelerator: each of its processes sees other images.
+
+    Returns:
+        Metrics by the name of the rule.
+    """
+    rules = info.rules
+    if info.multi_label:
+        metrics, thresholds = MultiLabelMetrics(class_counts), info.thresholds()
+        parts = [
+            (logits.cpu(), batch["labels"].bool(), info.scores(logits, rules[0]).cpu() >= thresholds)
+            for logits, batch in batches
+        ]
+        for part in gather_object(parts):
+            metrics.update(*part)
+        return {rules[0].name: metrics.compute()}
+    counters = _counters(rules, class_counts, True, {})
+    for logits, batch in batches:
+        for rule in rules:
+            scores = logits if rule.prior is None else info.scores(logits, rule)
+            counters[rule.name].update(scores, batch["labels"].to(logits.device))
+    for counter in counters.values():
+        total = accelerator.reduce(counter.state_tensor().to(accelerator.device), "sum")
+        counter.load_state_tensor(total.cpu())
+    return {name: counter.compute() for name, counter in counters.items()}
+
+
+def accuracy_under_prior(metrics: Mapping[str, LongTailMetrics], prior: Tensor) -> dict[str, float]:
+    """Compute by rule the accuracy where classes are as frequent as a prior says, of those that have test images.
+
+    Empty where the prior allows for no class that has any.
+    """
+    weighted = {}
+    for rule, metric in metrics.items():
+        accuracy, *_ = metric.by_class()
+        tested = ~accuracy.isnan()
+        weights = prior.double()[tested]
+        if weights.any():
+            weighted[rule] = (weights @ accuracy[tested] / weights.sum()).item()
+    return weighted
+
+
+def upgrade_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of an evaluation.json as this version writes them, also where 0.2 wrote them.
+
+    There the label of a rule was its key, and the first rule the default.
+    """
+    rules = summary.get("rules")
+    if "default_rule" in summary or not rules:
+        return summary
+    names = {key: rule_name(key) for key in rules}
+    labels = {name: key if name == GIVEN else LABELS[name] for key, name in names.items()}
+    renamed = {"default_rule": names[list(rules)[0]], "rule_labels": labels}
+    for part in {"rules", "intervals"} & summary.keys():
+        renamed[part] = {names[key]: value for key, value in summary[part].items()}
+    return summary | renamed

@@ -1,0 +1,87 @@
+"""Cross-validation of fine-tuning: a run of its own for each fold, and the results of all folds together."""
+
+import dataclasses
+import logging
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+from datasets import DatasetDict
+
+from livt_hf.classifiers import load_classifier, load_processor
+from livt_hf.data import class_counts, eval_loader
+from livt_hf.data.batches import build_eval_batches
+from livt_hf.predictions.evaluate import EvaluationReport
+from livt_hf.predictions.folds import evaluate_folds, join_folds
+from livt_hf.predictions.predict import describe_images, predict
+from livt_hf.predictions.record import FOLDER, PredictionsInfo
+from livt_hf.predictions.rules import ARGMAX, TEST_PRIOR, UNIFORM
+from livt_hf.results import Results, provenance
+from livt_hf.runs import Run, place_of
+from livt_hf.settings import FinetuneSettings
+from livt_hf.training.results import summarize_class_counts
+
+logger = logging.getLogger(__name__)
+
+
+def fold_settings(settings: FinetuneSettings, number: int) -> FinetuneSettings:
+    """Return the settings of one fold from those of the whole cross-validation."""
+    own = {"folds": None, "fold": f"{number}/{settings.folds}", "push_to_hub": False}
+    return dataclasses.replace(settings, **own, output_dir=None, resume=None)
+
+
+def warn_about_seen_images(settings: FinetuneSettings) -> None:
+    """Warn of a pretraining on the images that are tested."""
+    start = Run(Path(settings.pretrained))
+    if start.finished and place_of(start.arguments["dataset"]) == place_of(settings.dataset):
+        logger.warning(
+            "the pretraining has seen test images of all folds, though not their labels; to rule that out, pretrain "
+            "and fine-tune fold by fold with --fold 1/%d and so on",
+            settings.folds,
+        )
+
+
+def predict_missing_folds(run: Run, data: Sequence[DatasetDict], accelerator: Accelerator) -> None:
+    """Write the predictions of folds that were trained by version 0.2, which kept no prediction record."""
+    for number, part in enumerate(data, 1):
+        folder = run.fold(number).folder
+        if not (folder / FOLDER).is_dir():
+            model, images = load_classifier(str(folder)).to(accelerator.device), describe_images(part["test"], "test")
+            loader = eval_loader(part["test"], load_processor(str(folder)), build_eval_batches(256, accelerator))
+            info = PredictionsInfo.from_model(model, str(folder))
+            predict(model, loader, accelerator, folder / FOLDER, info, images)
+
+
+def evaluate_cross_validation(run: Run, dataset: str, datasets: Sequence[DatasetDict]) -> EvaluationReport:
+    """Join the predictions of all folds, keep them in the run's folder, and evaluate them."""
+    predictions = join_folds([run.fold(number).folder / FOLDER for number in range(1, len(datasets) + 1)])
+    for folder in (run.folder / FOLDER, run.folder / "report"):  # of a run that was killed before it had results
+        shutil.rmtree(folder, ignore_errors=True)
+    predictions.save(run.folder / FOLDER)
+    summary = {"model": str(run.folder), "split": f"{len(datasets)} folds"} | provenance() | {"dataset": dataset}
+    return evaluate_folds(predictions, [class_counts(part["train"]) for part in datasets], **summary)
+
+
+def join_fold_results(run: Run, report: EvaluationReport, num_folds: int) -> Results:
+    """Return the results of a whole cross-validation."""
+    folds = [run.fold(number).results for number in range(1, num_folds + 1)]
+    summary, rules = report.summary, report.summary["rules"]
+    counts = np.array([row["count"] for row in report.per_class])
+    measured = rules.get(ARGMAX, rules[summary["default_rule"]])
+    return dataclasses.replace(
+        folds[0],
+        metrics=measured,
+        posterior=rules.get(UNIFORM),
+        own_prior=rules.get(TEST_PRIOR),
+        folds=summary["folds"],
+        split=summary["split"],
+        num_images=measured["num_images"],
+        trained_on=None,  # by all folds together on all images
+        num_train_images=round(statistics.mean(fold.num_train_images for fold in folds)),
+        class_counts=summarize_class_counts(counts),
+        updates=sum(fold.updates for fold in folds),
+        seconds=sum(fold.seconds for fold in folds),
+    )
