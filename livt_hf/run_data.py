@@ -4,13 +4,14 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict
 
+from livt_hf.data.benchmarks import locate_dataset
 from livt_hf.data.labels import digest_of
 from livt_hf.data.readers.split_names import SPLIT_FOLDER, SPLIT_OF_WORD
+from livt_hf.data.spec import DataSpec
 from livt_hf.data.splitting import is_made_split
 from livt_hf.errors import LiVTError
 from livt_hf.results import Results
-from livt_hf.runs import Run, lent_data, lent_plugin, newest_finished, place_of, runs_folder
-from livt_hf.settings import DataSettings, FinetuneSettings
+from livt_hf.runs import Run
 
 
 def was_trained_on(model: str, dataset: str) -> bool:
@@ -21,7 +22,7 @@ def was_trained_on(model: str, dataset: str) -> bool:
     run = Run(Path(model))
     if not run.started:
         return False
-    one, other = place_of(run.arguments.get("dataset", DataSettings.dataset)), place_of(dataset)
+    one, other = locate_dataset(run.arguments.get("dataset", DataSpec.dataset)), locate_dataset(dataset)
     if one == other or not (isinstance(one, Path) and isinstance(other, Path)):
         return one == other
     if not other.is_relative_to(one):
@@ -30,50 +31,36 @@ def was_trained_on(model: str, dataset: str) -> bool:
     return split is None or SPLIT_OF_WORD[split[1].lower()] == "train"
 
 
-def settings_from_run(explicit_options: dict) -> dict:
-    """Return what an evaluation takes from a run where no option says so: the model, its data, its plugin.
-
-    The run's own data are divided as they were in training, also where they are named.
-    """
-    inherited = {}
-    if explicit_options.get("model", "auto") == "auto":
-        run = newest_finished(FinetuneSettings, folds=None)  # a cross-validation has no model of its own
-        if run is None:
-            raise LiVTError(f"there is no finished fine-tuning under {runs_folder()}; name a checkpoint with --model.")
-        inherited["model"] = str(run.folder)
-    else:
-        run = Run(Path(explicit_options["model"]))
-    if "dataset" not in explicit_options:
-        if run.folder.is_dir() and not run.started and not (run.folder / "config.json").exists():
-            raise LiVTError(f"{run.folder} holds no model: it has no config.json; name a run or a checkpoint.")
-        if not run.finished:
-            raise LiVTError(f"{run.folder} is not a finished run here; say what to measure it on with --dataset.")
-    if "dataset" not in explicit_options or run.started:
-        inherited |= lent_data(run, explicit_options)
-    if "plugin" not in explicit_options:
-        inherited["plugin"] = lent_plugin(run.folder)
-    return inherited
+def data_spec_from_run(run: Run) -> DataSpec:
+    """Return the data that a run was trained on, split as they were in training."""
+    if not run.finished:
+        raise LiVTError(f"{run.folder} is not a finished run here; name the dataset.", argument="dataset")
+    return DataSpec(**{name: value for name, value in run.arguments.items() if name in DataSpec.names()})
 
 
-def check_split_unseen(settings, data: DatasetDict) -> None:
+def check_split_unseen(model: str, spec: DataSpec, split: str, data: DatasetDict) -> None:
     """Raise an error where a split was split off from images that should not be divided, or no longer in the same way.
 
-    `settings` name the model and the split. Which images are split off depends on all of them.
+    Args:
+        model: path of the model, perhaps of a run.
+        spec: the data it is measured on; which images are split off depends on all options.
+        split: name of the split it is measured on.
+        data: the splits.
     """
-    if not is_made_split(data, settings.split):
+    if not is_made_split(data, split):
         return
-    run, stored = Run(Path(settings.model)), SPLIT_OF_WORD.get(str(data["train"].split))
-    names = set(DataSettings.names()) - set(DataSettings.names("may_change_on_resume"))
-    same_options = run.finished and all(run.arguments.get(name) == getattr(settings, name) for name in names)
+    run, stored = Run(Path(model)), SPLIT_OF_WORD.get(str(data["train"].split))
+    names = set(DataSpec.names()) - set(DataSpec.names("may_change_on_resume"))
+    same_options = run.finished and all(run.arguments.get(name) == getattr(spec, name) for name in names)
     if not same_options and stored in ("validation", "test"):
         raise LiVTError(
-            f"{settings.dataset} has no other split than {stored}, of which a part would be set aside as in training: "
+            f"{spec.dataset} has no other split than {stored}, of which a part would be set aside as in training: "
             "pass --split all to measure on all its images."
         )
     if same_options and _has_changed(run.results, data["train"]):
         raise LiVTError(
-            f"{settings.dataset} has changed since {settings.model} was trained on it, so training images may be in "
-            f"its {settings.split} split: put its images back as they were, measure on others with --dataset OTHER "
+            f"{spec.dataset} has changed since {model} was trained on it, so training images may be in "
+            f"its {split} split: put its images back as they were, measure on others with --dataset OTHER "
             "--split all, or train again."
         )
 

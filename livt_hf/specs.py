@@ -1,6 +1,6 @@
 """Specs: small dataclasses of checked options. Library functions take them, commands are put together from them.
 
-Nothing here imports torch.
+A spec may have other specs as parts; their options are named directly. Nothing here imports torch.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -41,7 +41,6 @@ def option(
     *,
     choices: Sequence[str] | Callable[[], Sequence[str]] = (),
     common: bool = False,
-    positional: bool = False,
     is_path: bool = False,
     is_model: bool = False,
     affects_split: bool | None = None,
@@ -58,7 +57,6 @@ def option(
         help: what the option means, in a few words.
         choices: allowed values, or a function that lists them.
         common: show the option in `--help`; `--help_all` shows all.
-        positional: accept the value without `--name`.
         is_path: the value may be a path; `~` is expanded.
         is_model: the value names a trained model; the folder of `livt train` stands for its fine-tuning.
         affects_split: an option of the data decides which images are trained and tested on; default: all that may
@@ -74,51 +72,143 @@ def option(
     return dataclasses.field(default=default, metadata=facts)
 
 
-@dataclass
+def part(spec: type["Spec"], help: Mapping[str, str] | None = None, **defaults: Any) -> Any:
+    """Declare a spec as a part of another one, with defaults and help texts that differ from its own."""
+    return dataclasses.field(
+        default_factory=functools.partial(spec, **defaults), metadata={"defaults": defaults, "part_help": help or {}}
+    )
+
+
+class Option(NamedTuple):
+    """A declared option: its type, bounds and default, the part it belongs to, and the facts of its declaration."""
+
+    name: str
+    kind: Any  # int, float, bool, str, Literal or list; None aside
+    bounds: list[tuple[Callable[[Any, Any], bool], str, Any]]
+    default: Any
+    part: str | None
+    spec: type["Spec"]
+    facts: Mapping[str, Any]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return the values the option can have; empty if there is no such list."""
+        kind = get_args(self.kind)[0] if get_origin(self.kind) is list else self.kind
+        if get_origin(kind) is Literal:
+            return tuple(str(one).lower() if isinstance(one, bool) else one for one in get_args(kind))
+        choices = self.facts["choices"]
+        return tuple(choices() if callable(choices) else choices)
+
+    @property
+    def is_flag(self) -> bool:
+        """Return True if the option can be given without a value, as a flag."""
+        return self.kind is bool or True in get_args(self.kind)
+
+    def check(self, value: Any) -> None:
+        """Raise a `LiVTError` if a value is not what the declaration allows."""
+        if value is None:
+            return
+        kinds = {int: (Integral, "a whole number"), float: (Real, "a number"), bool: (bool, "true or false")}
+        if self.kind in kinds:
+            kind, wanted = kinds[self.kind]
+            if not isinstance(value, kind) or self.kind is not bool and isinstance(value, bool):
+                raise LiVTError(f"{self.name} is {shorten(value)}; it must be {wanted}.", argument=self.name)
+        for holds, text, bound in self.bounds:
+            if not holds(value, bound):  # written this way so that NaN fails the check
+                raise LiVTError(f"{self.name} is {value}; it must be {text} {bound}.", argument=self.name)
+        choices = self.choices
+        for one in value if isinstance(value, list) else [value]:
+            if choices and isinstance(one, str) and one not in choices:
+                raise LiVTError(f"{self.name} is {one!r}; choose one of {', '.join(choices)}.", argument=self.name)
+
+
+@dataclass(frozen=True)
 class Spec:
     """Base of all specs: expands paths and checks bounds and choices when it is built."""
 
     def __post_init__(self):
-        for declared in dataclasses.fields(self):
-            value = getattr(self, declared.name)
-            if declared.metadata.get("is_path"):
-                value = expand_user(value)
-                object.__setattr__(self, declared.name, value)
-            check_value(type(self), declared, value)
+        for declared in self.options().values():
+            if declared.part is None:
+                value = getattr(self, declared.name)
+                if declared.facts["is_path"]:
+                    value = expand_user(value)
+                    object.__setattr__(self, declared.name, value)
+                declared.check(value)
 
-    def replace(self, **values) -> Self:
-        """Return a copy with other values."""
-        return dataclasses.replace(self, **values)
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Return all options by name, those of parts included."""
+        return _declared_options(cls)
 
     @classmethod
     def names(cls, fact: str | None = None) -> list[str]:
         """Return the names of the options for which a fact of their declaration is true, or of all."""
-        return [f.name for f in dataclasses.fields(cls) if fact is None or f.metadata.get(fact)]
+        return [name for name, one in cls.options().items() if fact is None or one.facts[fact]]
+
+    @classmethod
+    def build(cls, **values: Any) -> Self:
+        """Build a spec from options, those of its parts named directly."""
+        own = {name: values.pop(name) for name, one in cls.options().items() if one.part is None and name in values}
+        for declared in dataclasses.fields(cls):
+            if is_part(declared):
+                spec, defaults = declared.default_factory.func, declared.metadata["defaults"]
+                if isinstance(values.get(declared.name), Spec):
+                    own[declared.name] = values.pop(declared.name)
+                else:
+                    inner = {name: values.pop(name) for name in spec.names() if name in values}
+                    own[declared.name] = spec.build(**defaults | inner)
+        return cls(**own, **values)  # what is left is unknown, and Python says so
+
+    def replace(self, **values: Any) -> Self:
+        """Return a copy with other values; options of parts are named directly."""
+        own = {}
+        for declared in dataclasses.fields(self):
+            current = getattr(self, declared.name)
+            if is_part(declared) and not isinstance(values.get(declared.name), Spec):
+                inner = {name: values.pop(name) for name in current.names() if name in values}
+                own[declared.name] = current.replace(**inner)
+        return dataclasses.replace(self, **own, **values)
+
+    def non_defaults(self, part: str) -> dict[str, Any]:
+        """Return the options of a part that are not at their defaults."""
+        values = getattr(self, part).to_dict()
+        return {name: value for name, value in values.items() if value != self.options()[name].default}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all options with their values, those of parts included."""
+        values: dict[str, Any] = {}
+        for declared in dataclasses.fields(self):
+            value = getattr(self, declared.name)
+            values |= value.to_dict() if is_part(declared) else {declared.name: value}
+        return values
 
 
-def check_value(cls: type, declared: dataclasses.Field, value: Any) -> None:
-    """Raise a `LiVTError` if a value is not what the declaration of an option allows."""
-    name = declared.name
-    kind, bounds = option_type(cls, declared)
-    if bounds and value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise LiVTError(f"{name} is {value!r}; it must be a number.", argument=name)
-    if kind is int and bounds and value is not None and not isinstance(value, Integral):
-        raise LiVTError(f"{name} is {value!r}; it must be a whole number.", argument=name)
-    for holds, text, bound in bounds:
-        if value is not None and not holds(value, bound):  # written this way so that NaN fails the check
-            raise LiVTError(f"{name} is {value}; it must be {text} {bound}.", argument=name)
-    choices = option_choices(cls, declared)
-    for one in value if isinstance(value, list) else [value]:
-        if choices and isinstance(one, str) and one not in choices:
-            raise LiVTError(f"{name} is {one!r}; choose one of {', '.join(choices)}.", argument=name)
+def is_part(declared: dataclasses.Field) -> bool:
+    """Return True if a field of a spec is a spec itself."""
+    return "part_help" in declared.metadata
 
 
-_type_hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
+@functools.cache
+def _declared_options(cls: type[Spec]) -> dict[str, Option]:
+    hints = get_type_hints(cls, include_extras=True)
+    options: dict[str, Option] = {}
+    for declared in dataclasses.fields(cls):
+        if is_part(declared):
+            spec, defaults = declared.default_factory.func, declared.metadata["defaults"]
+            for name, inner in spec.options().items():
+                facts = dict(inner.facts) | {"help": declared.metadata["part_help"].get(name, inner.facts["help"])}
+                default = defaults.get(name, inner.default)
+                options[name] = inner._replace(default=default, part=declared.name, facts=facts)
+        else:
+            kind, bounds = _read_hint(hints[declared.name])
+            options[declared.name] = Option(
+                declared.name, kind, bounds, declared.default, None, cls, dict(declared.metadata)
+            )
+    return options
 
 
-def option_type(cls: type, declared: dataclasses.Field) -> tuple[Any, list]:
-    """Return the type of an option without None (int, float, bool, str, Literal or list) and its bounds."""
-    hint = _type_hints(cls)[declared.name]  # type: ignore[arg-type]
+def _read_hint(hint: Any) -> tuple[Any, list]:
+    """Return a type without None, and its bounds."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[0]
     if get_origin(hint) is not Annotated:
@@ -133,21 +223,11 @@ def _read_bounds(constraints: Sequence) -> Iterator[tuple[Callable, str, Any]]:
         yield holds, text, getattr(constraint, attribute)
 
 
-def option_choices(cls: type, declared: dataclasses.Field) -> tuple[str, ...]:
-    """Return the values an option can have; empty if there is no such list."""
-    choices, (kind, _) = declared.metadata.get("choices", ()), option_type(cls, declared)
-    if get_origin(kind) is list:
-        (kind,) = get_args(kind)
-    if get_origin(kind) is Literal:
-        return tuple(str(part).lower() if isinstance(part, bool) else part for part in get_args(kind))
-    return tuple(choices() if callable(choices) else choices)
-
-
 def expand_user(path: Any) -> Any:
-    """Return a path, or each of a list, with the home folder for a leading `~`."""
+    """Return a path, or each of a list, as text with the home folder for a leading `~`."""
     if isinstance(path, list):
         return [expand_user(one) for one in path]
-    return os.path.expanduser(path) if isinstance(path, str) else path
+    return os.path.expanduser(os.fspath(path)) if isinstance(path, str | os.PathLike) else path
 
 
 def matches_type(value: Any, hint: Any) -> bool:

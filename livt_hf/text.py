@@ -54,13 +54,14 @@ def shell_words(line: str) -> list[str]:
 
 
 def format_accuracy(metrics: dict) -> str:
-    """Return metrics on one line: accuracy, or mAP where an image has several labels, overall and by shot group.
+    """Format the overall accuracy, or mAP where images have several labels, and that of each shot group.
 
-    Where the test set is imbalanced, accuracy rewards its frequent classes: the mean over classes stands beside it.
+    Where the test set is imbalanced, accuracy rewards its frequent classes: the mean class accuracy stands beside it.
     """
     overall = "accuracy" if "accuracy" in metrics else "map"
-    words = {"map": "mean average precision"}
-    parts = [f"{words.get(name, name)} {format_percent(metrics[name])}" for name in (overall, "many", "medium", "few")]
+    labels = {"map": "mean average precision"}
+    names = (overall, "many", "medium", "few")
+    parts = [f"{labels.get(name, name)} {format_percent(metrics[name])}" for name in names]
     if format_percent(metrics.get("mean_class_accuracy")) not in ("-", format_percent(metrics[overall])):
         parts.insert(1, f"mean class accuracy {format_percent(metrics['mean_class_accuracy'])}")
     calibration = f"; ECE {format_percent(metrics['ece'])}" if "ece" in metrics else ""

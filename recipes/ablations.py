@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.hub.paper import paper_table
 from livt_hf.results import Results
-from livt_hf.settings import FinetuneSettings
 
 REPORTED = ("accuracy", "many", "medium", "few", "ece")
 
@@ -216,21 +216,21 @@ def paper_rows(sweep: Sweep, variant: Variant, run: FinetuneSettings, pretrained
     """
     if not variant.paper:
         return []
-    size, pixels = run.model_size, run.image_size or 224
-    same = variant.paper | {"dataset": run.dataset}
+    size, pixels = run.model.model_size, run.model.image_size or 224
+    same = variant.paper | {"dataset": run.data.dataset}
     rows = [
         row
         for table in sweep.tables
         for row in paper_table(table)
         if all(row.get(key) == value for key, value in same.items())
-        and row.get("loss") in (None, run.loss)
-        and row.get("imbalance_factor") in (None, run.imbalance_factor)
+        and row.get("loss") in (None, run.loss.loss)
+        and row.get("imbalance_factor") in (None, run.data.imbalance_factor)
     ]
     exact = [
         row
         for row in rows
         if (row["model_size"], row["image_size"]) == (size, pixels)
-        and pretrained_on in (None, row.get("pretrain_dataset", run.dataset))
+        and pretrained_on in (None, row.get("pretrain_dataset", run.data.dataset))
     ]
     other_size = [row for row in rows if (row["model_size"], row["image_size"]) == ("base", 224)]
     return exact or (other_size if "loss" in variant.paper else [])

@@ -17,7 +17,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from livt_hf.classifiers import check_classes_match, check_posterior, load_classifier, load_processor
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.inherit import inherit_from_run, resolve_settings
+from livt_hf.cli.settings import CalibrateSettings, EvalSettings
 from livt_hf.data import eval_loader, load_dataset, load_evaluation_data
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.errors import LiVTError
@@ -25,33 +27,31 @@ from livt_hf.files import read_record, write_values
 from livt_hf.predictions.calibrate import calibrate
 from livt_hf.predictions.record import FOLDER, PredictionsInfo, replace_info
 from livt_hf.predictions.rules import LABELS
-from livt_hf.recipes.settings import CalibrateSettings
 from livt_hf.results import Results
-from livt_hf.run_data import check_split_unseen, settings_from_run, was_trained_on
+from livt_hf.run_data import check_split_unseen, was_trained_on
 from livt_hf.runs import Run
-from livt_hf.settings import EvalSettings
 from livt_hf.text import format_accuracy, shell_line
-from livt_hf.training.device import configure_threads
+from livt_hf.threads import configure_threads
 from livt_hf.training.finetune import compute_metrics, compute_record_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = CalibrateSettings.parse(argv, inherit=settings_from_run)
+    settings = resolve_settings(CalibrateSettings, argv)
     accelerator = Accelerator()
     configure_threads(accelerator.device, settings.threads)
     config = Path(settings.model) / "config.json"
     if not config.is_file():
         raise LiVTError(f"{settings.model} is no folder with a config.json to write to; download the model first.")
-    model, processor = load_classifier(settings.model, **settings.training), load_processor(settings.model)
+    model, processor = load_classifier(settings.model, **settings.foreign.training), load_processor(settings.model)
     model.to(accelerator.device)
     check_posterior(model)
     check_not_trained_on(settings)
-    data = load_evaluation_data(settings, settings.split)
+    data = load_evaluation_data(settings.data, settings.split)
     check_split(settings, list(data))
-    check_split_unseen(settings, data)
+    check_split_unseen(settings.model, settings.data, settings.split, data)
     check_classes_match(model, data[settings.split])
 
-    batches = build_eval_batches(settings.batch_size, accelerator, settings.num_workers)
+    batches = build_eval_batches(settings.batch_size, accelerator, settings.data.num_workers)
     calibration = calibrate(model, eval_loader(data[settings.split], processor, batches), accelerator)
     results = measure_again(settings, model, accelerator, calibration.num_images)
     write_calibration(config, model)
@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured = "".join(f"  test, {LABELS[rule]}: {format_accuracy(metrics)}\n" for rule, metrics in rules.items())
     low, high = min(calibration.offsets), max(calibration.offsets)
     print(
-        f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.dataset} ({settings.split}): "
+        f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.data.dataset} "
+        f"({settings.split}): "
         f"scale {calibration.scale:.2f}, odds {calibration.odds:.2f}, offsets from {low:+.2f} to {high:+.2f}.\n"
         f"{measured}"
         f"Next, measure it again:\n  {shell_line(['livt', 'eval', '--model', settings.model])}"
@@ -71,14 +72,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_not_trained_on(settings: CalibrateSettings) -> None:
-    if settings.split == "train" or settings.split == "all" and was_trained_on(settings.model, settings.dataset):
+    if settings.split == "train" or settings.split == "all" and was_trained_on(settings.model, settings.data.dataset):
         raise LiVTError("a model is too sure of the images it was trained on; calibrate it on others.")
 
 
 def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
     if settings.split not in splits:
         raise LiVTError(
-            f"{settings.dataset} has no split {settings.split!r}; it has {', '.join(splits)}. Name one with --split "
+            f"{settings.data.dataset} has no split {settings.split!r}; it has {', '.join(splits)}. Name one with "
+            "--split "
             "that the model was not trained on, and that its results are not measured on; or give such images with "
             "--dataset FOLDER --split all; or train again with --validation_fraction 0.1, which holds such images "
             "out and calibrates on them."
@@ -102,16 +104,16 @@ def measure_again(
         replace_info(run.folder / FOLDER, info)
         return dataclasses.replace(results, **compute_record_metrics(run.folder / FOLDER, counts))
     named = {"model": settings.model, "plugin": settings.plugin}
-    own = EvalSettings.merged(named, inherited=settings_from_run(named))
+    own = EvalSettings.resolve(named, inherited=inherit_from_run(named))
     try:
-        data = load_dataset(own)
-        check_split_unseen(own, data)
+        data = load_dataset(own.data)
+        check_split_unseen(own.model, own.data, own.split, data)
     except LiVTError as error:
         print(f"It is not measured again, and its results keep only what calibration does not change: {error}")
         decided = ("macro_precision", "macro_recall", "macro_f1") if info.multi_label else ()
         metrics = {name: value for name, value in results.metrics.items() if name not in decided}
         return dataclasses.replace(results, metrics=metrics, posterior=None, own_prior=None)
-    batches = build_eval_batches(own.batch_size, accelerator, own.num_workers)
+    batches = build_eval_batches(own.batch_size, accelerator, own.data.num_workers)
     loader = eval_loader(data["test"], load_processor(settings.model), batches)
     return dataclasses.replace(results, **compute_metrics(model, loader, accelerator, counts))
 

@@ -14,14 +14,15 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.options import format_words
+from livt_hf.cli.training_settings import CompareSettings, SweepSettings
 from livt_hf.data import load_dataset
 from livt_hf.data.labels import is_multi_label
 from livt_hf.errors import LiVTError
 from livt_hf.files import write_values
 from livt_hf.pretrained import read_config
 from livt_hf.recipes.ablations import Variant, summarise, table_rows
-from livt_hf.recipes.settings import CompareSettings, SweepSettings, as_words
 from livt_hf.recipes.sweep import Plan, carried_out
 from livt_hf.recipes.train import plan_scratch_training, unmixed
 from livt_hf.reports import markdown_table, sweep_plot
@@ -43,7 +44,7 @@ class Ways(Plan):
 def main(argv: Sequence[str] | None = None) -> None:
     settings = CompareSettings.parse(argv)
     train, _ = (
-        load_dataset(settings)["train"],
+        load_dataset(settings.data)["train"],
         read_config(settings.pretrained),
     )  # checked before the first run
     if is_multi_label(train):
@@ -61,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def as_sweep(settings: CompareSettings) -> SweepSettings:
     """The runs of a comparison are those of a sweep; both stages see the same images."""
-    common = ("dataset", "source", "imbalance_factor", "plugin")
-    said = {name: value for name, value in settings.non_default_data_options().items() if name not in common}
+    values, common = settings.to_dict(), ("dataset", "source", "imbalance_factor", "plugin")
+    said = {name: value for name, value in settings.non_defaults("data").items() if name not in common}
     of_images = {name: value for name, value in said.items() if name != "validation_fraction"}
-    return SweepSettings(
-        **{name: getattr(settings, name) for name in (*common, "pretrained", "seeds", "dry_run")},
-        pretrain=shell_line(as_words(of_images)),
-        finetune=shell_line(as_words(said)),
+    return SweepSettings.build(
+        **{name: values[name] for name in (*common, "pretrained", "seeds", "dry_run")},
+        pretrain=shell_line(format_words(of_images)),
+        finetune=shell_line(format_words(said)),
         output_dir=str(settings.folder),
     )
 
@@ -95,7 +96,7 @@ def report(settings: CompareSettings, plan: Plan) -> None:
         line | {"epochs": row["epochs"], "minutes": f"{row['minutes']:.1f}"}
         for line, row in zip(table_rows(rows), rows, strict=True)
     ]
-    said = {"title": f"Ways to train on {Path(settings.dataset).name}", "minutes": settings.minutes, "rows": rows}
+    said = {"title": f"Ways to train on {Path(settings.data.dataset).name}", "minutes": settings.minutes, "rows": rows}
     write_values(folder / "compare.json", said)
     (folder / "table.md").write_text(markdown_table(table) + "\n", encoding="utf-8")
     sweep_plot(rows, folder / "plot.png", "way", title=f"{said['title']}, {settings.minutes:g} minutes each")

@@ -16,7 +16,9 @@ from timm.data import ImageNetInfo
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.classifiers import balance_by_counts, load_classifier, load_processor
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.inherit import resolve_settings
+from livt_hf.cli.settings import ConvertSettings
 from livt_hf.conversion import OFFICIAL_CLASSES, from_official, save_timm, to_beit
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
@@ -26,14 +28,12 @@ from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.plugins import find_module
 from livt_hf.predictions import PredictionsInfo
 from livt_hf.predictions.decide import load_prior
-from livt_hf.recipes.settings import ConvertSettings
-from livt_hf.runs import lent_plugin_of
 
 OF_AUTHORS = ("dataset", "labels", "keep_class_order")  # what their files do not say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = ConvertSettings.parse(argv, inherit=lent_plugin_of("source"))
+    settings = resolve_settings(ConvertSettings, argv)
     if settings.prior is not None and settings.to not in FORMS:
         raise LiVTError(f"--to {settings.to} writes weights, whose prior is chosen in serving; leave --prior out.")
     told = [name for name in OF_AUTHORS if getattr(settings, name)]
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         if settings.to == "onnx" and not all(find_module(name) for name in ("onnxruntime", "onnxscript")):
             raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
-        model = load_classifier(settings.source, **settings.training)
+        model = load_classifier(settings.source, **settings.foreign.training)
         (export if settings.to in FORMS else write_form)(settings, model, load_processor(settings.source))
     print(f"wrote {settings.output}")
 
@@ -91,14 +91,14 @@ def convert_official(settings: ConvertSettings) -> None:
     names, order = None if settings.labels is None else read_names(settings.labels), settings.keep_class_order
     model = from_official(settings.source, id2label=names, keep_class_order=order)
     classes = model.config.num_labels if isinstance(model, LiViTForImageClassification) else None
-    if classes is None and settings.class_counts is not None:
+    if classes is None and settings.foreign.class_counts is not None:
         raise LiVTError(f"{settings.source} holds a pretraining, which has no classes; leave --class_counts out.")
     dataset = settings.dataset or told_by_head(classes, settings)
     if dataset == "imagenet-lt" and names is None and classes == OFFICIAL_CLASSES[dataset]:
         names = imagenet_names()
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
-    if settings.class_counts is not None:
-        model = balance_by_counts(model, **settings.training)
+    if settings.foreign.class_counts is not None:
+        model = balance_by_counts(model, **settings.foreign.training)
     model.save_pretrained(settings.output)
     eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(settings.output)
     if classes is not None and dataset == "inat18":
@@ -111,7 +111,7 @@ def told_by_head(classes: int | None, settings: ConvertSettings) -> str:
     fitting = [name for name, number in OFFICIAL_CLASSES.items() if number == classes]
     if fitting:
         return fitting[0]
-    if settings.class_counts is not None:
+    if settings.foreign.class_counts is not None:
         return "own images"  # trained with the authors' code, which takes ImageNet's statistics for them
     what = "is a pretraining file" if classes is None else f"has {classes} classes"
     known = ", ".join(f"{name} ({number})" for name, number in OFFICIAL_CLASSES.items())

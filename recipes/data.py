@@ -10,13 +10,14 @@ import numpy as np
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.options import format_words
+from livt_hf.cli.settings import InspectDataSettings
 from livt_hf.data.decoding import copies_in_words, find_broken, listed, some_images
 from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
 from livt_hf.data.load import load_dataset
 from livt_hf.errors import LiVTError
 from livt_hf.metrics import group_sizes
-from livt_hf.recipes.settings import LookSettings, as_words
 from livt_hf.reports import class_distribution, contact_sheet
 from livt_hf.runs import runs_folder
 from livt_hf.text import shell_line
@@ -25,10 +26,10 @@ SAMPLE_ROWS, SAMPLE_COLUMNS = 5, 8
 
 
 def main(argv: list[str] | None = None) -> None:
-    settings = LookSettings.parse(argv)
-    data = load_dataset(settings)
+    settings = InspectDataSettings.parse(argv)
+    data = load_dataset(settings.data)
     # Those that --on_broken skip leaves out were looked for when the data was loaded.
-    checked = settings.check_images and settings.on_broken == "error"
+    checked = settings.check_images and settings.data.on_broken == "error"
     broken = {split: find_broken(part) if checked else {} for split, part in data.items()}
     print(table(data))
     for split, findings in broken.items():
@@ -47,17 +48,17 @@ def main(argv: list[str] | None = None) -> None:
     copies = copies_in_words(sound) if settings.check_images else None
     if copies is not None:
         print(copies)
-    output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.dataset).name}"
-    for path in draw(sound["train"], output, settings.split_seed):
+    output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.data.dataset).name}"
+    for path in draw(sound["train"], output, settings.data.split_seed):
         print(f"wrote {path}")
-    said = settings.non_default_data_options() | {"dataset": None, "hours": 0.5}
+    said = settings.non_defaults("data") | {"plugin": settings.plugin, "dataset": None, "hours": 0.5}
     if any(broken.values()):
         said["on_broken"] = "skip"
         if not class_counts(sound["train"]).all():
             said["drop_empty"] = True
     print(
         "Next, train for half an hour; with few images add --pretrained and a classifier, a folder or a Hub id:\n  "
-        + shell_line(["livt", "train", settings.dataset, *as_words(said)])
+        + shell_line(["livt", "train", settings.data.dataset, *format_words(said)])
     )
 
 

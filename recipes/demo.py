@@ -13,11 +13,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.inherit import inherit_plugin
+from livt_hf.cli.settings import DemoSettings
 from livt_hf.errors import LiVTError
 from livt_hf.plugins import load_plugin
-from livt_hf.recipes.settings import DemoSettings
-from livt_hf.runs import lent_plugin
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_port(settings.port)
     for path in settings.models:
         if settings.plugin is None:
-            load_plugin(lent_plugin(Path(path)))
+            load_plugin(inherit_plugin(Path(path)))
     with private_files():
         chosen = {"images": settings.images, "report": settings.report, "device": settings.device}
         models = [show(path, **chosen, private=not settings.share) for path in settings.models]

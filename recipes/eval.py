@@ -34,7 +34,9 @@ from livt_hf.classifiers import (
     load_processor,
     training_counts,
 )
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.inherit import resolve_settings
+from livt_hf.cli.settings import EvalSettings
 from livt_hf.data import class_counts, eval_loader, load_evaluation_data
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.labels import is_multi_label, labels_of
@@ -59,14 +61,14 @@ from livt_hf.reports.comparison import compare
 from livt_hf.reports.curves import shift_rows
 from livt_hf.reports.evaluation import choose_folder, write_report
 from livt_hf.results import provenance
-from livt_hf.run_data import check_split_unseen, settings_from_run, was_trained_on
-from livt_hf.settings import EvalSettings
+from livt_hf.run_data import check_split_unseen, was_trained_on
 from livt_hf.text import format_accuracy, format_percent, shell_line
-from livt_hf.training.device import LONG_TIMEOUT, check_processes, configure_threads
+from livt_hf.threads import configure_threads
+from livt_hf.training.device import LONG_TIMEOUT, check_processes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = EvalSettings.parse(argv, inherit=lambda named: {} if "compare" in named else settings_from_run(named))
+    settings = resolve_settings(EvalSettings, argv)
     accelerator = Accelerator(kwargs_handlers=LONG_TIMEOUT)
     folder = choose_folder(settings.report, settings.model, settings.compare)
     if settings.compare is not None:
@@ -80,13 +82,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.probe or is_pretraining(settings.model):
         probe(settings, accelerator, folder)
         return
-    model = load_classifier(settings.model, **settings.training).to(accelerator.device)
+    model = load_classifier(settings.model, **settings.foreign.training).to(accelerator.device)
     info = PredictionsInfo.from_model(model, settings.model)
     check_options(info, settings, known_counts(model) is not None)
     prior = None if settings.prior is None else load_prior(settings.prior, info)
     data = load_splits(settings, accelerator)
     check_classes_match(model, data["train"])
-    check_split_unseen(settings, data)
+    check_split_unseen(settings.model, settings.data, settings.split, data)
     counts = training_counts(model, data["train"])
     shifted = []
     if settings.test_imbalance is not None:
@@ -129,7 +131,7 @@ def thresholds_of(settings: EvalSettings) -> dict[str, int]:
 
 def describe(settings: EvalSettings) -> dict:
     """Return what evaluation.json says of the evaluation itself."""
-    named = {"model": settings.model, "dataset": settings.dataset, "split": settings.split}
+    named = {"model": settings.model, "dataset": settings.data.dataset, "split": settings.split}
     return named | {"thresholds": thresholds_of(settings)} | provenance()
 
 
@@ -147,15 +149,15 @@ def new_folder(folder: Path, accelerator: Accelerator) -> Iterator[Path]:
 def load_splits(settings: EvalSettings, accelerator: Accelerator) -> DatasetDict:
     """Load the data, and check that they have the split to measure on."""
     with accelerator.main_process_first():
-        data = load_evaluation_data(settings, settings.split)
+        data = load_evaluation_data(settings.data, settings.split)
     if settings.split not in data:
-        raise LiVTError(f"{settings.dataset} has no split {settings.split!r}; it has {', '.join(data)}.", "split")
+        raise LiVTError(f"{settings.data.dataset} has no split {settings.split!r}; it has {', '.join(data)}.", "split")
     return data
 
 
 def make_loader(settings: EvalSettings, dataset: Dataset, accelerator: Accelerator) -> DataLoader:
     """Return the images of this process as the model's own processor prepares them."""
-    batches = build_eval_batches(settings.batch_size, accelerator, settings.num_workers)
+    batches = build_eval_batches(settings.batch_size, accelerator, settings.data.num_workers)
     return eval_loader(dataset, load_processor(settings.model), batches)
 
 
@@ -176,9 +178,9 @@ def check_options(info: PredictionsInfo, settings: EvalSettings, counts_known: b
             "images are training images: pass --class_counts, or measure it on a dataset that has its training split.",
             "class_counts",
         )
-    if settings.split == "all" and was_trained_on(settings.model, settings.dataset):
+    if settings.split == "all" and was_trained_on(settings.model, settings.data.dataset):
         raise LiVTError(
-            f"{settings.model} was trained on images of {settings.dataset}; leave --split all out, or name other "
+            f"{settings.model} was trained on images of {settings.data.dataset}; leave --split all out, or name other "
             "images with --dataset.",
             "split",
         )
@@ -262,7 +264,8 @@ def format_summary(report: EvaluationReport, info: PredictionsInfo, grouped: boo
 def probe(settings: EvalSettings, accelerator: Accelerator, folder: Path) -> None:
     """Measure frozen features by kNN and a linear classifier, on the classes of the data."""
     named = ("prior", "adapt_prior", "test_imbalance", "predictions", "class_counts")
-    wrong = next((name for name in named if getattr(settings, name)), None)
+    values = settings.to_dict()
+    wrong = next((name for name in named if values[name]), None)
     if wrong:
         raise LiVTError(f"kNN and the linear probe measure features and know no prior; leave --{wrong} out.", wrong)
     if settings.split == "all":
@@ -273,7 +276,7 @@ def probe(settings: EvalSettings, accelerator: Accelerator, folder: Path) -> Non
     data = load_splits(settings, accelerator)
     if is_multi_label(data["train"]):
         raise LiVTError(
-            f"images of {settings.dataset} have several labels, and kNN and the linear probe choose one; "
+            f"images of {settings.data.dataset} have several labels, and kNN and the linear probe choose one; "
             "fine-tune the checkpoint and evaluate that."
         )
     model, counts = model.to(accelerator.device), torch.from_numpy(class_counts(data["train"]))

@@ -23,27 +23,27 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.inherit import resolve_settings
+from livt_hf.cli.settings import PredictSettings
 from livt_hf.errors import LiVTError
 from livt_hf.predictions.decide import load_prior
 from livt_hf.predictions.predict import Predictor, find_images
 from livt_hf.predictions.record import Predictions, PredictionsInfo
 from livt_hf.predictions.rules import DecisionRule, rule_for_prior
 from livt_hf.predictions.tables import SEPARATOR, TableWriter, check_table_path
-from livt_hf.recipes.settings import PredictSettings
-from livt_hf.runs import lent_plugin_of
-from livt_hf.training.device import configure_threads
+from livt_hf.threads import configure_threads
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = PredictSettings.parse(argv, inherit=lent_plugin_of("model"))
+    settings = resolve_settings(PredictSettings, argv)
     is_table = settings.output is not None and Path(settings.output).suffix != ""  # else a prediction record
     if is_table:
         check_table_path(settings.output, "output")
     paths = find_images(settings.images)
     if not paths:
         raise LiVTError(f"there is no image in {' '.join(settings.images)}; name files, folders or quoted patterns.")
-    predictor = Predictor(settings.model, device=settings.device, **settings.training)
+    predictor = Predictor(settings.model, device=settings.device, **settings.foreign.training)
     configure_threads(predictor.device, settings.threads)
     info, rule = predictor.info, predictor.info.default_rule
     thresholds = info.thresholds() if info.multi_label else None

@@ -8,22 +8,23 @@ The run folder ends up holding a stock ViTMAE checkpoint, its image processor, l
 reconstructions.png. `--help` lists the options.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
-from livt_hf.commands import check_publishing, publish_if_asked, run_command, what_next
+from livt_hf.cli.console import format_next_command, run_command
+from livt_hf.cli.options import CONFIGS
+from livt_hf.cli.publish import check_publishing, publish_run
+from livt_hf.cli.resume import resolve_training, start_run
+from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.data import class_counts, eval_loader, eval_processor, load_dataset, normalization
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import digest_of, number_of_classes
 from livt_hf.reports import reconstruction_sheet
 from livt_hf.results import Results
-from livt_hf.runs import Run, parse_training, start_run
-from livt_hf.settings import FinetuneSettings, PretrainSettings
+from livt_hf.runs import Run
 from livt_hf.text import format_duration
 from livt_hf.training import autotune
 from livt_hf.training.loop import TrainingLoop, finish_run, make_accelerator, open_run, track_picture
@@ -37,8 +38,6 @@ from livt_hf.training.pretrain import (
 )
 from livt_hf.training.results import build_common_results, summarize_class_counts
 
-CONFIGS = Path(__file__).parent / "configs"
-
 
 def pretrain(
     settings: PretrainSettings, accelerator: Accelerator, resumed: Run | None = None, began: float | None = None
@@ -51,39 +50,49 @@ def pretrain(
         resumed: the run to resume.
         began: value of `autotune.clock()` at the start of the command.
     """
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.optimization.seed)
     with accelerator.main_process_first():
-        dataset = load_dataset(settings, streaming=settings.streaming)
-    train, size = dataset["train"], choose_image_size(settings)
-    on_broken = settings.on_broken if settings.streaming else "error"  # stored data was cleaned when it was loaded
+        dataset = load_dataset(settings.data, streaming=settings.streaming)
+    train, size = dataset["train"], choose_image_size(settings.model)
+    on_broken = (
+        settings.data.on_broken if settings.streaming else "error"
+    )  # stored data was cleaned when it was loaded
     held_out = select_eval_images(dataset, 2000, on_broken)
-    processor = eval_processor(size, *normalization(settings.dataset), native=is_native(held_out, size))
+    processor = eval_processor(size, *normalization(settings.data.dataset), native=is_native(held_out, size))
     task = build_pretrain_task(
-        train, settings, settings, settings, processor, accelerator, settings.num_workers, on_broken
+        train,
+        settings.model,
+        settings.optimization,
+        settings.augmentation,
+        processor,
+        accelerator,
+        settings.data.num_workers,
+        on_broken,
     )
-    settings = autotune.limit_epochs(settings, task.loader.updates_per_epoch)
+    optimization = autotune.limit_epochs(settings.optimization, task.loader.updates_per_epoch)
     if resumed is None:
-        settings = autotune.resolve_auto_options(settings, task, accelerator, began or autotune.clock())
+        optimization = autotune.resolve_auto_options(optimization, task, accelerator, began or autotune.clock())
+    settings = settings.replace(optimization=optimization)
     # Only now: what raised an error above leaves no folder behind.
-    run = open_run(accelerator, lambda: resumed or start_run(settings), dataclasses.asdict(settings))
-    loop = TrainingLoop(task, settings, settings, accelerator, run)
+    run = open_run(accelerator, lambda: resumed or start_run(settings), settings.to_dict())
+    loop = TrainingLoop(task, optimization, settings.checkpoints, accelerator, run)
     loop.resume(digest_of(train))
     loop.fit()
 
     batches = eval_loader(held_out, processor, build_eval_batches(200, accelerator))
-    loss, zero_loss = compute_reconstruction_loss(loop.final_model, batches, accelerator, settings.seed)
+    loss, zero_loss = compute_reconstruction_loss(loop.final_model, batches, accelerator, settings.optimization.seed)
     if accelerator.is_main_process:
-        rows = reconstruct_examples(loop.final_model, held_out, processor, settings.seed)
+        rows = reconstruct_examples(loop.final_model, held_out, processor, settings.optimization.seed)
         sheet = reconstruction_sheet(rows, run.folder / "reconstructions.png", ["image", "masked", "reconstruction"])
         track_picture(accelerator, "reconstructions", sheet, loop.progress.update)
     results = Results(
-        **build_common_results(settings.stage, settings, settings.model_size, loop, loop.final_model),
+        **build_common_results(settings.stage, settings.data, settings.model.model_size, loop, loop.final_model),
         image_size=size,
         num_train_images=task.loader.num_images,
         num_classes=number_of_classes(train) if "label" in train.features else None,
         class_counts=None if settings.streaming else summarize_class_counts(class_counts(train)),
-        mask_ratio=settings.mask_ratio,
-        decode_ratio=settings.decode_ratio,
+        mask_ratio=settings.model.mask_ratio,
+        decode_ratio=settings.model.decode_ratio,
         metrics={"loss": loss, "zero_prediction_loss": zero_loss},
     )
     finish_run(loop, loop.final_model, processor, results)
@@ -93,14 +102,14 @@ def pretrain(
 def main(argv: Sequence[str] | None = None) -> None:
     """Pretrain, print what came out, and publish it if asked to."""
     began = autotune.clock()
-    settings, resumed = parse_training(PretrainSettings, argv, CONFIGS)
+    settings, resumed = resolve_training(PretrainSettings, argv)
     check_publishing(settings)
-    accelerator = make_accelerator(settings, settings.trackers)
+    accelerator = make_accelerator(settings.optimization, settings.checkpoints.trackers)
     run = pretrain(settings, accelerator, resumed, began)
     accelerator.end_training()
     if accelerator.is_main_process:
         print(format_summary(settings, run))
-        publish_if_asked(settings, run)
+        publish_run(settings, run)
 
 
 def format_summary(settings: PretrainSettings, run: Run) -> str:
@@ -109,17 +118,17 @@ def format_summary(settings: PretrainSettings, run: Run) -> str:
     loss, zero_loss = results.metrics["loss"], results.metrics["zero_prediction_loss"]
     advice = format_update_advice(loss, zero_loss, results.updates)
     # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
-    default = FinetuneSettings.merged({"dataset": settings.dataset}, CONFIGS).batch_size
+    default = FinetuneSettings.resolve({"dataset": settings.data.dataset}, CONFIGS).optimization.batch_size
     left = int(0.9 * results.num_train_images)  # the rest may be held out
     smaller = ["--batch_size", str(autotune.choose_batch_size(left))] if default > left else []
     return (
-        f"\nPretrained {settings.model_size} on {results.num_train_images:,} images of {settings.dataset} "
+        f"\nPretrained {settings.model.model_size} on {results.num_train_images:,} images of {settings.data.dataset} "
         f"for {results.updates:,} updates in {format_duration(results.seconds)}.\n"
         f"  loss on held-out images  {loss:.3f}  (predicting zero: {zero_loss:.3f})\n"
         + (f"  warning                  {advice}\n" if advice else "")
         + f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"
         f"  look at                  {run.folder / 'reconstructions.png'}"
-        + what_next("Next, fine-tune it", "finetune", "--pretrained", run.folder, *smaller)
+        + format_next_command("Next, fine-tune it", "finetune", "--pretrained", run.folder, *smaller)
     )
 
 

@@ -12,7 +12,9 @@ reads back, a pretraining run becomes a stock ViTMAE.
 import tempfile
 from pathlib import Path
 
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.inherit import resolve_settings
+from livt_hf.cli.settings import PublishSettings
 from livt_hf.hub import (
     Publication,
     check_space,
@@ -22,12 +24,10 @@ from livt_hf.hub import (
     publish,
     publish_space,
 )
-from livt_hf.recipes.settings import PublishSettings
-from livt_hf.runs import lent_plugin_of
 
 
 def main(argv=None):
-    settings = PublishSettings.parse(argv, inherit=lent_plugin_of("run"))
+    settings = resolve_settings(PublishSettings, argv)
     names = ("repo_id", "license", "form", "public", "with_pictures", "tag")
     publication = Publication(**{name: getattr(settings, name) for name in names})
     if settings.space:

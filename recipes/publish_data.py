@@ -8,22 +8,22 @@
 
 from collections.abc import Sequence
 
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.settings import PublishDataSettings
 from livt_hf.data import class_counts, load_dataset
 from livt_hf.data.decoding import refuse_broken
 from livt_hf.hub import Publication, origin_of, publish_dataset
-from livt_hf.recipes.settings import PublishDataSettings
 from livt_hf.text import format_count
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = PublishDataSettings.parse(argv)
     publication = Publication(settings.repo_id, license=settings.license, public=settings.public)
-    data = load_dataset(settings)
-    if settings.on_broken == "error":
+    data = load_dataset(settings.data)
+    if settings.data.on_broken == "error":
         for split in data.values():
             refuse_broken(split)
-    origin = origin_of(data, settings)
+    origin = origin_of(data, settings.data)
     print(f"To the {publication.visibility} repository {settings.repo_id}, with the images' file names and metadata:")
     for name, split in data.items():
         counts = class_counts(split)

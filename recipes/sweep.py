@@ -24,18 +24,19 @@ from typing import TextIO
 
 from tqdm.auto import tqdm
 
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.inherit import inherit_from_checkpoint, settings_from_run
+from livt_hf.cli.options import CONFIGS, format_words
+from livt_hf.cli.resume import check_same_settings
+from livt_hf.cli.training_settings import STAGES, SweepSettings, TrainingSettings
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.files import write_values
 from livt_hf.recipes.ablations import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
-from livt_hf.recipes.settings import CONFIGS, STAGES, SweepSettings, as_words
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
-from livt_hf.runs import Run, check_same_settings
-from livt_hf.settings import TrainingSettings
+from livt_hf.runs import Run
 from livt_hf.text import shell_line, shell_words
-from livt_hf.training.device import available_cores
-from livt_hf.training.start import inherit_from_checkpoint
+from livt_hf.threads import available_cores
 
 
 @dataclass
@@ -62,6 +63,23 @@ class Plan:
         seeds = settings.seeds or [0]
         self.runs_of = {variant.label: [self.finetuning(variant, seed) for seed in seeds] for variant in variants}
 
+    def words(self, stage: str, options: dict) -> list[str]:
+        """Return the options of a run: those of all runs on its dataset, then those of its stage, then its own."""
+        settings = self.settings
+        further = {"pretrain": shell_words(settings.pretrain), "finetune": shell_words(settings.finetune)}
+        explicit = {name: STAGES[name].explicit_options(words) for name, words in further.items()}
+        dataset = options.get("dataset", explicit[stage].get("dataset", settings.dataset))
+        shared = {"dataset": dataset, "plugin": settings.plugin}
+        if dataset == settings.dataset:
+            shared |= {"source": settings.source, "imbalance_factor": settings.imbalance_factor}
+        elif stage == "finetune":  # on the data of the first stage
+            shared |= {name: explicit["pretrain"].get(name) for name in ("source", "lists")}
+        if settings.model_size is not None:
+            of_this_size = CONFIGS / f"{stage}-{dataset}-{settings.model_size}.yaml"
+            exists = of_this_size.exists() and "tune" not in options  # what is tuned has a config of its own
+            shared |= {"config": of_this_size if exists else None, "model_size": settings.model_size}
+        return [*format_words(shared), *further[stage], *format_words(options)]
+
     def finetuning(self, variant: Variant, seed: int) -> Path:
         """Plan a run of a variant and, before it, what it starts from."""
         start, name = self.start_of(variant, seed)
@@ -72,7 +90,7 @@ class Plan:
             name = [*name, f"config={config.removeprefix('finetune-')}"]
         name = [*name, *self.changes("finetune", variant.finetune, base), f"seed={seed}"]
         folder = self.settings.folder / "bft" / "_".join(name)
-        words = self.settings.words("finetune", base | {"pretrained": start} | variant.finetune | {"seed": seed})
+        words = self.words("finetune", base | {"pretrained": start} | variant.finetune | {"seed": seed})
         self.runs[folder] = Planned("finetune", words, start if isinstance(start, Path) else None)
         return folder
 
@@ -88,13 +106,13 @@ class Plan:
 
     def pretraining(self, options: dict, seed: int) -> Path:
         folder = self.settings.folder / "mgp" / "_".join([*self.changes("pretrain", options), f"seed={seed}"])
-        self.runs[folder] = Planned("pretrain", self.settings.words("pretrain", options | {"seed": seed}))
+        self.runs[folder] = Planned("pretrain", self.words("pretrain", options | {"seed": seed}))
         return folder
 
     def changes(self, stage: str, options: dict, base: dict | None = None) -> list[str]:
         """What a run changes of the settings that it would have without its options."""
-        settings = Planned(stage, self.settings.words(stage, base or {})).settings
-        return [f"{name}={value}" for name, value in sorted(options.items()) if value != getattr(settings, name)]
+        without = Planned(stage, self.words(stage, base or {})).settings.to_dict()
+        return [f"{name}={value}" for name, value in sorted(options.items()) if value != without[name]]
 
     def rounds(self) -> list[list[Path]]:
         """The runs, those first that others start from."""
@@ -120,7 +138,7 @@ class Plan:
         if variant.start is None and variant.pretrain is not None and self.settings.pretrained is not None:
             return None
         start = self.runs[self.runs_of[variant.label][0]].start
-        return self.settings.dataset if start is None else self.runs[start].settings.dataset
+        return self.settings.dataset if start is None else self.runs[start].settings.data.dataset
 
     def paper_rows(self, sweep: Sweep, variant: Variant) -> list[dict]:
         settings = self.runs[self.runs_of[variant.label][0]].settings
@@ -139,12 +157,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name:14s} {sweep.title}: {'; '.join(variant.label for variant in sweep.variants)}")
         return
     if settings.pretrained is not None and settings.model_size is None:
-        settings.model_size = lent("finetune", vars(settings)).get("model_size")
-    sweep = SWEEPS[settings.sweep]
+        inherited = lent("finetune", {"dataset": settings.dataset, "pretrained": settings.pretrained})
+        settings = settings.replace(model_size=inherited.get("model_size"))
+    sweep = find_sweep(settings.sweep)
     variants = chosen(sweep.variants, settings.only)
     plan = Plan(settings, variants)
     if carried_out(plan):
         report(settings, sweep, plan, variants)
+
+
+def find_sweep(name: str) -> Sweep:
+    """Return an ablation by its name."""
+    if name not in SWEEPS:
+        raise LiVTError(f"sweep is {name!r}; choose one of {', '.join(SWEEPS)}.", argument="sweep")
+    return SWEEPS[name]
 
 
 def carried_out(plan: Plan) -> bool:
@@ -204,17 +230,17 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
 
 def start(words: Sequence[str], output: TextIO) -> subprocess.Popen:
     """`livt` with these words, in a process of its own."""
-    command = [sys.executable, "-m", "livt_hf.recipes.cli", *words]
+    command = [sys.executable, "-m", "livt_hf.cli.main", *words]
     return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
 def settings_again(planned: Planned, run: Run) -> TrainingSettings:
     """Those that a run which was begun would have now. Few images may have lowered the batch of a config."""
     cls = STAGES[planned.stage]
-    asked = cls.asked(planned.words)
-    settings = cls.merged(asked, CONFIGS, lent(planned.stage, asked))
-    if getattr(settings, "tune", None) and "batch_size" not in asked:
-        settings.batch_size = run.settings_of(cls)["batch_size"]
+    asked = cls.explicit_options(planned.words)
+    settings = cls.resolve(asked, CONFIGS, lent(planned.stage, asked))
+    if settings.to_dict().get("tune") and "batch_size" not in asked:
+        return settings.replace(batch_size=settings_from_run(cls, run)["batch_size"])
     return settings
 
 
@@ -264,14 +290,14 @@ def command(settings: SweepSettings) -> str:
     """This command, without the paths of this machine."""
     # The size of a checkpoint is known, and not always that of a preset.
     silent = {"sweep"} if settings.pretrained is None else {"sweep", "model_size"}
-    said, defaults = vars(settings).items(), vars(SweepSettings())
+    said, defaults = settings.to_dict().items(), SweepSettings().to_dict()
     shown = {name: value for name, value in said if name not in silent and value not in (defaults[name], "")}
     for name in shown:
         if name in settings.names("is_path") and Path(str(shown[name])).exists():
             shown[name] = "FOLDER"
         elif isinstance(shown[name], str):
             shown[name] = without_paths(shown[name])
-    return shell_line(["livt", "sweep", settings.sweep, *as_words(shown)])
+    return shell_line(["livt", "sweep", settings.sweep, *format_words(shown)])
 
 
 def without_paths(text: str) -> str:

@@ -23,7 +23,10 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import BaseImageProcessor
 
-from livt_hf.commands import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, run_command, what_next
+from livt_hf.cli.console import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, format_next_command, run_command
+from livt_hf.cli.inherit import inherit_from_checkpoint
+from livt_hf.cli.options import CONFIGS, format_words
+from livt_hf.cli.training_settings import FinetuneSettings, TrainSettings
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.data import Batches, eval_loader, load_dataset
 from livt_hf.data.decoding import LOOKED_AT, sample_image_sizes, spread_rows
@@ -32,25 +35,17 @@ from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.files import read_record, write_values
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.processors import read_input_spec
-from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
-from livt_hf.runs import PLAN, Run, claiming, next_number, runs_folder
-from livt_hf.settings import FinetuneSettings
+from livt_hf.runs import PLAN, Run, claim_file, next_run, runs_folder
 from livt_hf.text import format_duration, shell_words
+from livt_hf.threads import available_cores, configure_threads
 from livt_hf.training import autotune
-from livt_hf.training.device import available_cores, configure_threads
 from livt_hf.training.finetune import check_finetune_options
-from livt_hf.training.start import (
-    build_classifier,
-    build_head_config,
-    build_label_config,
-    build_processor,
-    inherit_from_checkpoint,
-)
+from livt_hf.training.start import build_classifier, build_head_config, build_label_config, build_processor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    asked = TrainSettings.asked(argv)
-    settings = TrainSettings.merged(asked)
+    asked = TrainSettings.explicit_options(argv)
+    settings = TrainSettings.resolve(asked)
     if settings.resume is not None and (other := asked.keys() - {"resume", "threads", "launch", "plugin"}):
         raise LiVTError(f"{settings.resume} goes on with its own plan; leave --{min(other)} out, or begin a new run.")
     folder = begin(settings) if settings.resume is None else Path(settings.resume)
@@ -69,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             stopped = not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads])
         if stopped:
             raise Interrupted("train", "--resume", folder)
-    plugin = FinetuneSettings.asked(plan["stages"]["finetune"]).get("plugin")
-    run_livt([*launcher, "eval", str(folder / "finetune"), *as_words({"plugin": plugin}), *threads])
-    print(what_next("Next, try it in the browser", "demo", folder / "finetune"))
+    plugin = FinetuneSettings.explicit_options(plan["stages"]["finetune"]).get("plugin")
+    run_livt([*launcher, "eval", str(folder / "finetune"), *format_words({"plugin": plugin}), *threads])
+    print(format_next_command("Next, try it in the browser", "demo", folder / "finetune"))
 
 
 @contextlib.contextmanager
@@ -85,14 +80,14 @@ def forgotten_unless_begun(folder: Path, first_stage: str) -> Iterator[None]:
             if not any(folder.iterdir()):
                 folder.rmdir()
         elif ended.code > SIGNALLED:
-            print(what_next("To go on", "train", "--resume", folder))
+            print(format_next_command("To go on", "train", "--resume", folder))
         raise
 
 
 def run_livt(words: list[str]) -> bool:
     """Run a command; whether it was stopped and saved. It gets every wish to stop that this process gets."""
     environment = os.environ | {WITHIN_TRAIN: "1"}
-    command = subprocess.Popen([sys.executable, "-m", "livt_hf.recipes.cli", *words], env=environment)
+    command = subprocess.Popen([sys.executable, "-m", "livt_hf.cli.main", *words], env=environment)
     wishes = signal.SIGINT, signal.SIGTERM
 
     def pass_on(wish: int, _frame) -> None:
@@ -109,31 +104,40 @@ def run_livt(words: list[str]) -> bool:
 
 def begin(settings: TrainSettings) -> Path:
     """Choose, and write down what was chosen, so that going on does not choose again."""
-    data = load_dataset(settings)
+    data = load_dataset(settings.data)
     check_several_classes(data["train"])
     if settings.pretrained is not None:
         why, stages = plan_backbone(settings, data["train"])
     else:
         why, stages = plan_scratch(settings, data)
     if settings.output_dir is None:
-        folder = next_number(runs_folder() / f"train-{Path(settings.dataset).name}").folder
+        folder = next_run(runs_folder() / f"train-{Path(settings.data.dataset).name}").folder
     else:
         folder = Path(settings.output_dir)
     if "pretrain" in stages:
         stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
-    with claiming(folder / PLAN) as path:
+    with claim_file(folder / PLAN) as path:
         write_values(path, {"why": why, "stages": stages})
     return folder
+
+
+def stage_words(settings: TrainSettings, stage: str) -> list[str]:
+    """Return the options of a stage besides those that are chosen for it."""
+    options = settings.non_defaults("data") | {"dataset": settings.data.dataset, "plugin": settings.plugin}
+    options |= {"seed": settings.seed, "flip": settings.flip}
+    return format_words(options | ({"loss": settings.loss} if stage == "finetune" else {}))
 
 
 def plan_scratch(settings: TrainSettings, data: DatasetDict) -> tuple[str, dict[str, list[str]]]:
     choice = plan_scratch_training(settings.hours, data["train"], settings.loss, settings.threads)
     options = choice.options(settings.hours)
-    stages = {stage: [*settings.words(stage), *as_words(said)] for stage, said in options.items()}
+    stages = {stage: [*stage_words(settings, stage), *format_words(said)] for stage, said in options.items()}
     # What the second stage would refuse is refused now, not after the first.
     second = FinetuneSettings.parse([*stages["finetune"], "--pretrained", "none"], CONFIGS)
-    check_finetune_options(data, second, second, second, second, second)
-    head = build_head_config(data["train"], second, second, second)
+    check_finetune_options(
+        data, second.model, second.optimization, second.loss, second.augmentation, second.checkpoints
+    )
+    head = build_head_config(data["train"], second.loss, second.optimization, second.augmentation)
     LiViTConfig(**head, **build_label_config(data["train"]))
     return choice.explain(settings.hours), stages
 
@@ -155,13 +159,20 @@ def unmixed(loss: str) -> dict[str, float]:
 
 
 def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
-    words = [*settings.words("finetune"), *as_words(unmixed(settings.loss)), "--pretrained", settings.pretrained]
-    model_settings = FinetuneSettings.parse([*words, "--tune", "head"], inherit=inherit_from_checkpoint)
-    model = build_classifier(train, model_settings, model_settings, model_settings, model_settings).eval()
-    processor = build_processor(model, train, model_settings, settings.dataset)
+    words = [
+        *stage_words(settings, "finetune"),
+        *format_words(unmixed(settings.loss)),
+        "--pretrained",
+        settings.pretrained,
+    ]
+    head = FinetuneSettings.parse([*words, "--tune", "head"], inherit=inherit_from_checkpoint)
+    model = build_classifier(train, head.model, head.loss, head.optimization, head.augmentation).eval()
+    processor = build_processor(model, train, head.model, settings.data.dataset)
     size, budgeted = read_input_spec(processor).size, 3600 * settings.hours
     forward, read = forward_seconds(model, size, settings.threads), read_seconds(train, processor)
-    batch = FinetuneSettings.parse([*words, "--tune", "full"], CONFIGS, inherit_from_checkpoint).batch_size
+    batch = FinetuneSettings.parse(
+        [*words, "--tune", "full"], CONFIGS, inherit_from_checkpoint
+    ).optimization.batch_size
     features, epoch = ((times * forward + read) * len(train) for times in (1, 3))  # a step is three forward passes
     tune = autotune.choose_tuning(budgeted, epoch, len(train), batch)
     late = " That is longer than asked for; a smaller backbone or fewer images fit." if features > budgeted else ""

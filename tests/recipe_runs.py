@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from livt_hf import commands
+from livt_hf.cli import console
 from livt_hf.runs import Run
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -46,6 +47,11 @@ def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: 
     return folder
 
 
+def flat(settings) -> SimpleNamespace:
+    """Return the options of settings by name, as arguments.yaml has them."""
+    return SimpleNamespace(stage=settings.stage, **settings.to_dict())
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -58,14 +64,14 @@ def _recipe(name: str, argv: list[str], output: str, environment: dict, sabotage
     os.environ.update(environment)
     datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
     torch.set_num_threads(1)  # as under `accelerate launch`
-    commands.SECONDS_FOR_THE_FIRST = 1  # there is no launcher that would end the others
+    console.FIRST_PROCESS_TIMEOUT = 1  # there is no launcher that would end the others
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     if sabotage is not None:
         sabotage(*arguments)
     recipe = importlib.import_module(f"livt_hf.recipes.{name}")
-    commands.run_command(lambda: recipe.main(argv))
+    console.run_command(lambda: recipe.main(argv))
 
 
 class RecipeRun:
@@ -168,7 +174,7 @@ def impatient() -> None:
     """Do not wait for a run that another process is at work in."""
     import livt_hf.runs
 
-    livt_hf.runs.SECONDS_FOR_THE_LAST = 0
+    livt_hf.runs.LOCK_TIMEOUT = 0
 
 
 def no_room(place: str) -> None:

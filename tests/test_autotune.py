@@ -18,15 +18,15 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from livt_hf.commands import WITHIN_TRAIN, what_next
+from livt_hf.cli.console import WITHIN_TRAIN, format_next_command
+from livt_hf.cli.options import CONFIGS, format_words, read_config
+from livt_hf.cli.resume import resolve_training
+from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings, TrainSettings
 from livt_hf.data import eval_processor, load_long_tailed
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.options import read_settings
 from livt_hf.recipes import train
-from livt_hf.recipes.settings import CONFIGS, TrainSettings, as_words
 from livt_hf.results import Results
-from livt_hf.runs import Run, parse_training
-from livt_hf.settings import FinetuneSettings, PretrainSettings
+from livt_hf.runs import Run
 from livt_hf.training import autotune
 from livt_hf.training.loop import TrainingTask
 
@@ -69,19 +69,28 @@ def test_cifar_gets_the_batches_and_rates_of_its_own_config():
     choice = autotune.ScratchPlan(10_847, 32, 900 * autotune.CORE_FLOPS)
     assert (choice.batch_size, choice.base_lrs) == (128, (2e-3, 4e-3))
     options = choice.options(hours=0.25).values()
-    first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options, strict=True))
-    assert (first.hours, second.hours) == (0.15, 0.1)
-    assert (second.batch_size, second.patch_size, second.augmentation) == (64, 8, "pad_crop")
-    assert (second.keep_ratio, second.mixup) == (0.5, 0.0)  # 0.1 hours show half of the patches 21 times
+    first, second = (settings.parse(format_words(said)) for settings, said in zip(STAGES, options, strict=True))
+    assert (first.optimization.hours, second.optimization.hours) == (0.15, 0.1)
+    assert (second.optimization.batch_size, second.model.patch_size, second.augmentation) == (64, 8, "pad_crop")
+    assert (second.optimization.keep_ratio, second.augmentation.mixup) == (
+        0.5,
+        0.0,
+    )  # 0.1 hours show half of the patches 21 times
 
 
 def test_half_a_core_hour_of_cifar_is_spent_on_small_patches_by_muon():
     choice = autotune.ScratchPlan(10_847, 32, 1800 * autotune.CORE_FLOPS)
     options = choice.options(hours=0.5)
-    first, second = (settings.parse(as_words(said)) for settings, said in zip(STAGES, options.values(), strict=True))
-    assert (first.hours, second.hours) == (0.2, 0.3)  # not as in two hours
-    assert (first.patch_size, first.decode_ratio, second.optimizer) == (4, 0.25, "muon")
-    assert (second.mixup, second.cutmix, second.keep_all_epochs) == (0.0, 0.0, 1)
+    first, second = (
+        settings.parse(format_words(said)) for settings, said in zip(STAGES, options.values(), strict=True)
+    )
+    assert (first.optimization.hours, second.optimization.hours) == (0.2, 0.3)  # not as in two hours
+    assert (first.model.patch_size, first.model.decode_ratio, second.optimization.optimizer) == (4, 0.25, "muon")
+    assert (second.augmentation.mixup, second.augmentation.cutmix, second.optimization.keep_all_epochs) == (
+        0.0,
+        0.0,
+        1,
+    )
     assert "40% of the time" in choice.explain(0.5) and "by Muon, without mixup" in choice.explain(0.5)
 
 
@@ -96,8 +105,8 @@ def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
     fitted = {"hours", "epochs", "warmup_epochs", "eval_epochs", "compile"}
     for cls, said in zip(STAGES, options.values(), strict=True):
         config = cls.parse(["--config", str(CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml")])
-        given = read_settings(cls, CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml").keys() - fitted
-        asked = cls.parse([*as_words(said), "--dataset", "cifar100-lt", "--imbalance_factor", "100"])
+        given = read_config(cls, CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml").keys() - fitted
+        asked = cls.parse([*format_words(said), "--dataset", "cifar100-lt", "--imbalance_factor", "100"])
         assert {name: getattr(asked, name) for name in given} == {name: getattr(config, name) for name in given}
 
 
@@ -139,9 +148,13 @@ def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys
     assert [words[0] for words in commands] == ["pretrain", "pretrain", "finetune", "eval"]
     assert commands[0] == commands[1]  # not planned again
     first, second = (settings.parse(words[1:]) for settings, words in zip(STAGES, commands[1:3], strict=True))
-    assert (first.dataset, first.test_fraction, first.hours) == (str(pictures), 0.3, 0.3)
-    assert (second.pretrained, second.test_fraction, second.hours) == (str(folder / "pretrain"), 0.3, 0.2)
-    assert second.validation_fraction == 0.0  # as asked for; by itself, fine-tuning may hold images out
+    assert (first.data.dataset, first.data.test_fraction, first.optimization.hours) == (str(pictures), 0.3, 0.3)
+    assert (second.model.pretrained, second.data.test_fraction, second.optimization.hours) == (
+        str(folder / "pretrain"),
+        0.3,
+        0.2,
+    )
+    assert second.data.validation_fraction == 0.0  # as asked for; by itself, fine-tuning may hold images out
     assert capsys.readouterr().out.endswith(f"  livt demo {folder / 'finetune'}\n")
     train.main(["--resume", str(folder)])
     assert [words[0] for words in commands[4:]] == ["eval"]
@@ -189,7 +202,7 @@ def test_a_loss_of_hard_labels_is_trained_without_mixing_and_said_to_be(commands
     assert "without mixup, for the loss wants hard labels." in capsys.readouterr().out
     train.main(["--resume", str(tmp_path / "out")])
     second = FinetuneSettings.parse(commands[2][1:])
-    assert (second.loss, second.mixup, second.cutmix) == (loss, 0, 0)
+    assert (second.loss, second.augmentation.mixup, second.augmentation.cutmix) == (loss, 0, 0)
 
 
 def test_a_loss_that_does_not_fit_the_labels_is_refused_before_the_first_stage(commands, tmp_path):
@@ -205,7 +218,10 @@ def test_a_loss_that_does_not_fit_the_labels_is_refused_before_the_first_stage(c
 @pytest.mark.parametrize(("said", "flip"), [([], False), (["--flip"], True)])
 def test_train_mirrors_letters_only_where_that_is_asked_for(said, flip):
     settings = TrainSettings.parse(said)
-    assert [cls.parse(settings.words(cls.stage), CONFIGS).flip for cls in STAGES] == [flip, flip]
+    assert [cls.parse(train.stage_words(settings, cls.stage), CONFIGS).augmentation.flip for cls in STAGES] == [
+        flip,
+        flip,
+    ]
 
 
 def test_an_update_takes_no_more_images_than_there_are():
@@ -237,7 +253,7 @@ def test_a_stage_that_the_system_killed_is_said_with_the_way_to_go_on(tmp_path, 
     class Killed:
         def __init__(self, words, env):
             if begins:
-                Run(tmp_path / "run" / "pretrain").begin(PretrainSettings())
+                Run(tmp_path / "run" / "pretrain").begin(PretrainSettings().to_dict())
 
         def wait(self):
             return -9
@@ -270,9 +286,9 @@ def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, 
 
 
 def test_a_stage_within_livt_train_names_no_next_command_of_its_own(monkeypatch):
-    assert "livt eval" in what_next("Next", "eval")
+    assert "livt eval" in format_next_command("Next", "eval")
     monkeypatch.setenv(WITHIN_TRAIN, "1")
-    assert what_next("Next", "eval") == ""
+    assert format_next_command("Next", "eval") == ""
 
 
 @pytest.mark.slow
@@ -308,17 +324,17 @@ def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):
     assert_same_weights(short.folder, same.folder)
     (short.folder / "results.json").unlink()
     words = [*map(str, options), "--hours", str(2 / 3600), "--compile", "auto", "--resume", str(short.folder)]
-    settings, _ = parse_training(FinetuneSettings, words[2:])  # the same command goes on with what was chosen
-    assert (settings.epochs, settings.compile) == (epochs, False)
+    settings, _ = resolve_training(FinetuneSettings, words[2:])  # the same command goes on with what was chosen
+    assert (settings.optimization.epochs, settings.optimization.compile) == (epochs, False)
 
 
 def test_a_time_too_short_for_one_epoch_is_said_to_be(monkeypatch, capsys):
     monkeypatch.setattr(autotune, "measure_update_seconds", lambda *_: 3.0)
     for seconds, epochs in ((20, 1), (70, 2)):
-        settings, loader = PretrainSettings(hours=seconds / 3600), SimpleNamespace(updates_per_epoch=10)
+        settings, loader = PretrainSettings.build(hours=seconds / 3600), SimpleNamespace(updates_per_epoch=10)
         task = TrainingTask(None, loader)
-        chosen = autotune.resolve_auto_options(settings, task, Accelerator(cpu=True), autotune.clock())
-        assert chosen.epochs == epochs
+        chosen = autotune.resolve_auto_options(settings.optimization, task, Accelerator(cpu=True), autotune.clock())
+        assert chosen.optimization.epochs == epochs
         assert ("one epoch takes longer than that" in capsys.readouterr().err) == (epochs == 1)
 
 
@@ -357,7 +373,7 @@ def test_we_race_with_what_train_would_choose_and_pay_for_all_but_evaluation(mon
     def stage(cls, module, evaluation: str):
         def main(words: list[str]) -> None:
             settings = told[cls.stage] = cls.parse(words)
-            clock[0] += 3600 * settings.hours
+            clock[0] += 3600 * settings.optimization.hours
             getattr(module, evaluation)()
             metrics = dict.fromkeys(("accuracy", "many", "medium", "few"), 0.25)
             results = Results(stage=cls.stage, dataset="cifar100-lt", metrics=metrics, epochs=7, parameters=9)
@@ -382,9 +398,16 @@ def test_we_race_with_what_train_would_choose_and_pay_for_all_but_evaluation(mon
     found = race.run_ours(row, keep_ratio=0.25)
     assert found["core_minutes"] == pytest.approx(15) and found["accuracy"] == 25
     first, second = told["pretrain"], told["finetune"]
-    assert first.hours == pytest.approx((0.6 * 900 - 6) / 3600)  # what was used before it began is paid for
-    assert (first.seed, first.decode_ratio, second.patch_size, second.keep_ratio) == (3, 0.5, 8, 0.25)
-    assert (second.pretrained, second.loss) == (first.output_dir, "bal_ce")
+    assert first.optimization.hours == pytest.approx(
+        (0.6 * 900 - 6) / 3600
+    )  # what was used before it began is paid for
+    assert (
+        first.optimization.seed,
+        first.model.decode_ratio,
+        second.model.patch_size,
+        second.optimization.keep_ratio,
+    ) == (3, 0.5, 8, 0.25)
+    assert (second.model.pretrained, second.loss) == (first.output_dir, "bal_ce")
 
 
 def test_the_table_of_the_race_has_a_column_per_budget_and_the_range_of_seeds():

@@ -9,6 +9,7 @@ import yaml
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 
+from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, eval_result_files, model_card
 from livt_hf.hub.paper import paper_result, paper_table
@@ -18,7 +19,6 @@ from livt_hf.long_tail.losses import LOSSES, LossDefinition
 from livt_hf.predictions.rules import UNIFORM
 from livt_hf.recipes.paper.cards import converted_card, converted_names
 from livt_hf.results import Results
-from livt_hf.settings import FinetuneSettings
 from livt_hf.training.checkpoints import Progress
 from livt_hf.training.results import build_common_results, is_local
 
@@ -300,9 +300,9 @@ def test_the_paper_is_quoted_only_beside_its_own_experiment(changes, arguments, 
 )
 def test_a_run_records_the_imbalance_of_its_benchmark_where_none_was_given(options, factor):
     model = SimpleNamespace(config=SimpleNamespace(model_type="livit"), parameters=list)
-    settings = FinetuneSettings(**{"dataset": "cifar100-lt"} | options)
+    settings = FinetuneSettings.build(**{"dataset": "cifar100-lt"} | options)
     loop = SimpleNamespace(progress=Progress(update=1, seconds=1.0), optimization=settings)
-    assert build_common_results("finetune", settings, "base", loop, model)["imbalance_factor"] == factor
+    assert build_common_results("finetune", settings.data, "base", loop, model)["imbalance_factor"] == factor
 
 
 def test_a_card_writes_epochs_in_full():

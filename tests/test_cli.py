@@ -11,18 +11,28 @@ from accelerate.commands.launch import launch_command_parser
 from recipe_runs import TINY, make_pictures
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from livt_hf.commands import EXIT_UNFINISHED
-from livt_hf.recipes import cli
+from livt_hf.cli import main as cli
+from livt_hf.cli.console import EXIT_UNFINISHED
+from livt_hf.cli.options import CONFIGS
+from livt_hf.cli.resume import Resolved
+from livt_hf.cli.training_settings import STAGES, FinetuneSettings, PretrainSettings
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneSettings, PretrainSettings
 
-RECIPES = Path(cli.__file__).parent
+RECIPES = CONFIGS.parent
 
 
 def livt(*words, **environment) -> subprocess.CompletedProcess:
     environment = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
-    command = [sys.executable, "-m", "livt_hf.recipes.cli", *map(str, words)]
+    command = [sys.executable, "-m", "livt_hf.cli.main", *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def resolved(stage: str, words: list[str]) -> Resolved:
+    return Resolved(STAGES[stage].parse(words, CONFIGS))
+
+
+def processes_of(stage: str, words: list[str]) -> int:
+    return cli.count_processes(resolved(stage, words).settings)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +57,7 @@ def test_help_of_every_command_and_a_misspelt_option_are_answered_without_torch(
     code = """
 import contextlib, io, sys
 from livt_hf.errors import LiVTError
-from livt_hf.recipes import cli
+from livt_hf.cli import main as cli
 for command in cli.COMMANDS:
     for launcher, word in (["--num_processes=2"], "--help"), ([], "--hlep"):
         sys.argv = ["livt", *launcher, command, word]
@@ -61,7 +71,7 @@ print([name for name in ("torch", "transformers", "datasets", "numpy") if name i
 
 
 def test_an_unknown_command_suggests_the_nearest():
-    assert cli.without_command(["pretrian"]) == "error: there is no command 'pretrian'; did you mean pretrain?"
+    assert cli.answer_without_command(["pretrian"]) == "error: there is no command 'pretrian'; did you mean pretrain?"
 
 
 def test_an_option_that_does_not_exist_is_refused_before_anything_is_launched():
@@ -74,7 +84,7 @@ def test_an_option_that_does_not_exist_is_refused_before_anything_is_launched():
     [
         (4, ["--batch_size", "64"], 4),
         (6, ["--batch_size", "64"], 4),
-        (64, ["--batch_size", "64"], cli.MOST_PROCESSES),
+        (64, ["--batch_size", "64"], cli.MAX_PROCESSES),
         (4, ["--batch_size", "50"], 2),
         (4, ["--batch_size", "7"], 1),
         (4, ["--batch_size", "64", "--accumulation", "8"], 4),
@@ -83,33 +93,33 @@ def test_an_option_that_does_not_exist_is_refused_before_anything_is_launched():
     ],
 )
 def test_an_update_is_shared_by_as_many_processes_as_cores_where_it_divides(monkeypatch, cores, words, processes):
-    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: cores)
-    assert cli.fitting_processes("pretrain", words) == processes
-    assert PretrainSettings.parse(words).batch_size % processes == 0
+    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: cores)
+    assert processes_of("pretrain", words) == processes
+    assert PretrainSettings.parse(words).optimization.batch_size % processes == 0
 
 
 def test_a_loss_that_is_a_statistic_of_its_batch_stays_on_one_process(monkeypatch):
-    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: 4)
+    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: 4)
     words = ["--dataset", "somewhere", "--pretrained", "none", "--mixup", "0", "--cutmix", "0"]
-    assert cli.fitting_processes("finetune", [*words, "--loss", "lade"]) == 1
-    assert cli.fitting_processes("finetune", [*words, "--loss", "bal_ce"]) == 4
+    assert processes_of("finetune", [*words, "--loss", "lade"]) == 1
+    assert processes_of("finetune", [*words, "--loss", "bal_ce"]) == 4
 
 
 def test_mixup_keeps_pairs_of_images_on_each_process(monkeypatch):
-    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: 4)
+    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: 4)
     words = ["--dataset", "somewhere", "--pretrained", "none", "--batch_size", "36"]
-    assert FinetuneSettings.parse(words).mixup > 0
-    assert cli.fitting_processes("finetune", words) == 3  # 36 / 4 images are an odd number
-    assert cli.fitting_processes("finetune", [*words, "--mixup", "0", "--cutmix", "0"]) == 4
+    assert FinetuneSettings.parse(words).augmentation.mixup > 0
+    assert processes_of("finetune", words) == 3  # 36 / 4 images are an odd number
+    assert processes_of("finetune", [*words, "--mixup", "0", "--cutmix", "0"]) == 4
 
 
 @pytest.mark.parametrize(("words", "processes"), [(["--batch_size", "64"], 4), (["--batch_size", "7"], None)])
 def test_one_process_needs_no_launcher(monkeypatch, words, processes):
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "nowhere")
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: 4)
+    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: 4)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    layout = cli.chosen_layout("pretrain", words)
+    layout = cli.choose_launcher("pretrain", resolved("pretrain", words))
     assert layout == processes or launch_command_parser().parse_args([*layout, "script.py"]).num_processes == processes
 
 
@@ -122,17 +132,17 @@ def test_an_update_is_shared_by_as_many_accelerators_as_divide_it(monkeypatch, c
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: devices)
     expected = None if processes is None else ["--num_processes", str(processes)]
-    assert cli.chosen_layout("pretrain", ["--dataset", "glyphs", *words]) == expected
+    assert cli.choose_launcher("pretrain", resolved("pretrain", ["--dataset", "glyphs", *words])) == expected
     assert (f"{processes or 1} of {devices} accelerators are used" in capsys.readouterr().err) == (devices in (3, 6))
-    assert cli.chosen_layout("eval", []) == (None if devices == 1 else [])
+    assert cli.choose_launcher("eval", {}) == (None if devices == 1 else [])
 
 
 @pytest.mark.parametrize(("images", "processes"), [((5, 4), 1), ((50, 40), 8)])
 def test_few_images_are_trained_on_by_one_process(monkeypatch, tmp_path, images, processes):
-    monkeypatch.setattr("livt_hf.training.device.available_cores", lambda: 8)
+    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: 8)
     folder = make_pictures(tmp_path / "pictures", train=images, test=2)
     words = ["--dataset", str(folder), "--pretrained", str(tmp_path / "somewhere"), "--tune", "full"]
-    assert cli.fitting_processes("finetune", words) == processes
+    assert processes_of("finetune", words) == processes
 
 
 def test_a_folder_of_shards_is_not_taken_for_few_images(tmp_path):
@@ -153,7 +163,7 @@ def test_a_process_that_the_system_killed_is_one_sentence(monkeypatch, capsys, l
     monkeypatch.setattr("accelerate.commands.launch.simple_launcher", None)
     monkeypatch.setattr("accelerate.commands.launch.launch_command", killed)
     with pytest.raises(SystemExit) as ended:
-        cli.launch([], "pretrain", [])
+        cli.launch([], "pretrain", [], {})
     assert ended.value.code == 128 + 9
     assert capsys.readouterr().err == "error: a process was ended by SIGKILL, by the system if memory ran out.\n"
 
@@ -161,9 +171,9 @@ def test_a_process_that_the_system_killed_is_one_sentence(monkeypatch, capsys, l
 def test_several_processes_that_were_asked_for_are_launched_without_an_accelerator_too(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    asked = launch_command_parser().parse_args([*cli.several_on_cpus(["--num_processes", "2", "--cpu"]), "script.py"])
+    asked = launch_command_parser().parse_args([*cli.add_cpu_options(["--num_processes", "2", "--cpu"]), "script.py"])
     assert (asked.multi_gpu, asked.num_processes, asked.cpu) == (True, 2, False)
-    assert cli.several_on_cpus(["--num_processes", "1"]) == ["--num_processes", "1"]
+    assert cli.add_cpu_options(["--num_processes", "1"]) == ["--num_processes", "1"]
 
 
 @pytest.mark.slow
@@ -174,7 +184,7 @@ def test_several_processes_that_were_asked_for_are_launched_without_an_accelerat
 )
 def test_a_signal_to_livt_alone_saves_the_run(pictures, tmp_path, launcher, threads):
     options = ["--dataset", pictures, *TINY[:-2], "--output_dir", tmp_path / "run", "--log_steps", 1, *threads]
-    command = [sys.executable, "-m", "livt_hf.recipes.cli", *launcher, "pretrain", *map(str, options)]
+    command = [sys.executable, "-m", "livt_hf.cli.main", *launcher, "pretrain", *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     livt = subprocess.Popen([*command, "--epochs", "1000"], text=True, **pipes)
     while not (tmp_path / "run" / "log.jsonl").exists():
@@ -204,11 +214,11 @@ def test_a_stage_launched_by_livt_trains_and_names_the_next_command(pictures, tm
     assert f"livt finetune --pretrained {tmp_path / 'run'}" in answer.stdout
 
 
-@pytest.mark.parametrize(("where", "trace"), [("with ended_by_ctrl_c():", False), ("if True:", True)])
+@pytest.mark.parametrize(("where", "trace"), [("with default_ctrl_c():", False), ("if True:", True)])
 def test_ctrl_c_ends_the_process_without_a_trace_during_imports_and_raises_after_them(where, trace):
-    lines = ["import os, signal", "from livt_hf.recipes.cli import ended_by_ctrl_c"]
+    lines = ["import os, signal", "from livt_hf.cli.main import default_ctrl_c"]
     lines += ["signal.signal(signal.SIGINT, signal.default_int_handler)"]  # these tests may run in the background
-    lines += ["with ended_by_ctrl_c(): pass"]
+    lines += ["with default_ctrl_c(): pass"]
     script = "\n".join([*lines, where, "    os.kill(os.getpid(), signal.SIGINT)"])
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and ("KeyboardInterrupt" in ended.stderr) == trace

@@ -14,11 +14,11 @@ from recipe_runs import make_pictures
 from test_sweep import Runs
 from test_tuning import dinov2
 
+from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.errors import LiVTError
 from livt_hf.recipes import compare as recipe
 from livt_hf.recipes import sweep
 from livt_hf.results import Results
-from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 CONFIGS = Path(recipe.__file__).parent / "configs"
 
@@ -44,8 +44,15 @@ def test_each_way_gets_the_same_time_and_both_stages_from_scratch_share_theirs(p
     printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     stages = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
     first, *backbones, second = [stages[words[1]].parse(words[2:], CONFIGS) for words in printed]
-    assert first.hours + second.hours == pytest.approx(1) and second.pretrained == first.output_dir
-    assert (first.image_size, second.image_size, second.tune) == (32, 32, None)  # as large as the images are
+    assert (
+        first.optimization.hours + second.optimization.hours == pytest.approx(1)
+        and second.model.pretrained == first.output_dir
+    )
+    assert (first.model.image_size, second.model.image_size, second.model.tune) == (
+        32,
+        32,
+        None,
+    )  # as large as the images are
     assert {run.tune: run.hours for run in backbones} == {"head": None, "lora": 1, "full": 1}
     assert {(run.pretrained, run.image_size) for run in backbones} == {(str(place / "backbone"), 16)}
     assert {run.min_images for run in (first, second, *backbones)} == {2}
@@ -99,10 +106,10 @@ def test_images_with_several_labels_are_refused_before_anything_is_trained(place
 
 
 def test_unknown_ways_and_a_missing_backbone_are_refused(place):
-    with pytest.raises(LiVTError, match="ways is 'heads'; choose one of scratch, head, lora, full"):
-        compared(place, "--ways", "heads")
-    with pytest.raises(LiVTError, match="name a backbone to start from"):
-        recipe.main([str(place / "pictures")])
+    for words, argument in ((["--ways", "heads", "--pretrained", "x"], "ways"), ([], "pretrained")):
+        with pytest.raises(LiVTError) as error:
+            recipe.main([str(place / "pictures"), *words])
+        assert error.value.argument == argument
 
 
 def in_this_process(words: list[str], _output) -> SimpleNamespace:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, LiViTModel
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit, to_timm
 from livt_hf.errors import LiVTError
 from livt_hf.losses import LOSSES

@@ -6,10 +6,10 @@ from PIL import Image
 
 from livt_hf.data.glyphs import glyphs
 from livt_hf.data.labels import class_counts
+from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
 from livt_hf.recipes.data import main, sample, table
 from livt_hf.recipes.train import TrainSettings
-from livt_hf.settings import DataSettings
 
 
 def test_the_command_prints_the_table_and_writes_two_pictures(tmp_path, capsys):
@@ -51,7 +51,7 @@ def test_the_command_takes_the_data_options_of_the_stages(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     options = {word.strip("[],") for word in capsys.readouterr().out.split()}
-    assert {f"--{name}" for name in DataSettings.names() if name != "dataset"} <= options
+    assert {f"--{name}" for name in DataSpec.names() if name != "dataset"} <= options
 
 
 def test_broken_images_are_named_up_to_ten_and_counted(tmp_path, capsys):

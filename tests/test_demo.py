@@ -27,6 +27,8 @@ from test_hub import make_run
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
+from livt_hf.cli.options import write_config
+from livt_hf.cli.training_settings import PretrainSettings
 from livt_hf.data import eval_processor, load_dataset
 from livt_hf.demo.classes import ROWS, Classes
 from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
@@ -34,14 +36,12 @@ from livt_hf.demo.unlabelled import World, interval, read_world
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.priors import class_prior, estimate_prior
-from livt_hf.options import save_settings
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.decide import load_prior
 from livt_hf.predictions.record import FOLDER, as_lists
 from livt_hf.recipes.demo import main as demo_command
 from livt_hf.recipes.publish import main as publish_command
 from livt_hf.reports.mistakes import Mistakes, find_newest_predictions, load_predictions
-from livt_hf.settings import PretrainSettings
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["cat", "dog", "newt <b>"]
@@ -480,7 +480,7 @@ def call(url, body):
 
 def test_a_public_link_is_made_only_where_it_is_asked_for(app, tmp_path, tiny, monkeypatch):
     save_model(tmp_path, tiny)
-    started, data = [], load_dataset(PretrainSettings())
+    started, data = [], load_dataset(PretrainSettings().data)
 
     def start(models, _port, share, browser):
         started.append((share, browser, models[0].data is not None, len(models[0].examples) > 0))
@@ -514,7 +514,7 @@ def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):
 
 
 def test_the_data_of_a_run_that_trained_on_a_stream_are_not_loaded(app, tmp_path):
-    save_settings(PretrainSettings(dataset="larger/than-the-disk", streaming=True), tmp_path / "arguments.yaml")
+    write_config(PretrainSettings.build(dataset="larger/than-the-disk", streaming=True), tmp_path / "arguments.yaml")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(LiVTError, match="was trained on a stream, .* show images with --images"):
         app.data_of_run(str(tmp_path))

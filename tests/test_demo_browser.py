@@ -124,7 +124,7 @@ def demo(folder: Path, *words, width: int = 1280, height: int = 900):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "livt_hf.recipes.cli", "demo", *map(str, words), "--browser", "no"]
+    command = [sys.executable, "-m", "livt_hf.cli.main", "demo", *map(str, words), "--browser", "no"]
     log = (folder / "demo.txt").open("w+")
     process = subprocess.Popen([*command, "--port", port], stdout=log, stderr=log, cwd=folder)
     page = Page(folder, width, height)

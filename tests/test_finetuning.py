@@ -12,12 +12,12 @@ from PIL import Image as Pictures
 from recipe_runs import TINY, assert_same_weights, make_pictures
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
+from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneSettings
 from livt_hf.training.checkpoints import Progress, read_state
 from livt_hf.training.finetune import (
     BestCheckpoint,
@@ -53,7 +53,7 @@ import sys
 from datasets import ClassLabel, Dataset, Features, Image
 from huggingface_hub import HfApi
 from PIL import Image as Pictures
-from livt_hf.settings import FinetuneSettings
+from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.training.spec import FinetuneModelSpec
 from livt_hf.training.start import build_processor
@@ -116,11 +116,13 @@ def test_a_single_label_data_set_can_start_from_a_multi_label_model(train, tiny,
 
 
 def start(train: Dataset, settings: FinetuneSettings):
-    return build_classifier(train, settings, settings, settings, settings)
+    return build_classifier(train, settings.model, settings.loss, settings.optimization, settings.augmentation)
 
 
 def finetune_task(settings: FinetuneSettings, data: DatasetDict, model, processor, accelerator) -> FinetuneTask:
-    return build_finetune_task(model, processor, data, settings, settings, settings, accelerator)
+    return build_finetune_task(
+        model, processor, data, settings.model, settings.optimization, settings.augmentation, accelerator
+    )
 
 
 class Weights(torch.nn.Linear):
@@ -172,7 +174,7 @@ def test_the_posterior_in_the_results_is_under_the_uniform_prior_whatever_the_he
 
 def test_mixup_ends_before_training_does_where_it_is_told_to(train, tmp_path):
     settings = options("--pretrained", "none", "--batch_size", "4", "--epochs", "3", "--mixup_off_epochs", "1")
-    settings.mixed_precision, settings.augmentation = "no", "pad_crop"
+    settings = settings.replace(mixed_precision="no", augmentation="pad_crop")
     model = micro()
     seen = []
     model.forward = lambda pixels, labels: seen.append(labels.is_floating_point()) or SimpleNamespace(loss=None)
@@ -193,9 +195,9 @@ def split_of(counts: list[int], several: bool = False) -> Dataset:
 
 
 def test_the_best_epoch_is_chosen_by_the_mean_over_classes_unless_another_number_is_asked_for():
-    assert choose_selection_metric(options(), multi_label=False) == "mean_class_accuracy"
-    assert choose_selection_metric(options(), multi_label=True) == "map"
-    assert choose_selection_metric(options("--select_metric", "few"), multi_label=False) == "few"
+    assert choose_selection_metric(options().checkpoints, multi_label=False) == "mean_class_accuracy"
+    assert choose_selection_metric(options().checkpoints, multi_label=True) == "map"
+    assert choose_selection_metric(options("--select_metric", "few").checkpoints, multi_label=False) == "few"
     with pytest.raises(LiVTError, match="select_metric is 'f1'; choose one of mean_class_accuracy, accuracy, macro"):
         options("--select_metric", "f1")
 
@@ -214,17 +216,21 @@ def test_a_number_that_cannot_select_is_refused(metric, several, complaint):
     data = DatasetDict(train=split_of([50, 30, 5], several), validation=split_of([5, 3, 1], several))
     settings = options("--select", "best", "--select_metric", metric, "--batch_size", "8")
     if complaint is None:
-        check_finetune_options(data, *[settings] * 5)
+        check_finetune_options(
+            data, settings.model, settings.optimization, settings.loss, settings.augmentation, settings.checkpoints
+        )
         return
     with pytest.raises(LiVTError, match=complaint):
-        check_finetune_options(data, *[settings] * 5)
+        check_finetune_options(
+            data, settings.model, settings.optimization, settings.loss, settings.augmentation, settings.checkpoints
+        )
 
 
 def test_a_selection_metric_without_selection_is_refused():
     with pytest.raises(LiVTError, match="set select best with it"):
-        check_finetune_options(
-            DatasetDict(train=split_of([50, 30, 5])), *[options("--select_metric", "few", "--batch_size", "8")] * 5
-        )
+        settings = options("--select_metric", "few", "--batch_size", "8")
+        parts = settings.model, settings.optimization, settings.loss, settings.augmentation, settings.checkpoints
+        check_finetune_options(DatasetDict(train=split_of([50, 30, 5])), *parts)
 
 
 def test_a_run_with_muon_goes_on_to_the_weights_of_one_that_was_not_stopped(tmp_path, monkeypatch):
@@ -264,7 +270,7 @@ def test_patches_are_left_out_until_the_last_epochs(train):
     settings, seen = options(*words.split()), []
     model = start(train, settings)
     model.vit.layers[0].register_forward_hook(lambda _layer, inputs, _output: seen.append(inputs[0].shape[1]))
-    processor = build_processor(model, train, settings, settings.dataset)
+    processor = build_processor(model, train, settings.model, settings.data.dataset)
     task = finetune_task(settings, DatasetDict(train=train), model, processor, Accelerator(cpu=True))
     for epoch in range(5):
         task.compute_loss(model, next(task.loader.epoch(epoch)), StepKey(epoch, epoch))

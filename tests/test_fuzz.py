@@ -38,18 +38,20 @@ from transformers import ConvNextConfig, ConvNextForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
 from livt_hf.classifiers import load_model, load_processor
+from livt_hf.cli.inherit import inherit_from_run
+from livt_hf.cli.options import read_config, write_config
+from livt_hf.cli.resume import resolve_training
+from livt_hf.cli.settings import EvalSettings
+from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.conversion import from_official, to_timm
 from livt_hf.data import eval_processor, load_long_tailed, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.priors import read_numbers, read_prior
-from livt_hf.options import read_settings, save_settings
 from livt_hf.pretrained import load_backbone
 from livt_hf.processors import read_input_spec
 from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
-from livt_hf.run_data import settings_from_run
-from livt_hf.runs import Run, parse_training, read_log
-from livt_hf.settings import EvalSettings, FinetuneSettings, PretrainSettings
+from livt_hf.runs import Run, read_log
 from livt_hf.training.checkpoints import Progress, save_checkpoint
 from livt_hf.training.checkpoints import load_checkpoint as go_on
 from livt_hf.training.frozen import DIGEST_BYTES, FeatureCache
@@ -77,7 +79,7 @@ def finished_run(folder: Path) -> None:
     LiViTForImageClassification(LiViTConfig(**SIZES, **labels, **head)).save_pretrained(folder)
     eval_processor(8, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(folder)
     Run(folder).write_results(RESULTS)
-    save_settings(FinetuneSettings(dataset="glyphs", pretrained="none", epochs=3), folder / "arguments.yaml")
+    write_config(FinetuneSettings.build(dataset="glyphs", pretrained="none", epochs=3), folder / "arguments.yaml")
     for update in range(1, 6):
         Run(folder).log({"update": update, "epoch": update / 2, "loss": 1 / update, "lr": 1e-3})
     Run(folder).log({"update": 5, "epoch": 3, "eval": {"accuracy": 0.5, "many": None}})
@@ -91,7 +93,7 @@ def finished_run(folder: Path) -> None:
 
 def finished_pretraining(folder: Path) -> None:
     Run(folder).write_results(PRETRAINING)
-    save_settings(PretrainSettings(), folder / "arguments.yaml")
+    write_config(PretrainSettings(), folder / "arguments.yaml")
     (folder / "config.json").write_text("{}")
 
 
@@ -210,11 +212,11 @@ def official(folder: Path) -> None:
 
 
 def resume(folder: Path) -> None:
-    parse_training(FinetuneSettings, ["--resume", str(folder)])
+    resolve_training(FinetuneSettings, ["--resume", str(folder)])
 
 
 def measure(folder: Path) -> None:
-    EvalSettings.parse(["--model", str(folder)], inherit=settings_from_run)
+    EvalSettings.parse(["--model", str(folder)], inherit=inherit_from_run)
 
 
 def publishing(folder: Path) -> None:
@@ -320,7 +322,7 @@ KINDS = {
     "class weights": Kind(numbers, "listed.yaml", positive, alone=True),
     "names of a conversion": Kind(numbers, "list.json", lambda path: convert.read_names(str(path)), alone=True),
     "config of a command": Kind(
-        numbers, "config.yaml", lambda path: FinetuneSettings(**read_settings(FinetuneSettings, path)), alone=True
+        numbers, "config.yaml", lambda path: FinetuneSettings.build(**read_config(FinetuneSettings, path)), alone=True
     ),
     **{
         name: Kind(tables, name, dataset, alone=True)

@@ -25,6 +25,7 @@ from torchvision.transforms.functional import to_pil_image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTMAEForPreTraining, pipeline
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance, pretraining_config
+from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.data import eval_processor, load_dataset, read_rgb
 from livt_hf.errors import LiVTError
 from livt_hf.hub import (
@@ -44,7 +45,6 @@ from livt_hf.recipes.publish import main
 from livt_hf.recipes.publish_data import PublishDataSettings
 from livt_hf.recipes.publish_data import main as publish_data
 from livt_hf.results import Results
-from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 SIZES = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4
@@ -701,8 +701,8 @@ def test_a_dataset_with_a_broken_image_is_not_published_until_it_is_left_out(tmp
 
 def test_the_card_of_a_balanced_dataset_names_its_images_per_class(tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
-    settings = PublishDataSettings(dataset=str(pictures), repo_id="org/x", rule="balanced", license="mit")
-    assert origin_of(load_dataset(settings), settings).rule == "Every class keeps 6 training images."
+    settings = PublishDataSettings.build(dataset=str(pictures), repo_id="org/x", rule="balanced", license="mit")
+    assert origin_of(load_dataset(settings.data), settings.data).rule == "Every class keeps 6 training images."
 
 
 @pytest.mark.parametrize(
@@ -716,17 +716,17 @@ def test_the_card_of_a_balanced_dataset_names_its_images_per_class(tmp_path):
 )
 def test_the_card_of_a_dataset_says_what_became_of_its_training_images(tmp_path, options, said):
     pictures = make_pictures(tmp_path / "pictures")
-    settings = PublishDataSettings(**{"dataset": str(pictures), "repo_id": "org/x", "license": "mit"} | options)
-    assert re.fullmatch(f".*{said}", origin_of(load_dataset(settings), settings).rule)
+    settings = PublishDataSettings.build(**{"dataset": str(pictures), "repo_id": "org/x", "license": "mit"} | options)
+    assert re.fullmatch(f".*{said}", origin_of(load_dataset(settings.data), settings.data).rule)
 
 
 def test_the_card_of_a_dataset_says_by_what_images_were_left_out_and_names_the_licence(tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
-    settings = PublishDataSettings(
+    settings = PublishDataSettings.build(
         dataset=str(pictures), repo_id="org/x", exclude_labels="class0,class3", license="mit"
     )
-    data = load_dataset(settings)
-    card = dataset_card(data, Publication("org/x", license="mit"), origin_of(data, settings)).text
+    data = load_dataset(settings.data)
+    card = dataset_card(data, Publication("org/x", license="mit"), origin_of(data, settings.data)).text
     assert (
         "The images were selected by `--exclude_labels class0,class3`." in card and "those of the dataset" not in card
     )
@@ -746,8 +746,8 @@ def test_a_dataset_whose_data_does_not_arrive_says_that_its_card_is_there(hub, m
 
     monkeypatch.setattr("livt_hf.hub.datasets.HfApi", partial(HfApi, endpoint=hub.endpoint, token=TOKEN))
     monkeypatch.setattr("datasets.DatasetDict.push_to_hub", cut)
-    settings = PublishDataSettings(dataset="glyphs", repo_id="org/glyphs")
-    data = load_dataset(settings)
+    settings = PublishDataSettings.build(dataset="glyphs", repo_id="org/glyphs")
+    data = load_dataset(settings.data)
     with pytest.raises(PublishError, match="in org/glyphs, which is private, the card is complete .*cut"):
-        publish_dataset(data, Publication("org/glyphs"), origin_of(data, settings))
+        publish_dataset(data, Publication("org/glyphs"), origin_of(data, settings.data))
     assert set(hub.files("org/glyphs", kind="datasets")) == {".gitattributes", "README.md"}

@@ -28,7 +28,7 @@ from transformers import (
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTModel
 from livt_hf.classifiers import choose_device
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
 from livt_hf.conversion import to_beit
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError

@@ -13,7 +13,7 @@ import torch
 from recipe_runs import RECIPES, TINY, RecipeRun, free_port, make_pictures, slow_saving, weights_of
 from safetensors.torch import load_file
 
-from livt_hf import commands
+from livt_hf.cli import console
 from livt_hf.runs import Run
 from livt_hf.training import loop
 
@@ -153,7 +153,7 @@ def test_processes_that_do_not_see_each_other_are_refused(start):
 
 
 def lose_sight_of_the_run() -> None:
-    loop.VISIBILITY_TIMEOUT = commands.SECONDS_FOR_THE_FIRST = 0
+    loop.VISIBILITY_TIMEOUT = console.FIRST_PROCESS_TIMEOUT = 0
     if os.environ["RANK"] == "1":
         Run.started = property(lambda run: False)
 

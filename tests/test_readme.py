@@ -1,6 +1,5 @@
 """What README.md says is so: commands parse, code runs, and tree, links and tables are those of the project."""
 
-import importlib
 import json
 import re
 import shlex
@@ -17,12 +16,14 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.classifiers import load_model, load_processor
+from livt_hf.cli import main as cli
+from livt_hf.cli.options import parse_words
+from livt_hf.cli.settings import settings_class
 from livt_hf.data import class_counts, eval_processor, load_long_tailed, read_rgb
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.options import CommandSettings, command_line
 from livt_hf.predictions.predict import Predictor
-from livt_hf.recipes import cli, convert
+from livt_hf.recipes import convert
 from livt_hf.recipes.ablations import REPORTED
 from livt_hf.recipes.paper import tables
 
@@ -53,18 +54,10 @@ def shell_commands(page: str) -> list[str]:
     return [command for command in dict.fromkeys(commands + inline) if command not in ("livt eval", "livt sweep")]
 
 
-def settings_of(command: str) -> type[CommandSettings]:
-    """The settings class of a command: the one in its recipe that says so."""
-    recipe = importlib.import_module(f"livt_hf.recipes.{command.replace('-', '_')}")
-    classes = [value for value in vars(recipe).values() if isinstance(value, type) and value is not CommandSettings]
-    (found,) = [c for c in classes if issubclass(c, CommandSettings) and c.stage == command.replace("_", "-")]
-    return found
-
-
 def check_livt(words: list[str]) -> None:
     place = next(number for number, word in enumerate(words) if word in cli.COMMANDS)
     launch_command_parser().parse_args([*words[:place], "script.py"])
-    command_line(settings_of(words[place]), words[place + 1 :])
+    parse_words(settings_class(words[place]), words[place + 1 :])
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(shell_commands(README) + shell_commands(HOW_TO)))
@@ -79,7 +72,7 @@ def test_a_command_of_the_documents_exists_and_takes_these_options(command):
     assert (ROOT / script).is_file(), script
     if words[0] == "accelerate":
         options = launch_command_parser().parse_args(words[2:]).training_script_args
-        command_line(settings_of(Path(script).stem), options)
+        parse_words(settings_class(Path(script).stem.replace("_", "-")), options)
 
 
 def test_the_readme_is_short_and_the_documents_have_every_command():
@@ -89,7 +82,11 @@ def test_the_readme_is_short_and_the_documents_have_every_command():
 
 
 def test_every_option_the_documents_mention_exists():
-    known = {f"--{name}" for command in cli.COMMANDS for name in settings_of(command).names()} | {"--config", "--help"}
+    known = {f"--{name}" for command in cli.COMMANDS for name in settings_class(command).names()} | {
+        "--config",
+        "--help",
+        "--help_all",
+    }
     mentioned = {
         word for code in inline_code(README) + inline_code(HOW_TO) for word in code.split() if word.startswith("--")
     }

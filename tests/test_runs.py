@@ -10,20 +10,22 @@ import pytest
 import yaml
 
 import livt_hf.results
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.resume import check_same_settings
+from livt_hf.cli.training_settings import PretrainSettings
+from livt_hf.errors import LiVTError
 from livt_hf.results import provenance
-from livt_hf.runs import ARGUMENTS, Run, check_same_settings, new_run
-from livt_hf.settings import PretrainSettings
+from livt_hf.runs import ARGUMENTS, Run, new_run
 from livt_hf.text import format_duration
-from livt_hf.training.device import available_cores
+from livt_hf.threads import available_cores
 
 
 @pytest.fixture
 def started(tmp_path) -> Run:
     """A run that has been started and not finished."""
-    arguments = PretrainSettings(output_dir=str(tmp_path / "run"), source="here", lists="there")
-    run = new_run(arguments)
-    run.begin(arguments)
+    arguments = PretrainSettings.build(output_dir=str(tmp_path / "run"), source="here", lists="there")
+    run = new_run(arguments.run_name, arguments.output_dir)
+    run.begin(arguments.to_dict())
     return run
 
 
@@ -37,15 +39,15 @@ def forget(run: Run, option: str) -> None:
 def test_two_jobs_that_count_the_runs_at_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter(()))  # neither sees the other's
-    assert [new_run(PretrainSettings()).folder.name for _ in range(3)] == ["1", "2", "3"]
+    assert [new_run("pretrain-glyphs-base").folder.name for _ in range(3)] == ["1", "2", "3"]
 
 
 def test_of_two_jobs_given_the_same_folder_only_one_begins(tmp_path):
-    first, second = (PretrainSettings(output_dir=str(tmp_path / "run"), seed=seed) for seed in (1, 2))
-    runs = new_run(first), new_run(second)
-    runs[0].begin(first)
-    with pytest.raises(ValueError, match="run holds another run; pass --resume .*run to go on, or a new --output_dir"):
-        runs[1].begin(second)
+    runs = new_run("", tmp_path / "run"), new_run("", tmp_path / "run")
+    runs[0].begin({"seed": 1})
+    with pytest.raises(LiVTError, match="run holds another run") as error:
+        runs[1].begin({"seed": 2})
+    assert error.value.argument == "output_dir"
     assert runs[0].arguments["seed"] == 1
 
 
@@ -56,9 +58,9 @@ def test_a_run_that_finds_no_room_to_begin_leaves_its_folder_as_it_was(tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.write_text", full)
         with pytest.raises(OSError, match="No space left"):
-            Run(tmp_path).begin(PretrainSettings())
+            Run(tmp_path).begin(PretrainSettings().to_dict())
     assert list(tmp_path.iterdir()) == []
-    Run(tmp_path).begin(PretrainSettings())
+    Run(tmp_path).begin(PretrainSettings().to_dict())
     assert Run(tmp_path).arguments["dataset"] == "glyphs"
 
 
@@ -67,7 +69,7 @@ def test_a_run_that_finds_no_room_to_begin_leaves_its_folder_as_it_was(tmp_path,
     [
         (errno.ENOSPC, "could not write runs/1/log.jsonl: .*; make room"),
         (errno.EROFS, "could not write runs/1/log.jsonl: .*; make room"),
-        (errno.ENOTDIR, "there can be no file or folder runs/1/log.jsonl: .*; choose another place"),
+        (errno.ENOTDIR, "there can be no file or folder runs/1/log.jsonl: .*; choose another path"),
         (errno.EACCES, "may not read or write runs/1/log.jsonl: .*; change its permissions"),
     ],
 )
@@ -85,11 +87,11 @@ def test_an_option_that_came_after_the_run_had_its_default_there(started):
     forget(started, "flip")
     check_same_settings(started, PretrainSettings())
     with pytest.raises(ValueError, match="flip was True and is now False"):
-        check_same_settings(started, PretrainSettings(flip=False))
+        check_same_settings(started, PretrainSettings.build(flip=False))
 
 
 def test_a_run_goes_on_where_its_data_has_moved(started):
-    check_same_settings(started, PretrainSettings(source="elsewhere", lists=None))
+    check_same_settings(started, PretrainSettings.build(source="elsewhere", lists=None))
 
 
 def test_a_machine_without_git_has_no_revision_and_no_error(monkeypatch, tmp_path):

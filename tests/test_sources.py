@@ -17,6 +17,7 @@ from huggingface_hub.errors import HTTPError
 from needs import needs_linux
 from PIL import Image as PILImage
 
+from livt_hf.cli.settings import PublishDataSettings
 from livt_hf.data import (
     class_counts,
     exponential_counts,
@@ -30,10 +31,9 @@ from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.classes import MERGED
 from livt_hf.data.load import ImagePool
 from livt_hf.data.readers.image_list import read_list
+from livt_hf.data.spec import DataSpec
 from livt_hf.data.splitting import is_made_split, split_test, stratified_split
 from livt_hf.errors import LiVTError, is_path_not_hub_id
-from livt_hf.recipes.settings import PublishDataSettings
-from livt_hf.settings import DataSettings
 
 needs_data = pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="needs real data (LIVT_DATA)")
 
@@ -215,7 +215,7 @@ def test_a_function_registered_by_name_is_a_dataset_like_any_other(request):
     asked = []
 
     @register_dataset("mine", mean=(0.1, 0.2, 0.3))
-    def mine(settings: DataSettings) -> DatasetDict:
+    def mine(settings: DataSpec) -> DatasetDict:
         asked.append(settings.split_seed)
         return DatasetDict(train=named_rows([0] * 20 + [1] * 10, ["a", "b"]))
 
@@ -234,7 +234,7 @@ def test_of_a_registered_dataset_images_are_held_out_and_a_licence_is_asked_for_
     monkeypatch.setattr("livt_hf.data.splitting.MIN_IMAGES_TO_SPLIT", 20)
     assert is_made_split(load_long_tailed("mine", validation_fraction=None), "validation")
     with pytest.raises(LiVTError, match="mine holds images of your own; name their licence"):
-        PublishDataSettings(dataset="mine", repo_id="org/mine")
+        PublishDataSettings.build(dataset="mine", repo_id="org/mine")
 
 
 # Own data
@@ -578,7 +578,7 @@ def test_broken_images_that_are_left_out_count_for_no_class(tmp_path):
 
 def test_where_nothing_is_trained_a_class_may_have_no_image(tmp_path):
     write_images(tmp_path / "birds", {"finch": 3, "ghost": 0, "owl": 2})
-    data = load_evaluation_data(DataSettings(dataset=str(tmp_path / "birds")), "all")
+    data = load_evaluation_data(DataSpec(dataset=str(tmp_path / "birds")), "all")
     assert class_counts(data["all"]).tolist() == [3, 0, 2]
 
 
@@ -861,7 +861,7 @@ def labelled(counts: list[int]) -> Dataset:
     ],
 )
 def test_a_part_of_each_class_is_held_out_where_that_is_asked_for_or_sensible(counts, dataset, fraction, held):
-    settings = DataSettings(dataset=dataset, validation_fraction=fraction)
+    settings = DataSpec(dataset=dataset, validation_fraction=fraction)
     parts = ImagePool({"train": labelled(counts)}).split(settings)
     assert (class_counts(parts["validation"]).tolist() if "validation" in parts else None) == held
     if held:
@@ -871,9 +871,9 @@ def test_a_part_of_each_class_is_held_out_where_that_is_asked_for_or_sensible(co
 def test_a_split_without_an_image_is_refused(tmp_path):
     small = labelled([2, 2, 1])
     with pytest.raises(LiVTError, match="test_fraction 0.2 of 5 images in 3 classes holds out none"):
-        split_test({"train": small}, DataSettings())
+        split_test({"train": small}, DataSpec())
     with pytest.raises(LiVTError, match="validation_fraction 0.2 of 5 images"):
-        ImagePool({"train": small}).split(DataSettings(validation_fraction=0.2))
+        ImagePool({"train": small}).split(DataSpec(validation_fraction=0.2))
     write_images(tmp_path / "own", {"train/a": 5, "train/b": 5, "test/a": 0, "test/b": 0})
     for streaming in (False, True):
         with pytest.raises(LiVTError, match='the split "test" has no image'):
@@ -896,7 +896,7 @@ def test_runs_in_the_folder_of_the_images_are_no_class(tmp_path, monkeypatch):
     write_images(tmp_path / "birds", {"finch": 5, "owl": 5, "runs/data-birds": 2})
     (tmp_path / "birds/runs/predictions.parquet").write_bytes(b"")
     monkeypatch.chdir(tmp_path / "birds")
-    settings = DataSettings(dataset=".")
+    settings = DataSpec(dataset=".")
     assert Path(settings.dataset).name == "birds"
     assert load_dataset(settings)["train"].features["label"].names == ["finch", "owl"]
 
@@ -1019,7 +1019,7 @@ def test_of_several_labels_the_rarest_one_of_each_image_is_divided_in_proportion
     labels = [[0], [0, 1]] * 20 + [[0, 2]] * 10 + [[]] * 10
     train = Dataset.from_dict({"label": labels}, features=Features(label=List(ClassLabel(num_classes=3))))
     for seed in range(5):
-        parts = split_test({"train": train}, DataSettings(split_seed=seed))
+        parts = split_test({"train": train}, DataSpec(split_seed=seed))
         assert class_counts(parts["test"]).tolist() == [10, 4, 2] and len(parts["test"]) == 12
 
 
@@ -1027,6 +1027,6 @@ def test_one_label_an_image_is_divided_class_by_class():
     labels = np.random.RandomState(0).choice(4, size=200, p=[0.6, 0.3, 0.09, 0.01])
     train = Dataset.from_dict({"label": labels.tolist()}, features=Features(label=ClassLabel(num_classes=4)))
     for seed in range(3):
-        parts = split_test({"train": train.add_column("row", list(range(200)))}, DataSettings(split_seed=seed))
+        parts = split_test({"train": train.add_column("row", list(range(200)))}, DataSpec(split_seed=seed))
         expected = stratified_split(labels, 0.2, seed)
         assert [parts[split]["row"][:] for split in ("train", "test")] == [rows.tolist() for rows in expected]

@@ -9,6 +9,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
 from livt_hf.data.labels import digest_of
+from livt_hf.data.spec import DataSpec
 from livt_hf.data.splitting import grouped_split, split_test, stratified_folds, stratified_split
 from livt_hf.data.subsample import (
     exponential_counts,
@@ -17,7 +18,6 @@ from livt_hf.data.subsample import (
     long_tail_indices,
     pareto_counts,
 )
-from livt_hf.settings import DataSettings
 
 
 def test_splits_need_numpy_only():
@@ -172,7 +172,7 @@ def test_every_class_keeps_one_of_its_two_groups_in_training(labels, groups):
     train = Dataset.from_dict({"label": labels, "group": map(str, groups)}, features=features)
     for fraction in (0.2, 0.5, 0.9):
         for seed in range(10):
-            settings = DataSettings(group_column="group", test_fraction=fraction, split_seed=seed)
+            settings = DataSpec(group_column="group", test_fraction=fraction, split_seed=seed)
             parts = split_test({"train": train}, settings)
             assert set(parts["train"]["label"]) == {0, 1, 2, 3} and len(parts["test"])
             assert not set(parts["train"]["group"]) & set(parts["test"]["group"])

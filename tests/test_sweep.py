@@ -12,18 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 from matplotlib.axes import Axes
-from recipe_runs import RECIPES, TINY, make_pictures
+from recipe_runs import RECIPES, TINY, flat, make_pictures
 
+from livt_hf.cli.inherit import inherit_from_checkpoint
+from livt_hf.cli.options import write_config
+from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.options import save_settings
 from livt_hf.recipes import sweep as recipe
 from livt_hf.recipes.ablations import DEIT, MAE, SWEEPS, VIT, Sweep, Variant, summarise, table_rows
 from livt_hf.recipes.paper import figures
 from livt_hf.results import Results
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneSettings, PretrainSettings
-from livt_hf.training.start import inherit_from_checkpoint
 
 CONFIGS = RECIPES / "configs"
 
@@ -130,11 +130,11 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize("dataset", ["imagenet-lt", "imagenet-bal", "inat18"])
 def test_a_recipe_of_the_paper_is_trained_by_its_own_config(dataset):
     sweep, plan = planned("recipes", "--dataset", dataset)
-    runs = {label: plan.runs[folders[0]].settings for label, folders in plan.runs_of.items()}
+    runs = {label: flat(plan.runs[folders[0]].settings) for label, folders in plan.runs_of.items()}
     assert (runs["ViT"].epochs, runs["ViT"].batch_size, runs["ViT"].pretrained) == (800, 4096, "none")
     assert (runs["DeiT III"].epochs, runs["DeiT III"].optimizer, runs["DeiT III"].pretrained) == (800, "lamb", "none")
     assert {run.dataset for run in runs.values()} == {dataset}
-    own = FinetuneSettings.parse(["--dataset", dataset], CONFIGS)
+    own = flat(FinetuneSettings.parse(["--dataset", dataset], CONFIGS))
     assert (runs["LiVT"].epochs, runs["LiVT"].layer_decay, runs["LiVT"].loss) == (100, own.layer_decay, "bal_bce")
     assert (runs["MAE"].epochs, runs["MAE"].loss) == (100, "ce")
     assert runs["MAE"].warmup_epochs == (10 if dataset == "inat18" else 5)  # MAE's own where there is a config
@@ -143,7 +143,7 @@ def test_a_recipe_of_the_paper_is_trained_by_its_own_config(dataset):
 @pytest.mark.parametrize("variant", [VIT, DEIT, MAE], ids=lambda variant: variant.label)
 def test_the_options_that_stand_for_a_recipe_on_other_data_are_those_of_its_config(variant):
     for config in set(variant.configs.values()):
-        settings = FinetuneSettings.parse(["--config", str(CONFIGS / f"{config}.yaml")])
+        settings = flat(FinetuneSettings.parse(["--config", str(CONFIGS / f"{config}.yaml")]))
         assert {name: getattr(settings, name) for name in variant.finetune} == variant.finetune
 
 
@@ -152,11 +152,11 @@ def test_the_data_of_another_stage_has_a_folder_of_its_own(sweep):
     printed = sweep("transfer", "--dataset", "inat18", *sources, "--source IMAGENET --lists L", "--dry_run")
     first = [line for line in printed.splitlines() if line.startswith("livt pretrain")]
     for line, data in zip(first, ("imagenet-bal", "imagenet-lt"), strict=True):
-        settings = PretrainSettings.parse(shlex.split(line)[2:], CONFIGS)
+        settings = flat(PretrainSettings.parse(shlex.split(line)[2:], CONFIGS))
         assert (settings.dataset, settings.source, settings.lists) == (data, "IMAGENET", "L")
         assert (settings.imbalance_factor, settings.epochs) == (None, 800)
         assert settings.images_per_class == {"imagenet-bal": 116, "imagenet-lt": None}[data]
-    second = [FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS) for line in printed.splitlines()[2:]]
+    second = [flat(FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS)) for line in printed.splitlines()[2:]]
     assert {(run.dataset, run.source, run.lists, run.imbalance_factor) for run in second} == {
         ("inat18", "INAT", None, 50)
     }
@@ -165,7 +165,7 @@ def test_the_data_of_another_stage_has_a_folder_of_its_own(sweep):
 def test_a_model_that_others_start_from_is_trained_first_and_on_its_own_data(sweep):
     sources = ["--source", "PLACES", "--pretrain", "--source IMAGENET"]
     printed = sweep("places", "--dataset", "places-lt", *sources, "--only", "DeiT III", "--dry_run").splitlines()
-    first, second = (FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS) for line in printed)
+    first, second = (flat(FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS)) for line in printed)
     assert (first.dataset, first.source, first.pretrained, first.epochs) == ("imagenet-1k", "IMAGENET", "none", 800)
     assert (second.dataset, second.source, second.epochs, second.pooling) == ("places-lt", "PLACES", 30, "cls")
     assert second.pretrained == first.output_dir
@@ -178,13 +178,13 @@ def test_crt_trains_the_classifier_again_on_balanced_draws_of_the_finished_ce_ru
     assert (ce["loss"], ce["tune"], ce["sampler"], ce["mixup"]) == ("ce", None, "natural", 0.2)
     assert (crt["loss"], crt["tune"], crt["sampler"], crt["mixup"]) == ("ce", "head", "balanced", 0)
     assert crt["pretrained"] == str(folder / "loss=ce_seed=0")
-    assert crt["epochs"] == FinetuneSettings.parse(["--tune", "head"], CONFIGS).epochs != ce["epochs"]
+    assert crt["epochs"] == flat(FinetuneSettings.parse(["--tune", "head"], CONFIGS)).epochs != ce["epochs"]
     assert len(runs.of("finetune")) == 2  # the row of CE is what cRT starts from
 
 
 def test_what_is_trained_from_scratch_stays_so_beside_a_checkpoint(sweep, checkpoint):
     printed = sweep("stages", "--pretrained", checkpoint("micro"), "--dry_run").splitlines()
-    starts = [FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS).pretrained for line in printed]
+    starts = [flat(FinetuneSettings.parse(shlex.split(line)[2:], CONFIGS)).pretrained for line in printed]
     assert sorted(Path(start).name for start in starts) == ["micro", "micro", "none"]
 
 
@@ -195,7 +195,7 @@ def test_every_option_of_a_sweep_is_one_its_stage_takes(name):
     for variant in SWEEPS[name].variants:
         for options, stage in ((variant.finetune, FinetuneSettings), (variant.pretrain or {}, PretrainSettings)):
             words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-            parsed = stage.parse(words)
+            parsed = flat(stage.parse(words))
             assert {option: getattr(parsed, option) for option in options} == options
 
 
@@ -218,9 +218,10 @@ class Runs:
         cls, inherit = (
             (FinetuneSettings, inherit_from_checkpoint) if finetune else (PretrainSettings, lambda asked: {})
         )
-        arguments = cls.parse(words, CONFIGS, inherit)
+        settings = cls.parse(words, CONFIGS, inherit)
+        arguments = flat(settings)
         folder.mkdir()
-        save_settings(arguments, folder / "arguments.yaml")
+        write_config(settings, folder / "arguments.yaml")
         said = {"model_size": "micro", "num_train_images": 1234, "epochs": arguments.epochs, "seed": arguments.seed}
         accuracy = {"bal_bce": 0.6}.get(arguments.loss, 0.4) + arguments.seed / 10 if finetune else 0
         Run(folder).write_results(result(accuracy, **said))
@@ -292,7 +293,7 @@ def test_where_pretraining_differs_its_time_is_part_of_the_table(runs, sweep):
 def test_the_time_of_pretraining_is_that_of_no_other_start(runs, tmp_path):
     first = Variant("first", {"loss": "ce"})
     variants = [first, Variant("second", {"loss": "ce", "sampler": "balanced"}, start=first)]
-    plan = recipe.Plan(recipe.SweepSettings(output_dir=str(tmp_path / "sweep")), variants)
+    plan = recipe.Plan(recipe.SweepSettings.build(output_dir=str(tmp_path / "sweep")), variants)
     recipe.carried_out(plan)
     assert {label: len(found) for label, found in plan.first_stages().items()} == {"first": 1, "second": 0}
 
@@ -430,7 +431,7 @@ def test_a_sweep_may_start_from_a_checkpoint_that_exists(runs, sweep, checkpoint
     printed = sweep("tau", "--dataset", "cifar100-lt", "--pretrained", folder, "--dry_run").splitlines()
     for line in printed:
         command, stage, *words = shlex.split(line)
-        settings = FinetuneSettings.parse(words, CONFIGS)
+        settings = flat(FinetuneSettings.parse(words, CONFIGS))
         assert (command, stage, settings.pretrained) == ("livt", "finetune", str(folder))
         # Its size has a config of its own; the dataset's is for a micro ViT at 32 pixels.
         assert (settings.model_size, settings.image_size, settings.batch_size) == ("base", 224, 1024)

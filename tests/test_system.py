@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_runs_of_sweeps_have_names_that_every_file_system_takes():
     for name in SWEEPS:
-        plan = sweep.Plan(sweep.SweepSettings(sweep=name), list(SWEEPS[name].variants))
+        plan = sweep.Plan(sweep.SweepSettings.build(sweep=name), list(SWEEPS[name].variants))
         for folder in plan.runs:
             assert not set(folder.name) & set('<>:"/\\|?*') and folder.name[-1] not in ". ", folder
         lower = [str(folder).lower() for folder in plan.runs]

@@ -18,12 +18,14 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, LoggerType
 from torch import nn
 
+from livt_hf.cli.resume import check_resumable, start_run
+from livt_hf.cli.training_settings import PretrainSettings
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.results import Results
-from livt_hf.runs import Run, check_resumable, start_run
-from livt_hf.settings import PretrainSettings
+from livt_hf.runs import Run
+from livt_hf.threads import available_cores
 from livt_hf.training.checkpoints import CheckpointError, list_checkpoints
-from livt_hf.training.device import StopOnSignal, available_cores, choose_precision, has_fast_cpu_bf16
+from livt_hf.training.device import StopOnSignal, choose_precision, has_fast_cpu_bf16
 from livt_hf.training.loop import TrainingLoop, TrainingTask, make_accelerator, open_run
 
 PER_EPOCH = 4
@@ -66,21 +68,21 @@ def squared_error(model, batch, step):
 def settings(folder: Path, **options) -> PretrainSettings:
     """Three epochs with one of warm-up; the rate is base_lr itself."""
     defaults = dict(epochs=3, warmup_epochs=1, batch_size=256, base_lr=0.1, min_lr=0.01, log_steps=1, threads=1)
-    return PretrainSettings(output_dir=str(folder), **(defaults | options))
+    return PretrainSettings.build(output_dir=str(folder), **(defaults | options))
 
 
 def make_loop(arguments: PretrainSettings, compute_loss=squared_error, resumed: Run | None = None) -> TrainingLoop:
-    accelerator = make_accelerator(arguments, arguments.trackers)
+    accelerator = make_accelerator(arguments.optimization, arguments.checkpoints.trackers)
     torch.manual_seed(0)
-    run = open_run(accelerator, lambda: resumed or start_run(arguments), vars(arguments))
-    task = TrainingTask(Line(), Batches(arguments.accumulation))
+    run = open_run(accelerator, lambda: resumed or start_run(arguments), arguments.to_dict())
+    task = TrainingTask(Line(), Batches(arguments.optimization.accumulation))
     task.compute_loss = compute_loss
-    return TrainingLoop(task, arguments, arguments, accelerator, run)
+    return TrainingLoop(task, arguments.optimization, arguments.checkpoints, accelerator, run)
 
 
 def resumed(arguments: PretrainSettings, compute_loss=squared_error, **options) -> TrainingLoop:
     AcceleratorState._reset_state(reset_partial_state=True)
-    arguments, run = PretrainSettings(**(vars(arguments) | options)), Run(Path(arguments.output_dir))
+    arguments, run = PretrainSettings.build(**(arguments.to_dict() | options)), Run(Path(arguments.output_dir))
     check_resumable(run, arguments)
     loop = make_loop(arguments, compute_loss, run)
     loop.resume()
@@ -302,7 +304,7 @@ def test_a_second_signal_acts_at_once_but_a_repeated_one_does_not():
 def test_an_output_folder_that_holds_another_run_is_refused(tmp_path):
     arguments = settings(tmp_path / "run")
     make_loop(arguments).fit()
-    with pytest.raises(ValueError, match=r"run holds another run; pass --resume .*run to go on, or a new"):
+    with pytest.raises(ValueError, match=r"run holds another run"):
         make_loop(arguments)
 
 
@@ -380,7 +382,7 @@ def test_tensorboard_writes_into_the_run_folder(tmp_path):
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("livt_hf.training.loop.get_available_trackers", lambda: [])
     with pytest.raises(ValueError, match="the tracker 'wandb' is not installed"):
-        make_accelerator(settings(tmp_path / "run"), trackers="wandb")
+        make_accelerator(settings(tmp_path / "run").optimization, trackers="wandb")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
@@ -408,7 +410,7 @@ def test_a_gpu_that_only_emulates_bf16_gets_fp16(monkeypatch, major, precision):
 def test_processes_wait_a_day_for_the_first_one(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr("livt_hf.training.loop.Accelerator", lambda **said: made.append(said) or Accelerator(cpu=True))
-    make_accelerator(settings(tmp_path / "run"))
+    make_accelerator(settings(tmp_path / "run").optimization)
     assert made[0]["kwargs_handlers"][0].timeout == datetime.timedelta(days=1)
 
 
@@ -438,9 +440,9 @@ def test_the_trial_of_bf16_agrees_with_the_cpu():
 def test_a_process_pinned_to_one_thread_takes_all_cores(tmp_path):
     torch.set_num_threads(1)
     AcceleratorState._reset_state(reset_partial_state=True)
-    make_accelerator(settings(tmp_path / "run", threads=None))
+    make_accelerator(settings(tmp_path / "run", threads=None).optimization)
     assert torch.get_num_threads() == available_cores()
-    make_accelerator(settings(tmp_path / "run", threads=1))
+    make_accelerator(settings(tmp_path / "run", threads=1).optimization)
     assert torch.get_num_threads() == 1
 
 
@@ -452,7 +454,7 @@ def test_a_launched_process_takes_all_cores(tmp_path):
         "from livt_hf.settings import PretrainSettings\n"
         "from livt_hf.training.loop import make_accelerator\n"
         "before = torch.get_num_threads()\n"
-        "make_accelerator(PretrainSettings())\n"
+        "make_accelerator(PretrainSettings().optimization)\n"
         "print('threads', before, torch.get_num_threads())\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -33,6 +33,8 @@ from transformers import (
 
 from livt_hf import balance
 from livt_hf.classifiers import load_model, load_processor
+from livt_hf.cli.inherit import inherit_from_checkpoint
+from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.data import Batches, DeviceTransform, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.structure import extract_features, get_classifier
@@ -40,11 +42,10 @@ from livt_hf.processors import read_input_spec, resize_processor
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
-from livt_hf.settings import FinetuneSettings
 from livt_hf.training.finetune import build_augmentation, compute_metrics
 from livt_hf.training.frozen import FeatureCache, FeatureClassifier, FeatureLoader, FrozenBackbone
 from livt_hf.training.lora import add_lora, merge_lora
-from livt_hf.training.start import build_classifier, build_processor, freeze_unused_parameters, inherit_from_checkpoint
+from livt_hf.training.start import build_classifier, build_processor, freeze_unused_parameters
 
 SHORT = "--epochs 3 --warmup_epochs 1 --batch_size 16 --threads 1 --eval_epochs 3 --image_size 16".split()
 
@@ -141,9 +142,9 @@ def test_a_batch_is_smaller_than_the_config_of_a_way_says_where_the_images_do_no
     words = ["--epochs", "2", "--warmup_epochs", "1", "--threads", "1", "--tune", "head", "--max_steps", "2"]
     words = ["--dataset", pictures, "--pretrained", resnet(tmp_path / "resnet"), *words]
     finetune.main([str(word) for word in [*words, "--output_dir", tmp_path / "run"]])  # 64 images; its config says 256
-    assert Run(tmp_path / "run").settings_of(FinetuneSettings)["batch_size"] == 16
+    assert Run(tmp_path / "run").arguments["batch_size"] == 16
     finetune.main([str(word) for word in [*words, "--batch_size", "64", "--output_dir", tmp_path / "filled"]])
-    assert Run(tmp_path / "filled").settings_of(FinetuneSettings)["batch_size"] == 64
+    assert Run(tmp_path / "filled").arguments["batch_size"] == 64
 
 
 def test_training_the_head_leaves_the_backbone_as_it_was(pictures, checkpoint, tmp_path):
@@ -180,10 +181,11 @@ def test_a_checkpoint_of_another_family_lends_its_name_and_the_recipe_for_backbo
     asked = {"dataset": "glyphs", "pretrained": str(wrapped_timm(tmp_path / "timm"))}
     assert inherit_from_checkpoint(asked) == {"model_size": "resnet18", "patch_size": None, "tune": "full"}
     configs = Path(finetune.__file__).parent / "configs"
-    settings = FinetuneSettings.merged(asked, configs, inherit_from_checkpoint(asked))
-    assert (settings.tune, settings.epochs) == ("full", 30)
-    head = FinetuneSettings.merged(asked | {"tune": "head"}, configs, inherit_from_checkpoint(asked))
-    assert (head.mixup, head.cutmix, head.erase) == (0, 0, 0)
+    settings = FinetuneSettings.resolve(asked, configs, inherit_from_checkpoint(asked))
+    assert (settings.model.tune, settings.optimization.epochs) == ("full", 30)
+    head = FinetuneSettings.resolve(asked | {"tune": "head"}, configs, inherit_from_checkpoint(asked))
+    values = head.augmentation
+    assert (values.mixup, values.cutmix, values.erase) == (0, 0, 0)
 
 
 @pytest.fixture
@@ -193,8 +195,10 @@ def frozen(pictures, tmp_path):
     plain = "--image_size 16 --mixup 0 --cutmix 0 --erase 0".split()
     settings = FinetuneSettings.parse(["--pretrained", str(path), "--dataset", str(pictures), *plain])
     data = load_long_tailed(str(pictures))
-    model = build_classifier(data["train"], *[settings] * 4)
-    processor = build_processor(model, data["train"], settings, settings.dataset)
+    model = build_classifier(
+        data["train"], settings.model, settings.loss, settings.optimization, settings.augmentation
+    )
+    processor = build_processor(model, data["train"], settings.model, settings.data.dataset)
     return settings, data["train"], model, FrozenBackbone(model, processor, Accelerator(cpu=True))
 
 
@@ -284,16 +288,24 @@ def test_a_process_without_images_computes_nothing(frozen, tmp_path, monkeypatch
 def test_weights_in_half_precision_are_trained_and_served_in_full(pictures, tmp_path):
     checkpoint = resnet(tmp_path / "resnet")
     AutoModelForImageClassification.from_pretrained(checkpoint).to(torch.bfloat16).save_pretrained(checkpoint)
-    settings = FinetuneSettings(dataset=str(pictures), pretrained=str(checkpoint), tune="full")
-    for model in (build_classifier(load_long_tailed(pictures)["train"], *[settings] * 4), load_model(str(checkpoint))):
+    settings = FinetuneSettings.build(dataset=str(pictures), pretrained=str(checkpoint), tune="full")
+    for model in (
+        build_classifier(
+            load_long_tailed(pictures)["train"],
+            settings.model,
+            settings.loss,
+            settings.optimization,
+            settings.augmentation,
+        ),
+        load_model(str(checkpoint)),
+    ):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(frozen):
     settings, train, model, backbone = frozen
-    settings.views = 3
     features = backbone.features(
-        train, build_augmentation(settings, read_input_spec(backbone.processor)), settings.views
+        train, build_augmentation(settings.augmentation, read_input_spec(backbone.processor)), 3
     )
     assert len(features) == 3 and not np.allclose(features[1], features[2])
     loader = FeatureLoader(features, train, Batches(64))
@@ -304,7 +316,7 @@ def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(froz
 
 def test_views_are_of_the_seed_that_was_asked_for(frozen):
     settings, train, _, backbone = frozen
-    augmentation, views = build_augmentation(settings, read_input_spec(backbone.processor)), []
+    augmentation, views = build_augmentation(settings.augmentation, read_input_spec(backbone.processor)), []
     for backbone.seed in (0, 1):
         views.append(backbone.features(train, augmentation, views=2))
     np.testing.assert_array_equal(views[0][0], views[1][0])
@@ -353,10 +365,18 @@ def test_training_goes_on_from_a_classifier_of_the_same_labels_and_anew_for_othe
     head, train = model.state_dict(), load_long_tailed(str(pictures))["train"]
     assert list(model.config.id2label.values()) == train.features["label"].names
     settings = FinetuneSettings.parse(["--dataset", str(pictures), "--pretrained", str(run.folder), "--tune", "full"])
-    going_on = build_classifier(train, *[settings] * 4).state_dict()
+    going_on = build_classifier(
+        train, settings.model, settings.loss, settings.optimization, settings.augmentation
+    ).state_dict()
     assert all(torch.equal(going_on[name], head[name]) for name in head)
     names = [f"other {name}" for name in train.features["label"].names]
-    anew = build_classifier(train.cast_column("label", ClassLabel(names=names)), *[settings] * 4)
+    anew = build_classifier(
+        train.cast_column("label", ClassLabel(names=names)),
+        settings.model,
+        settings.loss,
+        settings.optimization,
+        settings.augmentation,
+    )
     assert get_classifier(anew).weight.abs().max() < 1e-3
 
 
@@ -483,20 +503,32 @@ def test_a_processor_that_swaps_channels_is_refused():
 @pytest.mark.parametrize("backbone", [resnet, densenet])
 def test_a_backbone_without_stochastic_depth_goes_without_it_and_says_so(pictures, tmp_path, caplog, backbone):
     caplog.set_level("INFO")
-    settings = FinetuneSettings(pretrained=str(backbone(tmp_path / "start")), drop_path=0.1)
-    build_classifier(load_long_tailed(str(pictures))["train"], *[settings] * 4)
+    settings = FinetuneSettings.build(pretrained=str(backbone(tmp_path / "start")), drop_path=0.1)
+    build_classifier(
+        load_long_tailed(str(pictures))["train"],
+        settings.model,
+        settings.loss,
+        settings.optimization,
+        settings.augmentation,
+    )
     assert "has no stochastic depth: drop_path 0.1 does nothing" in caplog.text
 
 
 def test_a_backbone_with_stochastic_depth_gets_it(pictures, tmp_path):
-    settings = FinetuneSettings(pretrained=str(timm_vit(tmp_path / "start")), drop_path=0.1)
-    model = build_classifier(load_long_tailed(str(pictures))["train"], *[settings] * 4)
+    settings = FinetuneSettings.build(pretrained=str(timm_vit(tmp_path / "start")), drop_path=0.1)
+    model = build_classifier(
+        load_long_tailed(str(pictures))["train"],
+        settings.model,
+        settings.loss,
+        settings.optimization,
+        settings.augmentation,
+    )
     assert model.config.model_args["drop_path_rate"] == 0.1
 
 
 def test_labels_of_the_checkpoint_are_replaced_by_those_of_the_data(tmp_path):
     features = Features(image=Image(), label=ClassLabel(names=["cat", "dog"]))
     train = Dataset.from_dict({"image": [Pictures.new("RGB", (8, 8))] * 3, "label": [0, 0, 1]}, features=features)
-    settings = FinetuneSettings(pretrained=str(resnet(tmp_path / "resnet")))
-    model = build_classifier(train, *[settings] * 4)
+    settings = FinetuneSettings.build(pretrained=str(resnet(tmp_path / "resnet")))
+    model = build_classifier(train, settings.model, settings.loss, settings.optimization, settings.augmentation)
     assert model.config.id2label == {0: "cat", 1: "dog"} and model.config.long_tail.class_counts == [2, 1]

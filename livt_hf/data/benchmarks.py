@@ -5,6 +5,7 @@ Nothing here imports torch or `datasets`, so that commands can ask for a name be
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from livt_hf.data.spec import DataSpec
@@ -109,3 +110,9 @@ def normalization(name: str) -> tuple[Channels, Channels]:
     """Mean and standard deviation of a dataset's channels; ImageNet's for data without numbers of their own."""
     benchmark = BENCHMARKS.get(name, Benchmark())
     return benchmark.mean, benchmark.std
+
+
+def locate_dataset(dataset: str) -> Path | str:
+    """Return the resolved path of a dataset on this machine; a benchmark or Hub dataset is its name."""
+    path = Path(dataset).expanduser()
+    return dataset if dataset in BENCHMARKS or not path.exists() else path.resolve()

@@ -4,7 +4,7 @@ Nothing here imports torch.
 """
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from livt_hf.specs import Fraction, FractionAboveZero, NonNegative, NonNegativeI
 _BENCHMARKS = "Benchmarks"
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataSpec(Spec):
     """Data: which images to load and how to split them."""
 
@@ -26,7 +26,6 @@ class DataSpec(Spec):
         "folder or Hub dataset",
         common=True,
         is_path=True,
-        positional=True,
     )
     source: str | None = option(
         None,
@@ -124,18 +123,17 @@ class DataSpec(Spec):
                 )
 
     def non_default_data_options(self) -> dict[str, Any]:
-        """Return the options of the data that are not at their defaults."""
-        values = {name: getattr(self, name) for name in DataSpec.names()}
-        return {name: value for name, value in values.items() if value != self.__dataclass_fields__[name].default}
+        """Return the options that are not at their defaults."""
+        return {name: value for name, value in self.to_dict().items() if value != self.options()[name].default}
 
     @staticmethod
     def split_options() -> list[str]:
         """Return the names of the options that decide which images are trained on and which are tested on."""
-        facts = {declared.name: declared.metadata for declared in fields(DataSpec)}
+        options = {name: declared.facts for name, declared in DataSpec.options().items()}
         return [
             name
-            for name, fact in facts.items()
-            if (not fact["may_change_on_resume"] if fact["affects_split"] is None else fact["affects_split"])
+            for name, facts in options.items()
+            if (not facts["may_change_on_resume"] if facts["affects_split"] is None else facts["affects_split"])
         ]
 
     @property
@@ -156,7 +154,7 @@ def _normalise_dataset(dataset: str) -> str:
     return os.path.abspath(dataset) if Path(dataset).name in ("", "..") else dataset
 
 
-@dataclass
+@dataclass(frozen=True)
 class AugmentationSpec(Spec):
     """Augmentation: how training images are varied."""
 
@@ -166,7 +164,7 @@ class AugmentationSpec(Spec):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuneAugmentationSpec(AugmentationSpec):
     """Augmentation: how training images are varied."""
 

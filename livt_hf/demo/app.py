@@ -27,9 +27,8 @@ from livt_hf.hub.names import shorten_path
 from livt_hf.predictions.predict import find_images
 from livt_hf.predictions.record import FOLDER
 from livt_hf.reports.mistakes import Mistakes, find_newest_predictions, load_predictions
-from livt_hf.run_data import settings_from_run
+from livt_hf.run_data import data_spec_from_run
 from livt_hf.runs import Run
-from livt_hf.settings import EvalSettings
 
 EXAMPLES = 12
 # The browser itself refuses to load or send anything elsewhere. Gradio needs its inline parts and evaluated functions.
@@ -75,7 +74,7 @@ def data_of_run(path: str) -> DatasetDict:
         raise LiVTError(f"{path} is not the folder of a finished run; show other images with --images FOLDER.")
     if run.arguments.get("streaming"):
         raise LiVTError(f"{path} was trained on a stream, which is not read as a whole; show images with --images.")
-    return load_dataset(EvalSettings.parse([path], inherit=settings_from_run))
+    return load_dataset(data_spec_from_run(run))
 
 
 def _add_predictions(shown: Shown, path: str, report: str | None) -> None:

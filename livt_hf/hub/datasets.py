@@ -12,13 +12,13 @@ from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import stored_paths
 from livt_hf.data.labels import class_feature
 from livt_hf.data.load import resolve_benchmark_defaults
+from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
 from livt_hf.hub.card import TAGS, render
 from livt_hf.hub.names import SELECTION_OPTIONS, format_options
 from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.metrics import group_sizes
 from livt_hf.reports.page import markdown_table
-from livt_hf.settings import DataSettings
 from livt_hf.text import format_count
 
 LISTED_CLASSES = 1000  # with more classes than this, the card lists the largest and the smallest only
@@ -40,10 +40,10 @@ class Origin:
     source: str | None = None
 
 
-def origin_of(splits: DatasetDict, settings: DataSettings) -> Origin:
+def origin_of(splits: DatasetDict, settings: DataSpec) -> Origin:
     """Describe how a dataset was made that was loaded with these settings."""
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).exists()
-    made, chosen = resolve_benchmark_defaults(settings), format_options(vars(settings), tuple(SELECTION_OPTIONS))
+    made, chosen = resolve_benchmark_defaults(settings), format_options(settings.to_dict(), tuple(SELECTION_OPTIONS))
     rule = [f"The images were selected by `{chosen}`."] if chosen else []
     if not chosen and made.rule is None:
         rule.append("The training images are those of the dataset.")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from livt_hf.specs import Spec, option
 
 
-@dataclass
+@dataclass(frozen=True)
 class HubSpec(Spec):
     """Hub: publish the finished run."""
 

@@ -16,7 +16,7 @@ def loss_names() -> list[str]:
     return sorted(LOSSES)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossSpec(Spec):
     """Loss: how the head learns from imbalanced classes."""
 

@@ -1,9 +1,7 @@
 """The machine: devices, precision, threads and signals; all that it has and nothing that it only pretends to have."""
 
-import ctypes
 import logging
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -22,31 +20,6 @@ _SPLITTING = DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.ME
 
 # For Accelerate: the others wait while the first process looks at every image, not torch's 10 or 30 minutes.
 LONG_TIMEOUT = [InitProcessGroupKwargs(timeout=timedelta(days=1))]
-
-
-def available_cores() -> int:
-    """The cores this process may use; only Linux tells them from those of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def configure_threads(device: torch.device, threads: int | None = None) -> None:
-    """Give a CPU process its share of the cores: `accelerate launch` pins it to one, whatever the machine has."""
-    if device.type == "cpu":
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(threads or max(1, available_cores() // processes))
-        _keep_freed_memory()
-    else:
-        torch.set_float32_matmul_precision("high")
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc reuse the memory of freed tensors. By default it gives every large one back to the system and asks for
-    the next, page by page: half of the time that a convolutional network takes.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        m_mmap_threshold, m_trim_threshold = -3, -1  # malloc.h
-        for parameter in (m_mmap_threshold, m_trim_threshold):
-            ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 
 def check_distribution(kind: DistributedType) -> None:

@@ -14,33 +14,27 @@ from datasets import DatasetDict
 from livt_hf.classifiers import load_classifier, load_processor
 from livt_hf.data import class_counts, eval_loader
 from livt_hf.data.batches import build_eval_batches
+from livt_hf.data.benchmarks import locate_dataset
 from livt_hf.predictions.evaluate import EvaluationReport
 from livt_hf.predictions.folds import evaluate_folds, join_folds
 from livt_hf.predictions.predict import describe_images, predict
 from livt_hf.predictions.record import FOLDER, PredictionsInfo
 from livt_hf.predictions.rules import ARGMAX, TEST_PRIOR, UNIFORM
 from livt_hf.results import Results, provenance
-from livt_hf.runs import Run, place_of
-from livt_hf.settings import FinetuneSettings
+from livt_hf.runs import Run
 from livt_hf.training.results import summarize_class_counts
 
 logger = logging.getLogger(__name__)
 
 
-def fold_settings(settings: FinetuneSettings, number: int) -> FinetuneSettings:
-    """Return the settings of one fold from those of the whole cross-validation."""
-    own = {"folds": None, "fold": f"{number}/{settings.folds}", "push_to_hub": False}
-    return dataclasses.replace(settings, **own, output_dir=None, resume=None)
-
-
-def warn_about_seen_images(settings: FinetuneSettings) -> None:
+def warn_about_seen_images(pretrained: str, dataset: str, num_folds: int) -> None:
     """Warn of a pretraining on the images that are tested."""
-    start = Run(Path(settings.pretrained))
-    if start.finished and place_of(start.arguments["dataset"]) == place_of(settings.dataset):
+    start = Run(Path(pretrained))
+    if start.finished and locate_dataset(start.arguments["dataset"]) == locate_dataset(dataset):
         logger.warning(
             "the pretraining has seen test images of all folds, though not their labels; to rule that out, pretrain "
             "and fine-tune fold by fold with --fold 1/%d and so on",
-            settings.folds,
+            num_folds,
         )
 
 

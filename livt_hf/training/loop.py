@@ -24,6 +24,7 @@ from livt_hf.randomness import keyed_seed
 from livt_hf.results import Results
 from livt_hf.runs import Run, check_same_images
 from livt_hf.text import format_duration
+from livt_hf.threads import configure_threads
 from livt_hf.training.checkpoints import (
     SCALER,
     Progress,
@@ -32,14 +33,7 @@ from livt_hf.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from livt_hf.training.device import (
-    LONG_TIMEOUT,
-    StopOnSignal,
-    check_distribution,
-    check_processes,
-    choose_precision,
-    configure_threads,
-)
+from livt_hf.training.device import LONG_TIMEOUT, StopOnSignal, check_distribution, check_processes, choose_precision
 from livt_hf.training.optim import make_optimizer, scale_lr, set_lr, warmup_cosine
 from livt_hf.training.spec import CheckpointSpec, OptimizationSpec
 
@@ -90,7 +84,7 @@ def open_run(accelerator: Accelerator, create: Callable[[], Run], hyperparameter
     (run,) = found
     _check_visible(accelerator, run)
     if accelerator.is_main_process:
-        run.hold()
+        run.lock()
     accelerator.project_configuration.logging_dir = str(run.folder)
     folder = run.folder.resolve()
     # trackio makes folders of the name, so it must not be a path.
@@ -263,7 +257,7 @@ class TrainingLoop:
             save_checkpoint(self.accelerator, self.run, self._parts, vars(self.progress), keep)
             self._saved = time.monotonic()
         if stop and not finished:
-            raise Interrupted(self.run.stage, "--resume", self.run.whole.folder)
+            raise Interrupted(self.run.stage, "--resume", self.run.cross_validation.folder)
 
     def update(self, batches: Iterable[dict], epoch: int) -> None:
         """Run all micro-batches of an update, each weighted alike, then one optimizer step."""

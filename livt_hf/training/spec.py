@@ -17,7 +17,7 @@ from livt_hf.specs import (
 VIT_SIZES = ("micro", "tiny", "small", "base", "large")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelSpec(Spec):
     """Model: which network to train."""
 
@@ -26,7 +26,7 @@ class ModelSpec(Spec):
     patch_size: Positive | None = option(None, "pixels; default: the preset's")
 
 
-@dataclass
+@dataclass(frozen=True)
 class PretrainModelSpec(ModelSpec):
     """Model: which network to train."""
 
@@ -34,7 +34,7 @@ class PretrainModelSpec(ModelSpec):
     decode_ratio: float = option(1.0, "share of hidden patches decoded: 1 is the paper, less is faster and different")
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuneModelSpec(ModelSpec):
     """Model: which network to fine-tune, and how much of it."""
 
@@ -59,7 +59,7 @@ class FinetuneModelSpec(ModelSpec):
     pooling: Literal["mean", "cls"] = option("mean", "features: mean of the patch tokens, or the class token")
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizationSpec(Spec):
     """Optimisation: how long, how fast, on which hardware."""
 
@@ -96,7 +96,7 @@ class OptimizationSpec(Spec):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuneOptimizationSpec(OptimizationSpec):
     """Optimisation: how long, how fast, on which hardware."""
 
@@ -118,7 +118,7 @@ class FinetuneOptimizationSpec(OptimizationSpec):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointSpec(Spec):
     """Checkpoints: when to save, to log and to stop."""
 
@@ -135,7 +135,7 @@ class CheckpointSpec(Spec):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuneCheckpointSpec(CheckpointSpec):
     """Checkpoints: when to save, to evaluate, to log and to stop."""
 

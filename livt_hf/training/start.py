@@ -30,7 +30,6 @@ from livt_hf.long_tail.spec import LossSpec
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.pretrained import explain_load_errors, load_image_classifier, read_config
 from livt_hf.processors import read_input_spec, resize_processor
-from livt_hf.runs import lent_by_pretraining
 from livt_hf.training.spec import FinetuneModelSpec, FinetuneOptimizationSpec
 
 logger = logging.getLogger(__name__)
@@ -39,23 +38,6 @@ logger = logging.getLogger(__name__)
 def is_livit_compatible(config: dict) -> bool:
     """Return True if a checkpoint is read into a LiViT, as every plain ViT is: only its encoder is used."""
     return config.get("model_type") in ("livit", "vit", "vit_mae") or "livit" in config
-
-
-def inherit_from_checkpoint(explicit_options: dict) -> dict:
-    """Return the options that fine-tuning inherits from its start: size and, from a pretraining run, the data."""
-    inherited, path = lent_by_pretraining(explicit_options), explicit_options.get("pretrained", "none")
-    if inherited or path == "none":
-        return inherited
-    config = read_config(path)
-    if is_livit_compatible(config):
-        return {"model_size": get_size_name(config), "patch_size": config["patch_size"]}
-    family = config.get("architecture") or config.get("model_type")
-    fixed = {"model_size": family, "patch_size": None, "pooling": FinetuneModelSpec.pooling}
-    for name in fixed.keys() & explicit_options.keys():
-        if explicit_options[name] != fixed[name]:
-            message = f"{path} is a {family}, whose {name} cannot be changed; leave {name} out."
-            raise LiVTError(message, argument=name)
-    return {"model_size": family, "patch_size": None, "tune": "full"}
 
 
 def build_classifier(

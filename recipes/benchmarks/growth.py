@@ -14,7 +14,7 @@ from livt_hf.data.labels import labels_of
 from livt_hf.metrics import LongTailMetrics
 from livt_hf.recipes.benchmarks.launch import launch_ours
 from livt_hf.recipes.benchmarks.measuring import compared, median_seconds, peak_megabytes, say
-from livt_hf.training.device import available_cores
+from livt_hf.threads import available_cores
 
 FACTORS = (1, 2, 4, 8)
 

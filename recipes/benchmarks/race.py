@@ -32,7 +32,9 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 
 import livt_hf.training.finetune
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
+from livt_hf.cli.options import format_words
+from livt_hf.cli.training_settings import STAGES
 from livt_hf.configuration_livit import LiViTConfig, encoder_preset
 from livt_hf.data import Batches, FinetuneAugmentation, PretrainAugmentation, class_counts, load_long_tailed
 from livt_hf.data.benchmarks import normalization
@@ -42,12 +44,11 @@ from livt_hf.files import read_values, write_values
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.recipes.benchmarks.steps import create_timm_vit
-from livt_hf.recipes.settings import STAGES, as_words
 from livt_hf.reports import markdown_table
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.runs import Run
+from livt_hf.threads import configure_threads
 from livt_hf.training import autotune
-from livt_hf.training.device import configure_threads
 from livt_hf.training.optim import warmup_cosine
 
 BUDGETS = (5, 15, 45, 120)  # core-minutes
@@ -243,7 +244,7 @@ def run_ours(row: Row, **changed) -> dict:
         stage = recipe.__name__.rsplit(".", 1)[-1]
         options, known = chosen[stage], STAGES[stage].names()
         own |= {name: value for name, value in changed.items() if name in known}
-        recipe.main(as_words(common | options | own | {"hours": seconds / 3600}))
+        recipe.main(format_words(common | options | own | {"hours": seconds / 3600}))
 
     with tempfile.TemporaryDirectory() as folder:
         first, second = f"{folder}/mgp", f"{folder}/bft"

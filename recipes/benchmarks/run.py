@@ -24,7 +24,7 @@ import torch
 from livt_hf.files import read_values, write_values
 from livt_hf.recipes.benchmarks.measuring import ratio_words
 from livt_hf.reports import markdown_table
-from livt_hf.training.device import available_cores, configure_threads
+from livt_hf.threads import available_cores, configure_threads
 
 # Subcommand: module and function.
 BENCHMARKS = {

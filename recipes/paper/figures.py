@@ -16,13 +16,13 @@ import torch
 from transformers import AutoImageProcessor
 
 from livt_hf import LiViTForPreTraining
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
 from livt_hf.data import load_dataset
 from livt_hf.errors import LiVTError
 from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
+from livt_hf.run_data import data_spec_from_run
 from livt_hf.runs import LOG, RESULTS, Run
-from livt_hf.settings import PretrainSettings
 from livt_hf.training.pretrain import reconstruct_examples, select_eval_images
 
 
@@ -33,7 +33,7 @@ def curves(file: Path, runs: list[Run]) -> Path:
 @torch.no_grad()
 def reconstructions(file: Path, runs: list[Run]) -> Path:
     """One column per run; images, masks and processor are those of the first run's data."""
-    images = select_eval_images(load_dataset(PretrainSettings(**runs[0].settings_of(PretrainSettings))), 8)
+    images = select_eval_images(load_dataset(data_spec_from_run(runs[0])), 8)
     processor = AutoImageProcessor.from_pretrained(runs[0].folder)
     models = [LiViTForPreTraining.from_pretrained(run.folder) for run in runs]
     sizes = {(model.config.image_size, model.config.patch_size, model.config.mask_ratio) for model in models}

@@ -24,12 +24,12 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf.cli.options import CONFIGS
+from livt_hf.cli.training_settings import STAGES, FinetuneSettings, PretrainSettings
 from livt_hf.data import exponential_counts
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.files import read_values, write_values
-from livt_hf.recipes.settings import CONFIGS, STAGES
 from livt_hf.reports import markdown_table
-from livt_hf.settings import FinetuneSettings, PretrainSettings
 
 RECIPES = Path(__file__).parents[1]
 CLASSES = {"imagenet": 1000, "inat18": 8142, "places": 365, "cifar100": 100, "cifar10": 10}
@@ -85,9 +85,9 @@ def costs() -> list[dict]:
     for path in sorted(CONFIGS.glob("*.yaml")):
         stage = path.stem.split("-")[0]
         settings = STAGES[stage].parse(["--config", str(path)])
-        if settings.model_size == "micro":
+        if settings.model.model_size == "micro":
             continue  # ours
-        key = stage, settings.model_size, settings.image_size, num_classes(settings), images_seen(settings)
+        key = stage, settings.model.model_size, settings.model.image_size, num_classes(settings), images_seen(settings)
         if key not in rows:
             rows[key] = cost(settings)
         rows[key]["configs"].append(path.stem)
@@ -101,7 +101,9 @@ def cost(settings: PretrainSettings | FinetuneSettings) -> dict:
     for share in SHARES[settings.stage]:
         operations = step_cost(*model_of(settings), share=share)["operations"]
         # The last epochs of fine-tuning see all patches.
-        whole = settings.keep_all_epochs / settings.epochs if settings.stage == "finetune" else 0
+        whole = (
+            settings.optimization.keep_all_epochs / settings.optimization.epochs if settings.stage == "finetune" else 0
+        )
         mean = (1 - whole) * operations + whole * few["operations"]
         ways.append({"share": share, "operations_an_image": mean, "operations": mean * images_seen(settings)})
     return {
@@ -116,24 +118,24 @@ def cost(settings: PretrainSettings | FinetuneSettings) -> dict:
 
 
 def model_of(settings: PretrainSettings | FinetuneSettings) -> tuple[str, str, int, int]:
-    return settings.stage, settings.model_size, settings.image_size, num_classes(settings)
+    return settings.stage, settings.model.model_size, settings.model.image_size, num_classes(settings)
 
 
 def num_classes(settings: PretrainSettings | FinetuneSettings) -> int:
     """Of the classifier; pretraining has none."""
-    return CLASSES[settings.dataset.split("-")[0]] if settings.stage == "finetune" else 0
+    return CLASSES[settings.data.dataset.split("-")[0]] if settings.stage == "finetune" else 0
 
 
 def images_seen(settings: PretrainSettings | FinetuneSettings) -> int:
     """Over all epochs."""
-    dataset, classes = settings.dataset, CLASSES[settings.dataset.split("-")[0]]
-    if settings.images_per_class is not None:
-        images = classes * settings.images_per_class
+    dataset, classes = settings.data.dataset, CLASSES[settings.data.dataset.split("-")[0]]
+    if settings.data.images_per_class is not None:
+        images = classes * settings.data.images_per_class
     elif dataset.startswith("cifar"):
-        images = int(exponential_counts(classes, 50_000 // classes, settings.imbalance_factor).sum())
+        images = int(exponential_counts(classes, 50_000 // classes, settings.data.imbalance_factor).sum())
     else:
         images = BENCHMARKS[dataset].train_images or 1_281_167  # of ImageNet-1K
-    return settings.epochs * images
+    return settings.optimization.epochs * images
 
 
 def _counter() -> FlopCounterMode:

@@ -18,7 +18,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from livt_hf.commands import run_command
+from livt_hf.cli.console import run_command
 from livt_hf.demo.app import private_files, show, start
 from livt_hf.errors import LiVTError
 from livt_hf.text import shell_line

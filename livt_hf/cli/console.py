@@ -1,0 +1,121 @@
+"""How commands start, print and end: logging, exit codes, and errors as one sentence with the names of flags."""
+
+import errno
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.text import shell_line
+
+# Conventional for "failed for now, try again": what a scheduler may requeue.
+EXIT_UNFINISHED = 75
+# As shells have it, plus the number of the signal that has ended a process.
+SIGNALLED = 128
+# Conditions of the machine that are neither bugs nor known before.
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+NOT_ALLOWED = {errno.EACCES, errno.EPERM}
+BAD_PATH = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+# Messages that nobody can act on: implementation of timm processors, processes of an upload, weights of a font.
+SILENCED = (
+    "transformers.models.auto.image_processing_auto",
+    "transformers.models.timm_wrapper.image_processing_timm_wrapper",
+    "datasets.arrow_dataset",
+    "matplotlib.font_manager",
+)
+# These print their own messages; propagated to the handler of the command, each would be printed twice.
+SELF_PRINTING = ("datasets", "huggingface_hub")
+# In the environment of the commands that `livt train` runs, which itself prints about the data and the next command.
+WITHIN_TRAIN = "LIVT_WITHIN_TRAIN"
+# Two processes that raise the same error should print it once: the launcher ends the others when the first is gone.
+FIRST_PROCESS_TIMEOUT = 60  # seconds; on a busy machine the first may be much later
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a command. Errors of the package are printed as a sentence; any other is a bug and keeps its traceback."""
+    is_first = not int(os.environ.get("RANK", 0))  # all processes raise the same errors
+    _configure_output(is_first)
+    try:
+        main()
+    except Interrupted as stopped:
+        if is_first and stopped.args and WITHIN_TRAIN not in os.environ:
+            print("Stopped and saved." + format_next_command("To resume", *stopped.args))
+        sys.exit(EXIT_UNFINISHED)
+    except (LiVTError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in DISK_FULL | NOT_ALLOWED | BAD_PATH:
+            raise
+        if not is_first:
+            time.sleep(FIRST_PROCESS_TIMEOUT)
+        exit_with(error)
+
+
+def exit_with(error: LiVTError | OSError) -> NoReturn:
+    """End the process with an error as one sentence."""
+    sys.exit(f"error: {render_flags(error) if isinstance(error, LiVTError) else format_os_error(error)}")
+
+
+def render_flags(error: LiVTError) -> str:
+    """Return the message of an error with the argument it is about as a flag: `group_column` as `--group_column`.
+
+    A name that is also an ordinary word is a flag at the start of the sentence only.
+    """
+    message, name = str(error), error.argument
+    if name is None:
+        return message
+    anywhere = rf"(?<![\w./'\"-]){name}(?![\w/'\"]|\.\w)"
+    return re.sub(anywhere if "_" in name else rf"^{name}\b", f"--{name}", message)
+
+
+def _configure_output(is_first: bool) -> None:
+    """Show messages of this package, and those of libraries that somebody can act on."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.encoding.lower() != "utf-8":  # a pipe in a C locale, which lacks letters of class names
+            stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for package in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
+        logging.getLogger(package).setLevel(logging.INFO if is_first else logging.ERROR)
+    if WITHIN_TRAIN in os.environ:
+        logging.getLogger("livt_hf.data").setLevel(logging.ERROR)
+    for library in SELF_PRINTING:
+        logging.getLogger(library).propagate = False
+    for library in SILENCED:
+        logging.getLogger(library).setLevel(logging.ERROR)
+    if not sys.stderr.isatty():  # a log file gets plain lines
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        from datasets import disable_progress_bars
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bars()
+        disable_progress_bar()
+
+
+def exit_as(status: int) -> NoReturn:
+    """End as a child process did, which has printed why unless a signal ended it."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        why = ", by the system if memory ran out" if name == "SIGKILL" else ""
+        print(f"error: a process was ended by {name}{why}.", file=sys.stderr)
+    sys.exit(SIGNALLED - status if status < 0 else status)
+
+
+def format_os_error(error: OSError) -> str:
+    """Format a full disk, or a path that cannot be used, as a sentence."""
+    path = "" if error.filename is None else f" {error.filename}"
+    if error.errno in BAD_PATH:
+        return f"there can be no file or folder{path}: {error.strerror}; choose another path."
+    if error.errno in DISK_FULL:
+        message = f"could not write{path}: {error.strerror}; make room or choose another folder"
+    else:
+        message = f"may not read or write{path}: {error.strerror}; change its permissions or choose another path"
+    return f"{message}. A training that has begun can be resumed with --resume."
+
+
+def format_next_command(title: str, *words: str | Path) -> str:
+    """Return a command to copy on lines of its own; nothing within `livt train`, which continues by itself."""
+    return "" if WITHIN_TRAIN in os.environ else f"\n{title}:\n  {shell_line(['livt', *words])}"

@@ -1,0 +1,333 @@
+"""Settings of the commands that do not train, and all commands by name. Nothing here imports torch."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from livt_hf.cli.options import CommandSettings
+from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC
+from livt_hf.data.spec import DataSpec
+from livt_hf.errors import LiVTError
+from livt_hf.specs import REQUIRED, NonNegativeInt, Positive, Spec, option, part
+
+_DATASET = {"dataset": "the images; default: those the run was trained on"}
+_THREADS = "CPU threads per process; default: the machine's cores shared out"
+
+
+@dataclass(frozen=True)
+class ForeignModelSpec(Spec):
+    """Model trained elsewhere: what its checkpoint does not say of its training."""
+
+    class_counts: str | None = option(
+        None,
+        "of a model that was trained elsewhere: its training folder, or a JSON or YAML file with the number of "
+        "training images per class; gives it probabilities under any prior",
+        common=True,
+        is_path=True,
+    )
+    trained_with: Literal["ce", "bce"] | None = option(None, "the loss of such a model; default: ce", common=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.trained_with is not None and self.class_counts is None:
+            raise LiVTError(
+                f"trained_with {self.trained_with} is the loss of a model that class_counts are given for; pass them, "
+                "or leave it out.",
+                argument="trained_with",
+            )
+
+    @property
+    def training(self) -> dict[str, str | None]:
+        """Return the options as keyword arguments of `load_classifier`."""
+        return self.to_dict()
+
+
+@dataclass(frozen=True)
+class EvalSettings(CommandSettings):
+    """Measure a model, by class frequency and under several decision rules; write a report."""
+
+    stage: ClassVar[str] = "eval"
+    positionals: ClassVar[tuple[str, ...]] = ("model",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt eval                                         # the newest finished fine-tuning under runs/",
+        "livt eval RUN --prior prior.json --test_imbalance",
+        "livt eval org/any-classifier --dataset FOLDER --class_counts counts.json",
+    )
+
+    model: str = option(
+        "auto",
+        "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning",
+        is_path=True,
+        is_model=True,
+    )
+    split: str = option("test", "split to measure on; all: every image, for a model that was trained on none of them")
+    batch_size: Positive = option(256, "images per forward pass on each process")
+    prior: str | None = option(
+        None, "class frequencies at deployment: training, uniform, or a JSON or YAML file", is_path=True
+    )
+    probe: bool = option(
+        False,
+        "measure the features by kNN and a linear probe, whatever classes the model has; a pretraining always is",
+    )
+    adapt_prior: bool = option(False, "estimate the prior of the test images from the images alone")
+    test_imbalance: str | None = option(
+        None,
+        "measure on long tails cut out of a balanced split too: 50 is forward (as in training), =-50 backward, "
+        "=50,10,-10 several; alone: 50 to 2 in both directions",
+        const="50,25,10,5,2,-2,-5,-10,-25,-50",
+        pattern=r"[-+.,\s\d]+",
+    )
+    many_above: NonNegativeInt = option(100, "classes with more training images are many-shot")
+    few_below: NonNegativeInt = option(20, "classes with fewer training images are few-shot")
+    predictions: str | None = option(
+        None, "also write the scores of each image under each rule, to a .parquet or .csv file", is_path=True
+    )
+    report: str | None = option(
+        None,
+        "folder for the report; default: report in the folder of a run, report-<model> in runs of any other model",
+        is_path=True,
+    )
+    compare: list[str] | None = option(
+        None, "two runs or report folders to put side by side", is_path=True, is_model=True
+    )
+    seed: int = option(0, "seed of the linear probe and of the images of shifted test sets")
+    threads: Positive | None = option(None, _THREADS)
+    data: DataSpec = part(DataSpec, _DATASET, dataset=None)
+    foreign: ForeignModelSpec = part(ForeignModelSpec)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.compare is not None and len(self.compare) != 2:
+            raise LiVTError(
+                f"compare puts two runs side by side, not {len(self.compare)}; name two.", argument="compare"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateSettings(CommandSettings):
+    """Calibrate the class probabilities of a trained model on images it was not trained on."""
+
+    stage: ClassVar[str] = "calibrate"
+    positionals: ClassVar[tuple[str, ...]] = ("model",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt calibrate RUN",
+        "livt calibrate RUN --dataset FOLDER --split all",
+        "livt calibrate MODEL --dataset FOLDER --class_counts counts.json",
+    )
+
+    model: str = option(REQUIRED, "run or checkpoint folder; its config.json is changed", is_path=True, is_model=True)
+    split: str = option("validation", "labelled images that the model was not trained on; all: of another dataset")
+    batch_size: Positive = option(256, "images per forward pass")
+    threads: Positive | None = option(None, "CPU threads; default: all cores")
+    data: DataSpec = part(DataSpec, _DATASET, dataset=None)
+    foreign: ForeignModelSpec = part(ForeignModelSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSettings(CommandSettings):
+    """Classify image files."""
+
+    stage: ClassVar[str] = "predict"
+    positionals: ClassVar[tuple[str, ...]] = ("model", "images")
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt predict MODEL IMAGE... 'folder/**/*.jpg'",
+        "livt predict MODEL FOLDER --prior training --output predictions.parquet",
+        "livt predict MODEL FOLDER --prior prior.json --class_counts counts.json",
+    )
+
+    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", is_path=True, is_model=True)
+    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", is_path=True)
+    prior: str | None = option(
+        None,
+        "class frequencies at deployment: training, uniform, or a JSON or YAML file; default: the largest logit until "
+        "the model is calibrated, and then its own test prior",
+        is_path=True,
+    )
+    top_k: Positive = option(5, "classes to print per image")
+    format: Literal["table", "jsonl", "csv"] = option("table", "format of a line")
+    output: str | None = option(
+        None, "also write the scores of all classes for each file, to a .parquet or .csv file", is_path=True
+    )
+    batch_size: Positive = option(32, "images per forward pass")
+    device: str | None = option(None, "cuda, mps or cpu; default: the first that is available")
+    threads: Positive | None = option(None, "CPU threads; default: all cores")
+    foreign: ForeignModelSpec = part(ForeignModelSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings(CommandSettings):
+    """Try models in the browser, on this machine."""
+
+    stage: ClassVar[str] = "demo"
+    positionals: ClassVar[tuple[str, ...]] = ("models",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt demo RUN",
+        "livt demo RUN org/other-model --images FOLDER",
+        "livt demo RUN --port 7860 --no-browser",
+    )
+
+    models: list[str] = option(REQUIRED, "run folders, checkpoints or Hub ids", is_path=True, is_model=True)
+    images: str | None = option(
+        None, "folder of example images; default: images of the run's test split", is_path=True
+    )
+    report: str | None = option(
+        None, "report folder with predictions; default: the newest one in the run's folder", is_path=True
+    )
+    port: Positive | None = option(None, "port on this machine; default: the first free one from 7860 on")
+    share: bool = option(False, "also make a public link, through Gradio's servers")
+    browser: bool = option(True, "open the page in the browser")
+    device: str | None = option(None, "cuda, mps or cpu; default: the first that is available")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.report is not None and len(self.models) > 1:
+            raise LiVTError(f"report {self.report} belongs to one model; name only that one.", argument="report")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishSettings(CommandSettings):
+    """Publish a finished run on the Hub, with its model card."""
+
+    stage: ClassVar[str] = "publish"
+    positionals: ClassVar[tuple[str, ...]] = ("run", "repo_id")
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt publish RUN organisation/name --license mit",
+        "livt publish RUN organisation/name --dry_run",
+        "livt publish RUN organisation/name --form timm --public --tag v1.0",
+    )
+
+    run: str = option(REQUIRED, "folder of a finished run", is_path=True, is_model=True)
+    repo_id: str = option(REQUIRED, "organisation/name on the Hub")
+    license: str | None = option(
+        None,
+        "licence of the weights, as the Hub spells it; must be named for own data and for weights that started from "
+        "somebody else's checkpoint; default for this package's benchmarks: apache-2.0",
+    )
+    public: bool = option(False, "make the repository public; without it the repository is private")
+    with_pictures: bool = option(
+        False,
+        "also upload the pictures that show images of the dataset (report page, best and worst classes, "
+        "reconstructions); without it only plots of numbers are uploaded",
+    )
+    form: Literal["transformers", "timm"] = option("transformers", "library that is to load the classifier")
+    tag: str | None = option(None, "git tag of this version, for instance v1.0")
+    folder: str | None = option(None, "write what would be uploaded to this folder and upload nothing", is_path=True)
+    space: bool = option(False, "also publish a Gradio Space of the same name that serves the model under any prior")
+    dry_run: bool = option(False, "list the files that would be uploaded and upload nothing")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.space and self.form != "transformers":
+            raise LiVTError(
+                f"a Space serves the transformers form of a model, not {self.form}; leave form out.", argument="form"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishDataSettings(CommandSettings):
+    """Publish a long-tailed dataset on the Hub, with its card."""
+
+    stage: ClassVar[str] = "publish-data"
+    positionals: ClassVar[tuple[str, ...]] = ("dataset", "repo_id")
+    required: ClassVar[tuple[str, ...]] = ("dataset",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt publish-data FOLDER organisation/name --license cc-by-nc-4.0",
+        "livt publish-data cifar100-lt organisation/name --imbalance_factor 50",
+        "livt publish-data labels.csv organisation/name --license mit --dry_run",
+    )
+
+    repo_id: str = option(REQUIRED, "organisation/name on the Hub")
+    license: str | None = option(
+        None, "licence of the images, as the Hub spells it; must be named for images of your own"
+    )
+    public: bool = option(False, "make the repository public; without it the repository is private")
+    dry_run: bool = option(False, "list what would be uploaded and upload nothing")
+    data: DataSpec = part(DataSpec)
+
+    def __post_init__(self):
+        super().__post_init__()
+        dataset = self.data.dataset
+        is_local = dataset in BENCHMARKS or Path(dataset).exists()
+        if self.license is None and is_local and dataset not in PUBLIC:
+            raise LiVTError(
+                f"{dataset} holds images of your own; name their license as the Hub spells it, such as cc-by-nc-4.0.",
+                argument="license",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSettings(CommandSettings):
+    """Convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export."""
+
+    stage: ClassVar[str] = "convert"
+    positionals: ClassVar[tuple[str, ...]] = ("source", "output")
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt convert checkpoint.pth FOLDER --dataset imagenet-lt",
+        "livt convert RUN FOLDER --to timm",
+        "livt convert RUN FOLDER --to onnx --prior training",
+    )
+
+    source: str = option(REQUIRED, "a .pth file of the authors, or a run folder or Hub id", is_model=True)
+    output: str = option(REQUIRED, "folder to write")
+    to: Literal["livit", "beit", "timm", "onnx", "torch-export"] = option(
+        "livit", "form to write; livit is for the authors' files"
+    )
+    prior: str | None = option(
+        None,
+        "of onnx and torch-export: give class probabilities under this prior: training, uniform, or a file",
+        is_path=True,
+    )
+    dataset: str | None = option(
+        None,
+        "what an authors' file was trained on, where its number of classes does not tell: sets the normalisation; "
+        "imagenet-1k for images of your own",
+        choices=lambda: tuple(BENCHMARKS),
+    )
+    labels: str | None = option(None, "JSON list with one name per class")
+    keep_class_order: bool = option(False, "leave the heads of iNat18 in the authors' order")
+    foreign: ForeignModelSpec = part(ForeignModelSpec)
+
+
+@dataclass(frozen=True)
+class InspectDataSettings(CommandSettings):
+    """Inspect a dataset before training on it: its table, its broken images, and two pictures."""
+
+    stage: ClassVar[str] = "data"
+    positionals: ClassVar[tuple[str, ...]] = ("dataset",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt data                                         # the embedded glyphs",
+        "livt data FOLDER --imbalance_factor 100",
+        "livt data labels.csv --source IMAGES --group_column patient",
+    )
+
+    output: str | None = option(
+        None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", is_path=True
+    )
+    check_images: bool = option(
+        True, "read every image to find broken ones and copies in two splits, which takes as long as an epoch"
+    )
+    data: DataSpec = part(DataSpec)
+
+
+COMMANDS = {
+    "train": "training_settings.TrainSettings",
+    "pretrain": "training_settings.PretrainSettings",
+    "finetune": "training_settings.FinetuneSettings",
+    "eval": "settings.EvalSettings",
+    "calibrate": "settings.CalibrateSettings",
+    "predict": "settings.PredictSettings",
+    "demo": "settings.DemoSettings",
+    "publish": "settings.PublishSettings",
+    "publish-data": "settings.PublishDataSettings",
+    "convert": "settings.ConvertSettings",
+    "data": "settings.InspectDataSettings",
+    "compare": "training_settings.CompareSettings",
+    "sweep": "training_settings.SweepSettings",
+}
+
+
+def settings_class(command: str) -> type[CommandSettings]:
+    """Return the settings class of a command; a command that does not train imports none of those that do."""
+    module, _, name = COMMANDS[command].partition(".")
+    return getattr(importlib.import_module(f"livt_hf.cli.{module}"), name)
