@@ -31,7 +31,7 @@ def encoder_preset(size: str) -> dict[str, int]:
 
 
 def get_size_name(config: dict) -> str:
-    """The preset that a model's config has the sizes of, or its sizes."""
+    """Return the name of the preset with the sizes of a config, or the sizes themselves."""
     for name, preset in PRESETS.items():
         if all(config[key] == preset[key] for key in ("hidden_size", "num_hidden_layers")):
             return name
@@ -41,9 +41,17 @@ def get_size_name(config: dict) -> str:
 class LiViTConfig(PreTrainedConfig):
     """Configuration of `LiViTModel` and `LiViTForImageClassification`; the defaults are the paper's ViT-B.
 
-    pooling: "mean" (the paper's: fc_norm of the mean patch token, no final norm) or "cls" (final norm, class token).
-    drop_path_rate: stochastic depth of the last layer, rising linearly from 0.
-    long_tail: a `LongTailConfig`, whose fields may also be given as keywords: `LiViTConfig(loss="ce", tau=0.5)`.
+    Args:
+        pooling: "mean" (the paper's: fc_norm of the mean patch token, no final norm) or "cls" (final norm, class
+            token).
+        drop_path_rate: stochastic depth of the last layer, rising linearly from 0.
+        long_tail: a `LongTailConfig`, whose fields may also be given as keywords.
+        **kwargs: fields of `ViTConfig` and of `LongTailConfig`.
+
+    Example:
+        >>> config = LiViTConfig.preset("micro", class_counts=[90, 10], loss="bal_ce")
+        >>> config.num_labels, config.hidden_size, config.long_tail.loss
+        (2, 128, 'bal_ce')
     """
 
     model_type = "livit"
@@ -111,7 +119,7 @@ def check_patches(config: PreTrainedConfig) -> None:
 
 
 def merge_config_values(values: dict, settings: dict) -> dict:
-    """The flat values of a config with other labels or settings of the head; new labels forget what is of the old."""
+    """Return the flat values of a config with changes; new labels drop what belongs to the old ones."""
     values, settings = ({**given, **(given.get("long_tail") or {}), "long_tail": None} for given in (values, settings))
     if not _keep_labels(settings, values):
         values = {name: value for name, value in values.items() if name not in LABEL_FIELDS}
@@ -127,7 +135,7 @@ def _keep_labels(settings: dict, values: dict) -> bool:
 
 
 def get_label_names(config: dict) -> list[str]:
-    """Label names in order of their ids; transformers leaves out the default two."""
+    """Return label names in order of their ids; transformers leaves out the default two."""
     names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
     return [name for _, name in sorted((int(label), name) for label, name in names.items())]
 

@@ -53,15 +53,23 @@ def from_official(
     keep_class_order: bool = False,
     **config,
 ) -> LiViTForImageClassification | LiViTForPreTraining:
-    """The authors' checkpoint: a classifier (BFT), or the pretraining model (MGP) where the file has a decoder.
+    """Convert a `.pth` file of the authors. No code in the file is run.
 
-    Sizes are read from the tensors; heads are 64 wide (16 heads in the decoder). Further keywords are fields of the
-    config, for files trained otherwise: by default Bal-BCE at tau 1 without test prior, which is what the released
-    code computes. No code in the file is run.
+    Sizes are read from the tensors; heads are 64 wide (16 heads in the decoder).
 
-    A head of 8,142 classes is taken for iNaturalist 2018: its rows are moved from the lexicographic order of category
-    ids to numeric order unless `keep_class_order`. That order was read in the authors' code, not verified on data.
-    `class_counts` and `id2label` are in the order of the resulting model.
+    Args:
+        path: the file.
+        class_counts: training images per class, in the order of the resulting model.
+        id2label: class names in the same order.
+        keep_class_order: keep the rows of an iNaturalist 2018 head (8,142 classes) in the lexicographic order of
+            category ids, which was read in the authors' code; by default they are moved to numeric order.
+        **config: fields of the config. The default is what the released code computes: Bal-BCE, tau 1, no test prior.
+
+    Returns:
+        A classifier (BFT), or the pretraining model (MGP) if the file has a decoder.
+
+    Example:
+        >>> model = from_official("checkpoint.pth", class_counts=counts)  # doctest: +SKIP
     """
     official = _read_official(Path(path))
     needed = {"cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"}
@@ -93,12 +101,22 @@ def from_official(
 
 
 def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
-    """A stock BEiT with equal logits, so that plain transformers serves a LiViT at any resolution.
+    """Convert a LiViT to a stock BEiT with equal logits, which plain transformers serves at any resolution.
 
-    What BEiT does not know is kept in `config.livit` and `config.long_tail`, from where
-    `LiViTForImageClassification.from_pretrained` reads it back.
-    BEiT has no key bias: it adds the same to all scores of a query, so softmax cancels it. It comes back as zeros,
-    which leaves the logits unchanged.
+    Fields that BEiT lacks are kept in `config.livit` and `config.long_tail`, where `from_pretrained` of LiViT finds
+    them. BEiT has no key bias: it adds the same to all scores of a query, so softmax cancels it; it comes back as 0.
+
+    Args:
+        model: the LiViT.
+
+    Returns:
+        The BEiT, in evaluation mode.
+
+    Example:
+        >>> model = LiViTForImageClassification(LiViTConfig.preset("micro", class_counts=[90, 10])).eval()
+        >>> images = torch.rand(1, 3, 32, 32)
+        >>> torch.allclose(to_beit(model)(images).logits, model(images).logits, atol=1e-5)
+        True
     """
     _check_linear(model.config)
     values = model.config.to_dict()
@@ -126,7 +144,20 @@ def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
 
 
 def to_timm(model: LiViTForImageClassification) -> VisionTransformer:
-    """timm's `VisionTransformer` with equal logits at the model's own resolution."""
+    """Convert a LiViT to timm's `VisionTransformer` with equal logits at the model's own resolution.
+
+    Args:
+        model: the LiViT.
+
+    Returns:
+        The timm model, in evaluation mode.
+
+    Example:
+        >>> model = LiViTForImageClassification(LiViTConfig.preset("micro", class_counts=[90, 10])).eval()
+        >>> images = torch.rand(1, 3, 32, 32)
+        >>> torch.allclose(to_timm(model)(images), model(images).logits, atol=1e-5)
+        True
+    """
     config = model.config
     _check_linear(config)
     if config.hidden_act != "gelu":
@@ -175,7 +206,7 @@ def save_timm(model: LiViTForImageClassification, folder: str | Path, processor:
 
 
 def _read_official(path: Path) -> dict[str, Tensor]:
-    """The tensors under `model`. Only tensors, plain values and the authors' `argparse.Namespace` are unpickled."""
+    """Read the tensors under `model`; only tensors, plain values and the authors' `argparse.Namespace` are allowed."""
     if not zipfile.is_zipfile(path):  # also of a truncated file, whose directory was at its end
         raise LiVTError(f"{path} is not a complete PyTorch checkpoint (missing, cut off or another kind of file).")
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -227,7 +258,7 @@ def _depth(official: dict[str, Tensor], prefix: str) -> int:
 
 
 def _label_settings(official: dict[str, Tensor], id2label: Mapping[int, str] | None, keep_class_order: bool) -> dict:
-    """What a config says of the labels of a BFT file; puts the rows of an iNat18 head in order."""
+    """Return the label fields of a BFT file's config; puts the rows of an iNat18 head in order."""
     classes = len(official["head.bias"])
     if classes == OFFICIAL_CLASSES["inat18"]:
         categories = sorted(range(classes), key=str)  # category id of each row
@@ -246,7 +277,7 @@ def _label_settings(official: dict[str, Tensor], id2label: Mapping[int, str] | N
 
 
 def _from_timm_names(official: dict[str, Tensor], model: PreTrainedModel, path) -> dict[str, Tensor]:
-    """The state of `model`, of which every tensor must be in the file and the other way round."""
+    """Return the state of `model` from a file that has exactly its tensors."""
     expected = model.state_dict()
     sources = {name: _timm_name(name) for name in expected}
     missing, unknown = set(sources.values()) - official.keys(), official.keys() - set(sources.values())
@@ -271,7 +302,7 @@ def _timm_name(name: str) -> str:
 
 
 def _architecture(config: LiViTConfig) -> str:
-    """A registered timm name, the fitting one if there is; all sizes are given as arguments beside it."""
+    """Return a registered timm name, the fitting one if there is; all sizes are passed as arguments too."""
     name = f"vit_{get_size_name(config.to_dict())}_patch{config.patch_size}_{config.image_size}"
     return name if timm.is_model(name) else "vit_base_patch16_224"
 

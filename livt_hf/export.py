@@ -27,7 +27,7 @@ BATCH = ({0: torch.export.Dim("batch")},)  # any number of images
 
 
 class ServingGraph(nn.Module):
-    """From bytes (B, H, W, 3) to logits or, under a prior, to class probabilities. (B, C)
+    """Graph from bytes (B, H, W, 3) to logits or, under a prior, to class probabilities (B, C).
 
     Its first step is what the processor does to the colour of a pixel, which must be to rescale and to normalise it.
     """
@@ -58,8 +58,8 @@ class ServingGraph(nn.Module):
         return head.shift_posterior(head.training_posterior(logits), self.prior)
 
 
-def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
-    """Height and width of what a processor makes of any image."""
+def get_output_size(processor: BaseImageProcessor) -> tuple[int, int]:
+    """Return the height and width that a processor makes of any image."""
     sizes = measure_output_sizes(processor)
     if len(sizes) > 1:
         raise LiVTError("the image processor gives images of different sizes, and a graph takes one; let it crop.")
@@ -67,26 +67,26 @@ def image_size(processor: BaseImageProcessor) -> tuple[int, int]:
 
 
 def process_colours(processor: BaseImageProcessor, colours: Tensor) -> Tensor:
-    """What a processor makes of images of one colour each, which resizing and cropping leave as they are. (N, 3)"""
-    height, width = image_size(processor)
+    """Return what a processor makes of single-colour images, which resizing and cropping leave as they are. (N, 3)"""
+    height, width = get_output_size(processor)
     images = [Image.new("RGB", (width, height), tuple(colour)) for colour in colours.tolist()]
     return processor(images, return_tensors="pt")["pixel_values"].mean(dim=(2, 3))
 
 
 def example_images(processor: BaseImageProcessor, images: int = 2) -> Tensor:
     noise = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (images, *image_size(processor), 3), dtype=torch.uint8, generator=noise)
+    return torch.randint(0, 256, (images, *get_output_size(processor), 3), dtype=torch.uint8, generator=noise)
 
 
 def save_torch_export(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
-    """`model.pt2`, a program for `torch.export.load`."""
+    """Write `model.pt2`, a program for `torch.export.load`."""
     program = torch.export.export(graph, (images,), dynamic_shapes=BATCH)
     torch.export.save(program, folder / "model.pt2")
     return torch.export.load(folder / "model.pt2").module()
 
 
 def save_onnx(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
-    """`model.onnx`, with the weights in a file of their own where they are too many for one."""
+    """Write `model.onnx`, with the weights in a separate file where they are too many for one."""
     import onnxruntime
 
     path = folder / "model.onnx"
@@ -99,7 +99,7 @@ def save_onnx(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-FORMS: dict[str, Callable[[ServingGraph, Tensor, Path], Runner]] = {
+EXPORTERS: dict[str, Callable[[ServingGraph, Tensor, Path], Runner]] = {
     "onnx": save_onnx,
     "torch-export": save_torch_export,
 }
@@ -109,13 +109,13 @@ FORMS: dict[str, Callable[[ServingGraph, Tensor, Path], Runner]] = {
 def export_model(
     form: str, folder: Path, model: PreTrainedModel, processor: BaseImageProcessor, prior: Tensor | None = None
 ) -> float:
-    """Write a form with the image processor and the class names. Returns how far the answers of the file are off.
+    """Export a classifier with its image processor and class names; return the largest error of the file's outputs.
 
-    The file is read back and asked about other numbers of images than it was made with.
+    The file is read back and run on other batch sizes than it was exported with.
     """
     graph = ServingGraph(model, processor, prior)
     folder.mkdir(parents=True, exist_ok=True)
-    run = FORMS[form](graph, example_images(processor), folder)
+    run = EXPORTERS[form](graph, example_images(processor), folder)
     (model.config if isinstance(processor, TimmWrapperImageProcessor) else processor).save_pretrained(folder)
     write_values(folder / "classes.json", class_names(model))
     images = example_images(processor, 5)

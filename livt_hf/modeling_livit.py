@@ -32,7 +32,7 @@ class LiViTPreTrainedModel(CheckpointReader, ViTPreTrainedModel):
 
 
 class LiViTLayer(ViTLayer):
-    """transformers' layer with stochastic depth: some images, drawn anew for each branch, go without the branch."""
+    """ViT layer with stochastic depth: some images, drawn anew for each branch, skip the branch."""
 
     def __init__(self, config: LiViTConfig, drop_path: float):
         super().__init__(config)
@@ -42,11 +42,11 @@ class LiViTLayer(ViTLayer):
         def attend(x):
             return self.attention(self.layernorm_before(x), attention_mask, **kwargs)[0]
 
-        x = self._added(attend, hidden_states)
-        return self._added(lambda x: self.mlp(self.layernorm_after(x)), x)
+        x = self._add_branch(attend, hidden_states)
+        return self._add_branch(lambda x: self.mlp(self.layernorm_after(x)), x)
 
-    def _added(self, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """x and its branch; the branches that stay are scaled so that the mean is kept."""
+    def _add_branch(self, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Add a branch to x; branches that stay are scaled so that the mean is kept."""
         if not self.training or self.drop_path == 0:
             return self.dropout(branch(x)) + x
         stay = 1 - self.drop_path
@@ -59,7 +59,7 @@ class LiViTLayer(ViTLayer):
 
 
 class LiViTModel(LiViTPreTrainedModel):
-    """The encoder: tokens as `last_hidden_state`, pooled features as `pooler_output`."""
+    """LiViT encoder: tokens as `last_hidden_state`, pooled features as `pooler_output`."""
 
     _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^classifier\.", r"pooler\.", r"layernorm\."]
 
@@ -89,7 +89,7 @@ class LiViTModel(LiViTPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(self, pixel_values: Tensor, kept: Tensor | None = None, **kwargs) -> BaseModelOutputWithPooling:
-        """`kept` (B, K) holds the numbers of the patches that the model is to see of each image; default: all."""
+        """Encode images; `kept` (B, K) are the indices of the patches to use of each image, by default all."""
         _check_pixels(pixel_values, self.config)
         x = self.embeddings(pixel_values.to(self.dtype), interpolate_pos_encoding=True)  # (B, 1 + patches, D)
         if kept is not None:
@@ -105,7 +105,16 @@ class LiViTModel(LiViTPreTrainedModel):
 
 
 class LiViTForImageClassification(BalancedClassifier, LiViTPreTrainedModel):
-    """LiViT with a linear classifier. Its loss is always the configured one; its logits never contain the bias."""
+    """LiViT with a linear classifier. Its loss is that of `config.long_tail`; its logits never contain the bias.
+
+    Example:
+        >>> from livt_hf import LiViTConfig
+        >>> model = LiViTForImageClassification(LiViTConfig.preset("micro", class_counts=[90, 10])).eval()
+        >>> images, labels = torch.zeros(2, 3, 32, 32), torch.tensor([0, 1])
+        >>> loss = model(images, labels=labels).loss
+        >>> model.probabilities(images, prior="uniform").shape
+        torch.Size([2, 2])
+    """
 
     encoder_class = LiViTModel
 

@@ -25,14 +25,14 @@ _MAE_DECODER = dict(decoder_hidden_size=512, decoder_num_hidden_layers=8, decode
 
 
 def pretraining_config(size: str = "base", **overrides) -> ViTMAEConfig:
-    """A `ViTMAEConfig` with what MAE used and stock defaults miss: eps 1e-6 and per-patch normalised pixels."""
+    """Return a `ViTMAEConfig` as MAE used it, unlike the stock defaults: eps 1e-6, per-patch normalised pixels."""
     decoder = _MICRO_DECODER if size == "micro" else _MAE_DECODER
     decoder = decoder | {"decoder_intermediate_size": 4 * decoder["decoder_hidden_size"]}
     return ViTMAEConfig(**(encoder_preset(size) | decoder | dict(layer_norm_eps=1e-6, norm_pix_loss=True) | overrides))
 
 
 def sin_cos_positions(image_size: int, patch_size: int, width: int) -> Tensor:
-    """MAE's fixed position table, class token first; its column half comes before its row half. (1, 1 + patches, D)"""
+    """Return MAE's fixed position table, class token first, columns before rows. (1, 1 + patches, D)"""
     grid = image_size // patch_size
     table = build_2d_sinusoidal_position_embedding(grid, grid, embed_dim=width, cls_token=True)
     rows, columns = table.chunk(2, dim=-1)
@@ -40,7 +40,7 @@ def sin_cos_positions(image_size: int, patch_size: int, width: int) -> Tensor:
 
 
 class _MAEInitialisation:
-    """MAE's initialisation. The stock one leaves positions and both tokens at zero and learns no layout."""
+    """MAE's initialisation; the stock one leaves positions and both tokens at zero and learns no layout."""
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -72,7 +72,7 @@ class _MAEInitialisation:
 
 
 class LiViTMAEModel(_MAEInitialisation, ViTMAEModel):
-    """The encoder inside `LiViTForPreTraining`."""
+    """Encoder of `LiViTForPreTraining`."""
 
 
 class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
@@ -81,6 +81,10 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
     In training mode only what the loss needs is computed: pixels of visible patches are projected, and the last
     decoder block, the prediction and the loss see masked tokens only (exact, but no `logits`). `decode_ratio` below 1
     decodes a random share of the masked patches: faster, and another objective. In evaluation mode forward is stock.
+
+    Example:
+        >>> model = LiViTForPreTraining(pretraining_config("micro"), decode_ratio=0.5)
+        >>> loss = model(torch.rand(2, 3, 32, 32)).loss
     """
 
     accepts_loss_kwargs = False  # as of BalancedClassifier
@@ -106,14 +110,14 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         self.decoder.config._attn_implementation = self.config._attn_implementation  # a copy the stock setter misses
 
     def save_pretrained(self, save_directory, **kwargs):
-        """Save a stock ViTMAE checkpoint, which does not name a class that stock transformers lacks."""
+        """Save a stock ViTMAE checkpoint, which names no class that stock transformers lacks."""
         super().save_pretrained(save_directory, **kwargs)
         self.config.architectures = ["ViTMAEForPreTraining"]
         if kwargs.get("is_main_process", True):
             self.config.save_pretrained(save_directory)
 
     def forward(self, pixel_values: Tensor, noise: Tensor | None = None, **kwargs) -> ViTMAEForPreTrainingOutput:
-        """`noise` (B, patches) decides the mask: the patches with the smallest values stay visible."""
+        """Compute the reconstruction loss; patches with the smallest `noise` (B, patches) stay visible."""
         _check_pixels(pixel_values, self.config)
         if noise is not None and noise.shape != (len(pixel_values), self.num_patches):
             raise LiVTError(
@@ -135,12 +139,12 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         return ViTMAEForPreTrainingOutput(loss=((prediction - target) ** 2).mean())
 
     def features(self, pixel_values: Tensor) -> Tensor:
-        """The mean patch token of an encoder that sees the whole image. (B, D)"""
+        """Return the mean patch token of the encoder on whole images. (B, D)"""
         everything = torch.arange(self.num_patches, device=pixel_values.device).expand(len(pixel_values), -1)
         return self._encode(self.patchify(pixel_values), everything)[:, 1:].mean(dim=1)
 
     def _encode(self, patches: Tensor, visible: Tensor, **kwargs) -> Tensor:
-        """The tokens of the class and of the visible patches. (B, 1 + visible, D)"""
+        """Encode the class token and the visible patches. (B, 1 + visible, D)"""
         embeddings = self.vit.embeddings
         projection = embeddings.patch_embeddings.projection
         # The convolution's kernel as a matrix over a patch's (row, column, channel) pixels.
@@ -156,7 +160,7 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         return self.vit.layernorm(x)
 
     def _decode(self, latent: Tensor, visible: Tensor, masked: Tensor) -> Tensor:
-        """Predictions for the masked patches. Tokens stay in (class, visible, masked) order: attention ignores it."""
+        """Predict the masked patches. Tokens stay in (class, visible, masked) order, which attention ignores."""
         decoder = self.decoder
         x = decoder.decoder_embed(latent)
         mask_tokens = decoder.mask_token.expand(*masked.shape, -1)
@@ -174,9 +178,9 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
 
     @torch.no_grad()
     def reconstruct(self, pixel_values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(masked, reconstruction) pictures in the space of `pixel_values`; masked patches are 0 in the first.
+        """Return (masked, reconstruction) pictures in the space of `pixel_values`; masked patches are 0 in the first.
 
-        Under per-patch normalisation the prediction lacks each patch's mean and contrast; the true patch lends them.
+        Under per-patch normalisation the prediction lacks mean and contrast of each patch; the true ones are used.
         """
         was_training = self.training
         outputs = self.eval()(pixel_values, noise=noise)
@@ -192,24 +196,24 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
 
     @torch.no_grad()
     def zero_prediction_loss(self, pixel_values: Tensor, mask: Tensor) -> Tensor:
-        """The loss of predicting zero on the patches of `mask` (1 is masked): what learning must beat."""
+        """Return the loss of predicting zero on the patches of `mask` (1 is masked), which learning must beat."""
         target = self._target(self.patchify(pixel_values))
         return (target.pow(2).mean(-1) * mask).sum() / mask.sum()
 
     def _target(self, patches: Tensor) -> Tensor:
-        """What is to be predicted of patches."""
+        """Return the target of each patch."""
         if not self.config.norm_pix_loss:
             return patches
         mean, std = _patch_statistics(patches)
         return (patches - mean) / std
 
     def no_weight_decay(self) -> set[str]:
-        """1-D tensors, which include every bias."""
+        """Return the names of 1-D tensors, which include every bias."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim <= 1}
 
 
 def _last_block(layer: ViTMAELayer, x: Tensor, tail: int) -> Tensor:
-    """A decoder block of which only the last `tail` tokens are wanted; the others are keys and values only."""
+    """Run a decoder block for the last `tail` tokens; the others are keys and values only."""
     attention = layer.attention
     normed = layer.layernorm_before(x)
 

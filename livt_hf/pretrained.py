@@ -1,4 +1,4 @@
-"""Reading checkpoints into a LiViT: its own, its published BEiT form, and the encoder of any ViT or ViTMAE."""
+"""Reading checkpoints: a LiViT, its published BEiT form, the encoder of any ViT or ViTMAE, other classifiers."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names
 
 
 class CheckpointReader:
-    """`from_pretrained` of the LiViT classes. A model with a head names the class of its encoder."""
+    """`from_pretrained` of the LiViT classes; a model with a head sets `encoder_class`."""
 
     encoder_class: type | None = None
 
@@ -65,14 +65,14 @@ class CheckpointReader:
 
     @classmethod
     def _read_encoder(cls, path, source: dict, target: LiViTConfig, **kwargs):
-        """The encoder at the source's resolution; new are only the norms that the source's pooling did not have."""
+        """Load the encoder at the checkpoint's resolution; only norms that its pooling lacked may be new."""
         norm = "fc_norm" if target.pooling == "mean" else "layernorm"
         new = set() if _source_pooling(source) == target.pooling else {f"{norm}.weight", f"{norm}.bias"}
         return cls._read(path, source, target, new, **kwargs)
 
     @classmethod
     def _read_classifier(cls, path, source: dict, target: LiViTConfig, **kwargs):
-        """The whole classifier where its head fits, and otherwise its encoder under a fresh head."""
+        """Load the whole classifier if its head fits, else its encoder under a fresh head."""
         cosine = merge_config_values(source, {}).get("normalised_classifier", False)
         same_kind = _source_pooling(source) == target.pooling and cosine == target.long_tail.normalised_classifier
         if _has_our_head(source) and same_kind and get_label_names(source) == get_label_names(target.to_dict()):
@@ -94,7 +94,7 @@ class CheckpointReader:
 
     @classmethod
     def _read(cls, path, source: dict, target: LiViTConfig, new: set[str], output_loading_info=False, **kwargs):
-        """transformers' loading at the source's resolution, then a check that exactly `new` was not in the file."""
+        """Load at the checkpoint's resolution and check that exactly `new` was not in the file."""
         config = copy.deepcopy(target)
         config.image_size = source["image_size"]
         beit = source.get("model_type") == "beit"
@@ -128,7 +128,7 @@ class CheckpointReader:
 
 @contextlib.contextmanager
 def explain_load_errors(path) -> Iterator[None]:
-    """Around what transformers reads of a checkpoint: what it raises on missing or damaged files, in a sentence."""
+    """Turn what transformers raises on missing or damaged files into a `LiVTError`."""
     away, near = f"{path} could not be loaded as a checkpoint folder or from the Hub", ""
     if not Path(path).exists():
         near = did_you_mean(path)
@@ -143,7 +143,7 @@ def explain_load_errors(path) -> Iterator[None]:
 
 
 def read_config(path: str) -> dict:
-    """The config of a checkpoint folder or of a model on the Hub."""
+    """Read the config of a checkpoint folder or of a model on the Hub."""
     with explain_load_errors(path):
         if not Path(path).exists() and "/" not in path and try_to_load_from_cache(path, "config.json") is None:
             # Perhaps a misspelt folder: one question, where loading asks many times.
@@ -160,7 +160,7 @@ def _config_dict(path, **kwargs) -> dict:
 
 @contextlib.contextmanager
 def hide_load_report():
-    """Hold back transformers' table of missing and unexpected keys: here every such key is expected or refused."""
+    """Suppress transformers' table of missing and unexpected keys; every such key is checked here."""
     transformers_logger = logging.getLogger("transformers.modeling_utils")
 
     def not_a_report(record: logging.LogRecord) -> bool:
@@ -174,7 +174,7 @@ def hide_load_report():
 
 
 def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConfig:
-    """The config asked for: the checkpoint's (or the given one), with the keywords over it."""
+    """Return the config of the model to build: the checkpoint's or the given one, with overrides."""
     values = base if isinstance(base, dict) else base.to_dict()
     kind = values.get("model_type")
     if kind == "beit" and "livit" in values:
@@ -204,13 +204,13 @@ def _source_pooling(source: dict) -> str:
 
 
 def format_names(names: Iterable[str]) -> str:
-    """Names in a sentence, the first five of them."""
+    """Return names for a sentence, the first five of them."""
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
 
 
 def load_backbone(path: str) -> PreTrainedModel:
-    """A model of any family whose features are asked for: it may lack a classifier, but nothing else."""
+    """Load a model of any family for its features; it may lack a classifier, but nothing else."""
     with explain_load_errors(path):
         config = AutoConfig.from_pretrained(path)
     model = load_image_classifier(path, config)
@@ -219,7 +219,7 @@ def load_backbone(path: str) -> PreTrainedModel:
 
 
 def load_image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The image classifier of a checkpoint, whose classifier alone may be missing or of other labels."""
+    """Load the image classifier of a checkpoint; only its classifier may be missing or of other labels."""
     # Weights that were saved in half precision are trained in full: small updates would be rounded away.
     options = dict(config=config, dtype=torch.float32, use_safetensors=True)
     options |= dict(ignore_mismatched_sizes=True, output_loading_info=True)

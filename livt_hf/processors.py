@@ -13,7 +13,7 @@ from livt_hf.text import format_error
 
 @dataclass(frozen=True)
 class InputSpec:
-    """How a model wants its images: pixels on a side, and the statistics they are normalised with."""
+    """Input of a model: pixels on a side, and mean and std of the normalisation."""
 
     size: int
     mean: tuple[float, ...]
@@ -21,6 +21,7 @@ class InputSpec:
 
 
 def read_input_spec(processor: BaseImageProcessor) -> InputSpec:
+    """Return the image size and the normalisation of a processor; it must make squares."""
     config = getattr(processor, "data_config", None)  # of timm
     if config is not None:
         return InputSpec(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]))
@@ -35,7 +36,7 @@ def read_input_spec(processor: BaseImageProcessor) -> InputSpec:
 
 
 def measure_output_sizes(processor: BaseImageProcessor) -> set[tuple[int, int]]:
-    """Heights and widths of what a processor makes of a tall and of a wide image."""
+    """Return the heights and widths that a processor makes of a tall and of a wide image."""
     images = (Image.new("RGB", shape) for shape in ((300, 400), (400, 300)))
     return {tuple(_prepared(processor, [image]).shape[-2:]) for image in images}
 
@@ -50,7 +51,7 @@ def _prepared(processor: BaseImageProcessor, images: list[Image.Image], **option
 
 
 def _normalisation(processor: BaseImageProcessor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The mean and the deviation by which a processor normalises: seen in what it makes of black, white and red.
+    """Return mean and std of a processor, measured on black, white and red images.
 
     Its attributes do not say it all: EfficientNet's divides by the deviation twice, MobileViT's swaps the channels.
     """
@@ -66,7 +67,7 @@ def _normalisation(processor: BaseImageProcessor) -> tuple[tuple[float, ...], tu
 
 
 def resize_processor(processor: BaseImageProcessor, side: int) -> BaseImageProcessor:
-    """The same processor for another image size; a margin around the centre crop stays in proportion."""
+    """Return the processor for another image size; a margin around the centre crop stays in proportion."""
     processor = copy.deepcopy(processor)
     if hasattr(processor, "data_config"):
         config = processor.data_config | {"input_size": (3, side, side)}

@@ -15,14 +15,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: a bijection in which every input bit reaches every output bit."""
+    """Apply the finaliser of splitmix64, a bijection in which every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _hash(*key) -> np.ndarray:
-    """Integers (or arrays of them, broadcast against each other) to 64 well-mixed bits each."""
+    """Hash integers, or arrays of them broadcast against each other, to 64 well-mixed bits."""
     with np.errstate(over="ignore"):  # wrapping around is the point
         state = np.asarray(0, dtype=np.uint64)
         for part in key:
@@ -31,19 +31,19 @@ def _hash(*key) -> np.ndarray:
 
 
 def keyed_uniform(seed: int, epoch: int, indices, n: int) -> np.ndarray:
-    """`n` numbers in [0, 1) for each image of `indices`, the same whatever else is in the batch."""
+    """Draw `n` numbers in [0, 1) for each image of `indices`, independent of the rest of the batch."""
     bits = _hash(seed, epoch, np.asarray(indices, dtype=np.int64)[:, None], np.arange(n))
     return (bits >> np.uint64(11)) * 2.0**-53  # (B, n): the 53 bits a double holds
 
 
 def keyed_seed(*key: int) -> int:
-    """A 32-bit seed for generators that want one."""
+    """Return a 32-bit seed for a key."""
     return int(_hash(*key) >> np.uint64(32))
 
 
 @functools.cache
 def purpose_seed(seed: int, purpose: str) -> int:
-    """A seed for one purpose, so that what is drawn for an image for one purpose says nothing about another."""
+    """Return a seed for one purpose, so that draws for different purposes are independent."""
     return keyed_seed(seed, *purpose.encode())
 
 
@@ -57,7 +57,7 @@ def seed_generators(*key: int) -> None:
 
 @contextlib.contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Put the global generators of Python, numpy and torch (CPU) back as they were on leaving.
+    """Restore the global generators of Python, numpy and torch (CPU) on leaving.
 
     For library code (timm's augmentations) that draws from global generators. Keeping numpy's state costs 0.2 ms, so
     keep it once per batch and seed for every image.
@@ -73,7 +73,7 @@ def preserve_rng_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keyed_rng(*key: int) -> Iterator[None]:
-    """Seed the global generators by a key; put them back as they were on leaving."""
+    """Seed the global generators by a key and restore them on leaving."""
     with preserve_rng_state():
         seed_generators(*key)
         yield

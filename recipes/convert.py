@@ -22,7 +22,7 @@ from livt_hf.cli.settings import ConvertSettings
 from livt_hf.conversion import OFFICIAL_CLASSES, from_official, save_timm, to_beit
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
-from livt_hf.export import FORMS, export_model, image_size
+from livt_hf.export import EXPORTERS, export_model, get_output_size
 from livt_hf.files import read_values
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.plugins import find_module
@@ -34,7 +34,7 @@ OF_AUTHORS = ("dataset", "labels", "keep_class_order")  # what their files do no
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = resolve_settings(ConvertSettings, argv)
-    if settings.prior is not None and settings.to not in FORMS:
+    if settings.prior is not None and settings.to not in EXPORTERS:
         raise LiVTError(f"--to {settings.to} writes weights, whose prior is chosen in serving; leave --prior out.")
     told = [name for name in OF_AUTHORS if getattr(settings, name)]
     if told and settings.to != "livit":
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if settings.to == "onnx" and not all(find_module(name) for name in ("onnxruntime", "onnxscript")):
             raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
         model = load_classifier(settings.source, **settings.foreign.training)
-        (export if settings.to in FORMS else write_form)(settings, model, load_processor(settings.source))
+        (export if settings.to in EXPORTERS else write_form)(settings, model, load_processor(settings.source))
     print(f"wrote {settings.output}")
 
 
@@ -73,7 +73,7 @@ def export(settings: ConvertSettings, model: PreTrainedModel, processor: BaseIma
     folder = Path(settings.output)
     prior = None if settings.prior is None else load_prior(settings.prior, PredictionsInfo.from_model(model))
     off = export_model(settings.to, folder, model, processor, prior)
-    height, width = image_size(processor)
+    height, width = get_output_size(processor)
     given = "logits" if prior is None else "class probabilities"
     said = next(name for name in ("preprocessor_config.json", "config.json") if (folder / name).exists())
     print(

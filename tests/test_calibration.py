@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data import exponential_counts
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.calibration import Calibration, calibrate_odds, calibrated, fit_calibration
+from livt_hf.long_tail.calibration import Calibration, apply_calibration, calibrate_odds, fit_calibration
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import estimate_prior, shift_prior
 
@@ -73,7 +73,7 @@ def served() -> dict[tuple[float, str], SimpleNamespace]:
             points, labels = drawn(prior, SERVED, seed=2)
             logits = model(points)
             fitted = head.fitted_posterior(logits)
-            corrected = calibrated(fitted, calibration, SOURCE)
+            corrected = apply_calibration(fitted, calibration, SOURCE)
             estimate = estimate_prior(corrected.exp(), SOURCE)
             results[mixup, name] = SimpleNamespace(
                 paper=accuracy(logits, labels),
@@ -136,13 +136,13 @@ def test_no_correction_changes_nothing():
     points, _ = drawn(SOURCE, 50, seed=3)
     posterior = distorted(points, 0.7, torch.linspace(-1, 1, CLASSES))
     nothing = Calibration(1.0, 0.0, [0.0] * CLASSES, 0)
-    torch.testing.assert_close(calibrated(posterior, nothing, SOURCE), posterior, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(apply_calibration(posterior, nothing, SOURCE), posterior, atol=1e-6, rtol=1e-6)
 
 
 def test_a_flattened_posterior_is_made_right_again():
     points, labels = drawn(SOURCE, 6_000, seed=4)
     offsets = 0.5 * torch.randn(CLASSES, generator=torch.Generator().manual_seed(1)).double()
-    corrected = calibrated(
+    corrected = apply_calibration(
         distorted(points, 0.5, offsets), fit_calibration(distorted(points, 0.5, offsets), labels, SOURCE), SOURCE
     )
     best = F.nll_loss(true_posterior(points, SOURCE), labels)
@@ -180,7 +180,7 @@ def test_a_class_without_a_held_out_image_keeps_its_offset_of_zero():
 def test_one_sure_and_right_image_leaves_a_finite_temperature():
     calibration = fit_calibration(torch.tensor([[0.0, -50.0]]), torch.tensor([0]), torch.tensor([0.5, 0.5]))
     assert 0.5 < calibration.scale < 2
-    assert torch.isfinite(calibrated(torch.tensor([[0.0, -50.0]]), calibration, torch.tensor([0.5, 0.5]))).all()
+    assert torch.isfinite(apply_calibration(torch.tensor([[0.0, -50.0]]), calibration, torch.tensor([0.5, 0.5]))).all()
 
 
 def test_the_fit_does_not_depend_on_the_blocks_it_is_made_in(monkeypatch):
@@ -224,7 +224,7 @@ def test_probabilities_use_the_calibration_which_is_saved_and_loaded(tiny, calib
     config = LiViTConfig(**tiny, class_counts=[9, 3, 1], calibration=calibration)
     model = LiViTForImageClassification(config)
     logits, prior = torch.randn(4, 3), torch.tensor([9, 3, 1]) / 13
-    expected = calibrated(model.head.fitted_posterior(logits), Calibration(**calibration), prior)
+    expected = apply_calibration(model.head.fitted_posterior(logits), Calibration(**calibration), prior)
     torch.testing.assert_close(model.head.training_posterior(logits), expected)
     torch.testing.assert_close(model.head.posterior(logits, prior), expected.exp())
     model.save_pretrained(tmp_path)

@@ -19,7 +19,7 @@ from livt_hf import LiViTConfig, LiViTForImageClassification, balance
 from livt_hf.classifiers import load_processor
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
-from livt_hf.export import ServingGraph, image_size
+from livt_hf.export import ServingGraph, get_output_size
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.predict import Predictor
 from livt_hf.recipes.convert import main
@@ -163,7 +163,7 @@ def test_what_no_graph_can_hold_is_refused(tmp_path, tiny):
         ServingGraph(livit, processor, torch.tensor([0.2, 0.3, 0.5]))
     processor.do_center_crop = False
     with pytest.raises(LiVTError, match="images of different sizes"):
-        image_size(processor)
+        get_output_size(processor)
     processor.do_center_crop, whole = True, processor.preprocess
     processor.preprocess = lambda *images, **steps: {"pixel_values": whole(*images, **steps)["pixel_values"].square()}
     with pytest.raises(LiVTError, match="does more than rescale and normalise"):

@@ -30,9 +30,9 @@ _SURE = -1e-7  # the largest log p: its log (1 - p) is still finite
 
 @dataclass(frozen=True)
 class Calibration:
-    """Saved as `config.long_tail.calibration`, with the number of held-out images that it was fitted on.
+    """Parameters of the calibration and the number of held-out images; saved as `config.long_tail.calibration`.
 
-    `thresholds`: where an image may have several labels, the probability from which on each label is given.
+    `thresholds`: where an image may have several labels, the probability from which on each label is predicted.
     """
 
     scale: float
@@ -42,21 +42,21 @@ class Calibration:
     thresholds: list[float] | None = None
 
 
-def calibrated(log_posterior: Tensor, calibration: Calibration, prior: Tensor) -> Tensor:
-    """log P(j|x) under the training prior, from log p_j. (B, C)"""
+def apply_calibration(log_posterior: Tensor, calibration: Calibration, prior: Tensor) -> Tensor:
+    """Return log P(j|x) under the training prior, from log p_j. (B, C)"""
     prior, offsets = prior.to(log_posterior), torch.tensor(calibration.offsets).to(log_posterior)
     evidence = _evidence(log_posterior, prior, calibration.odds)
     return (prior.log() + calibration.scale * evidence + offsets).log_softmax(-1)
 
 
 def calibrate_odds(log_odds: Tensor, calibration: Calibration, prior: Tensor) -> Tensor:
-    """The log-odds of each class of an image that may have several. (B, C)"""
+    """Return calibrated log-odds of each class, where an image may have several labels. (B, C)"""
     base = torch.logit(prior.cpu().double()).to(log_odds)  # not every device has float64
     return base + calibration.scale * (log_odds - base) + torch.tensor(calibration.offsets).to(log_odds)
 
 
 def fit_calibration(log_posterior: Tensor, labels: Tensor, prior: Tensor) -> Calibration:
-    """Maximum likelihood on held-out images, with Gaussian priors on log(scale), logit(odds) and the offsets.
+    """Fit a calibration on held-out images, with Gaussian priors on log(scale), logit(odds) and the offsets.
 
     `log_posterior` (N, C) is what training fitted, under the training prior `prior`, and `labels` are class ids (N,),
     or rows of 0 and 1 (N, C) where an image may have several: then `log_posterior` holds log-odds. The images should

@@ -17,30 +17,38 @@ from livt_hf.text import shorten
 
 @dataclass(frozen=True, eq=False)
 class LongTailConfig(dict):
-    """How a classifier learns from imbalanced classes; the defaults are the paper's.
+    """Settings of a long-tail head; the defaults are the paper's.
 
     It is a dictionary as well, so that the config of every transformers model can save it as JSON.
 
-    loss: a name of `livt_hf.losses.LOSSES`.
-    class_counts: training images of each class.
-    seen_counts: images of each class that an epoch of training shows, where a sampler does not show each image once;
-        the prior and the bias of the head are theirs.
-    class_weights: factors of the loss of each class's images, in place of those of CB and of DRW; given for another
-        loss, they hold from the start.
-    num_train_images: must be given where an image may have several labels; elsewhere it is the sum of the counts.
-    tau: strength of the logit bias.
-    test_prior: None (Theorem 2), "uniform" (Eq. 13) or one probability per class (Theorem 3).
-    bias: bias of balanced sigmoid losses: "bce" (Theorems 2 and 3) or "ce" (Theorem 1, the paper's negative example).
-    head_start: where the bias of the classifier starts under a sigmoid loss: "zero", or "prior", which makes a fresh
-        model predict the training prior at tau 1: logit(test_prior), or logit(pi_s) for a loss that adds no bias.
-    label_smoothing: applied once, in the loss, in training mode.
-    normalised_classifier: logits are cosines of features and weights, without a bias (Cao et al.; LiViT only).
-    drw_start: share of the training after which images are weighted by class (deferred re-weighting, Cao et al.).
-    cb_beta: of the class weights of CB and DRW. lade_weight, lade_lambda: .1 and .01 in LADE's runs on CIFAR-100,
-        .005 and .1 on Places-LT, .05 and .5 on ImageNet-LT. ib_warmup: share of the training with plain
-        cross-entropy before the IB loss starts. nt_lambda: 1 is plain BCE.
-    trained_with: what else made the targets soft, such as {"mixup": 0.8, "cutmix": 1.0}; None where nobody knows.
-    calibration: the fields of a `Calibration`, fitted after training; other settings of the head make it void.
+    Args:
+        loss: a name of `livt_hf.losses.LOSSES`.
+        class_counts: training images of each class.
+        seen_counts: images of each class that an epoch shows, where a sampler does not show each image once; prior and
+            bias of the head are theirs.
+        class_weights: loss weight of each class, in place of those of CB and DRW; with another loss, from the start.
+        num_train_images: must be given where an image may have several labels; elsewhere it is the sum of the counts.
+        tau: strength of the logit bias.
+        test_prior: None (Theorem 2), "uniform" (Eq. 13) or one probability per class (Theorem 3).
+        bias: of balanced sigmoid losses: "bce" (Theorems 2 and 3) or "ce" (Theorem 1, the paper's negative example).
+        head_start: initial classifier bias under a sigmoid loss: "zero", or "prior", with which a fresh model predicts
+            the training prior at tau 1.
+        label_smoothing: applied once, in the loss, in training mode.
+        normalised_classifier: logits are cosines of features and weights, without a bias (Cao et al.; LiViT only).
+        drw_start: share of the training after which images are weighted by class (deferred re-weighting, Cao et al.).
+        cb_beta: of the class weights of CB and DRW.
+        ldam_max_margin, ldam_scale: margin of the rarest class and factor of the logits of LDAM.
+        lade_weight, lade_lambda: .1 and .01 in LADE's runs on CIFAR-100, .005 and .1 on Places-LT, .05 and .5 on
+            ImageNet-LT.
+        ib_alpha, ib_warmup: factor of the IB loss, and share of the training with plain cross-entropy before it.
+        nt_lambda: of the NT-BCE losses; 1 is plain BCE.
+        trained_with: what else made the targets soft, such as {"mixup": 0.8, "cutmix": 1.0}; None if unknown.
+        calibration: the fields of a `Calibration`, fitted after training.
+
+    Example:
+        >>> config = LongTailConfig(loss="bal_ce", class_counts=[90, 10], tau=0.5)
+        >>> config.num_images, config["tau"]
+        (100, 0.5)
     """
 
     loss: str = "bal_bce"
@@ -85,7 +93,7 @@ class LongTailConfig(dict):
 
     @classmethod
     def from_dict(cls, values: dict) -> "LongTailConfig":
-        """Settings from keywords or from a file."""
+        """Build a config from keywords or from a file."""
         unknown = sorted(values.keys() - set(cls.names()))
         if unknown:
             raise LiVTError(f"settings {unknown} of the head are not known; check the spelling, or upgrade livt-hf.")
@@ -93,9 +101,9 @@ class LongTailConfig(dict):
 
     @classmethod
     def merge(cls, saved: dict, changes: dict) -> dict:
-        """Saved settings, with others in the place of some.
+        """Return saved settings with changes.
 
-        New counts forget what belongs to the old ones, and every new setting of the head the old calibration.
+        New counts drop what belongs to the old ones; any change of the head drops the calibration.
         """
         void = {"calibration"} if changes.keys() & set(cls.names()) else set()
         if "class_counts" in changes:
@@ -108,23 +116,23 @@ class LongTailConfig(dict):
 
     @property
     def weighted_from(self) -> float | None:
-        """The share of the training after which images are weighted by class, or None where they never are."""
+        """Share of the training after which images are weighted by class, or None if they never are."""
         if self.definition.class_weighted or (self.class_weights is not None and self.drw_start is None):
             return 0.0
         return self.drw_start
 
     @property
     def prior_counts(self) -> list[int] | list[float] | None:
-        """The images of each class that training shows: what the head learns the posterior under."""
+        """Images of each class that training shows; the head learns the posterior under their prior."""
         return self.class_counts if self.seen_counts is None else self.seen_counts
 
     @property
     def num_images(self) -> int:
-        """The number of training images."""
+        """Number of training images."""
         return self.num_train_images or sum(self.class_counts)
 
     def _check(self) -> None:
-        """Refuse what is wrong whatever the classes are."""
+        """Raise an error for values that are wrong for any classes."""
         if self.loss not in LOSSES:
             raise LiVTError(
                 f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
@@ -156,13 +164,13 @@ class LongTailConfig(dict):
 
     @property
     def _weighted_by(self) -> str:
-        """What says that images are weighted by class."""
+        """Name of the setting by which images are weighted by class."""
         if self.definition.class_weighted:
             return f"loss {self.loss!r}"
         return "class_weights" if self.drw_start is None else "drw_start"
 
     def check_labels(self, num_labels: int, multi_label: bool) -> None:
-        """Refuse what does not fit the labels of the model."""
+        """Raise an error for settings that do not fit the labels of the model."""
         if num_labels < 2:
             raise LiVTError(f"num_labels is {num_labels}; a classifier needs at least two classes.")
         if multi_label:
@@ -235,7 +243,7 @@ class LongTailConfig(dict):
 
 
 def _listed(name: str, values, number: Callable) -> list:
-    """One number per class as a list, of whatever holds them: a list, an array, a tensor."""
+    """Return one number per class as a list, from a list, an array or a tensor."""
     try:
         return [number(value) for value in values]
     except LiVTError:

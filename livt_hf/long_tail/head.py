@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.calibration import Calibration, calibrate_odds, calibrated
+from livt_hf.long_tail.calibration import Calibration, apply_calibration, calibrate_odds
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import (
     ClassStatistics,
@@ -28,7 +28,7 @@ UNKNOWN_PRIOR = "it does not know its training prior, so pass class_counts"
 
 
 class CosineClassifier(nn.Linear):
-    """Logits that are cosines of the features and the weights of a class: the normalised classifier of Cao et al."""
+    """Classifier whose logits are cosines of features and class weights, as in Cao et al."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
@@ -39,12 +39,12 @@ class CosineClassifier(nn.Linear):
 
 
 def classifier_init_std(classifier: nn.Linear) -> float:
-    """How the weights of a fresh classifier are spread: almost 0, or of length 1 where they are normalised anyway."""
+    """Return the std of the weights of a fresh classifier: almost 0, or for length 1 where they are normalised."""
     return classifier.in_features**-0.5 if isinstance(classifier, CosineClassifier) else 2e-5
 
 
 class LongTailHead(nn.Module):
-    """The loss that `config.long_tail` names with the tensors it needs, and the way from logits to probabilities.
+    """Head that computes the loss of `config.long_tail`, and probabilities from logits.
 
     `config` is that of the model: it says how many labels there are and whether an image may have several.
     """
@@ -72,7 +72,7 @@ class LongTailHead(nn.Module):
 
     @property
     def no_posterior(self) -> str | None:
-        """Why this head gives no class probabilities, or None where it does."""
+        """Reason why this head gives no class probabilities, or None if it does."""
         if self.settings.class_counts is None:
             return UNKNOWN_PRIOR
         why = self.definition.why_no_posterior(self.settings)
@@ -83,23 +83,23 @@ class LongTailHead(nn.Module):
         self.progress = epoch / epochs
 
     def capture_features(self, _classifier: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """A forward pre-hook for the classifier of a model that does not hand its features over."""
+        """Keep the input of the classifier, as its forward pre-hook, for losses that use features."""
         if self.definition.uses_features:
             self.features = inputs[0]
 
     def release_features(self, *_) -> None:
-        """A forward hook for that model: features of a past forward would hold its graph."""
+        """Drop the features, as a forward hook of the model: they would keep the graph alive."""
         self.features = None
 
     def update_buffers(self, device: torch.device | str) -> None:
-        """Make the tensors that follow from the settings, again where these have changed."""
+        """Compute the tensors that follow from the settings again."""
         with torch.device("cpu"):  # the default may be meta, where no prior can be checked, or one without float64
             buffers = self.compute_buffers()
         for name, value in buffers.items():
             self.register_buffer(name, value.to(device), persistent=False)
 
     def compute_buffers(self) -> dict[str, Tensor]:
-        """Everything the class counts determine: never saved, always derived."""
+        """Compute everything the class counts determine; it is never saved."""
         settings, counts, bias = self.settings, self.settings.prior_counts, torch.zeros(self.config.num_labels)
         if counts is None:
             return {"logit_bias": bias}
@@ -117,7 +117,10 @@ class LongTailHead(nn.Module):
         }
 
     def _class_weights(self, counts: Sequence[float]) -> Tensor:
-        """Those that were given, scaled to sum C like the others, or those by effective numbers."""
+        """Return per-class loss weights that sum to the number of classes.
+
+        Uses `class_weights` of the config where given, else the effective number of samples (Cui et al., 2019).
+        """
         if self.settings.class_weights is None:
             return effective_number_weights(counts, self.settings.cb_beta)
         return normalize_class_weights(torch.tensor(self.settings.class_weights, dtype=torch.float64))
@@ -129,7 +132,7 @@ class LongTailHead(nn.Module):
         return self
 
     def initial_classifier_bias(self) -> Tensor:
-        """Where the bias of the classifier starts: a fresh sigmoid head predicts the training prior (at tau 1).
+        """Return the initial bias of the classifier: a fresh sigmoid head predicts the training prior (at tau 1).
 
         The bias of a class of two images hardly moves in a short training. Started higher, its sigmoid would stay far
         above its prior, and the posterior rule, which divides by that prior, would answer with this class alone.
@@ -162,7 +165,7 @@ class LongTailHead(nn.Module):
         return (weight * self.definition.function(inputs)).mean()
 
     def _targets(self, labels: Tensor, images: int) -> Tensor:
-        """Class ids, soft labels or multi-hot labels as (B, C) floats, checked where looking does not stall a GPU."""
+        """Return class ids, soft or multi-hot labels as (B, C) floats, checked where that does not stall a GPU."""
         classes = self.config.num_labels
         look = labels.device.type == "cpu" and not torch.compiler.is_compiling()
         ids = not (self.multi_label or labels.is_floating_point())
@@ -189,7 +192,7 @@ class LongTailHead(nn.Module):
         return labels
 
     def fitted_posterior(self, logits: Tensor) -> Tensor:
-        """log p_j, the posterior under the training prior as training fitted it (log-odds for multi-label)."""
+        """Return log p_j, the uncalibrated posterior under the training prior (log-odds for multi-label)."""
         if self.no_posterior:
             raise LiVTError(f"this head gives no probabilities ({self.no_posterior}); rank by the logits.")
         adjusted = logits.float() + self.logit_bias  # as in training
@@ -200,10 +203,10 @@ class LongTailHead(nn.Module):
         )
 
     def training_posterior(self, logits: Tensor) -> Tensor:
-        """log P_s(j|x) under the training prior (log-odds for multi-label); refuses losses that do not estimate it."""
+        """Return log P_s(j|x) under the training prior, calibrated if possible (log-odds for multi-label)."""
         fitted, smooth = self.fitted_posterior(logits), self.settings.label_smoothing
         if self.settings.calibration is not None:
-            correct = calibrate_odds if self.multi_label else calibrated
+            correct = calibrate_odds if self.multi_label else apply_calibration
             return correct(fitted, Calibration(**self.settings.calibration), self.prior)
         if smooth:
             # Training fitted (1 - s) p + s / C; the share s / C would swamp a rare class once divided by its prior.
@@ -213,7 +216,7 @@ class LongTailHead(nn.Module):
         return fitted
 
     def posterior(self, logits: Tensor, prior: Prior = None) -> Tensor:
-        """P(j|x) under a serving prior; None is the config's `test_prior`, or uniform where it has none.
+        """Return P(j|x) under a deployment prior; None is the config's `test_prior`, or uniform without one.
 
         Where an image may have several labels and there is no test prior, None is the training prior.
         """
@@ -227,9 +230,9 @@ class LongTailHead(nn.Module):
         )
 
     def training_prior(self) -> Tensor:
-        """In double precision. (C,)"""
+        """Return the training prior as float64 probabilities of shape (C,)."""
         return class_prior(self.settings.prior_counts, self.settings.num_images)
 
     def shift_posterior(self, log_posterior: Tensor, target: Tensor) -> Tensor:
-        """From what `training_posterior` gives to probabilities under a serving prior. (B, C)"""
+        """Return probabilities under a deployment prior, from the result of `training_posterior`. (B, C)"""
         return (shift_odds if self.multi_label else shift_prior)(log_posterior, self.training_prior(), target)

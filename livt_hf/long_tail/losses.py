@@ -26,7 +26,19 @@ __all__ = [
 
 
 def balanced_ce_bias(class_counts: Sequence[int], test_prior: Prior = None) -> Tensor:
-    """Theorem 1: log pi_s, and with a test prior log pi_s - log pi_t. (C,)"""
+    """Return the logit bias of a softmax loss (Theorem 1): log pi_s - log pi_t.
+
+    Args:
+        class_counts: training images per class; pi_s is their share.
+        test_prior: pi_t, "uniform" or one probability per class; None leaves its term out.
+
+    Returns:
+        The bias, of shape (C,).
+
+    Example:
+        >>> balanced_ce_bias([75, 25], "uniform").exp()
+        tensor([1.5000, 0.5000])
+    """
     bias = class_prior(class_counts).log()
     if test_prior is not None:
         bias = bias - as_prior(test_prior, len(class_counts), what="test_prior").log()
@@ -36,9 +48,19 @@ def balanced_ce_bias(class_counts: Sequence[int], test_prior: Prior = None) -> T
 def balanced_bce_bias(
     class_counts: Sequence[int], test_prior: Prior = "uniform", *, num_images: int | None = None
 ) -> Tensor:
-    """Theorem 2, logit(pi_s), and with a test prior Theorem 3, logit(pi_s) - logit(pi_t). (C,)
+    """Return the logit bias of a sigmoid loss (Theorem 3): logit(pi_s) - logit(pi_t).
 
-    "uniform" gives Eq. 13: log pi - log(1 - pi) + log(C - 1). Pass `num_images` where images may have several labels.
+    Args:
+        class_counts: training images per class; pi_s is their share.
+        test_prior: pi_t; "uniform" gives Eq. 13, log pi - log(1 - pi) + log(C - 1), and None Theorem 2, logit(pi_s).
+        num_images: number of training images, where an image may have several labels.
+
+    Returns:
+        The bias, of shape (C,).
+
+    Example:
+        >>> balanced_bce_bias([75, 25], None).exp()
+        tensor([3.0000, 0.3333])
     """
     bias = log_odds(class_counts, num_images)
     if test_prior is not None:
@@ -48,23 +70,23 @@ def balanced_bce_bias(
 
 
 def normalize_class_weights(weights: Tensor) -> Tensor:
-    """Class weights with the sum C, so that the loss keeps its size. (C,)"""
+    """Scale class weights to the sum C, so that the loss keeps its size. (C,)"""
     return (weights * len(weights) / weights.sum()).float()
 
 
 def effective_number_weights(class_counts: Sequence[int], beta: float) -> Tensor:
-    """Class-balanced weights (1 - beta) / (1 - beta^n), scaled to sum C (Cui et al., 2019). (C,)"""
+    """Return class-balanced weights (1 - beta) / (1 - beta^n), scaled to sum C (Cui et al., 2019). (C,)"""
     counts = torch.as_tensor(class_counts, dtype=torch.float64)
     return normalize_class_weights(1 / -torch.expm1(counts * torch.tensor(beta, dtype=torch.float64).log()))
 
 
 def inverse_count_weights(class_counts: Sequence[int]) -> Tensor:
-    """Weights 1 / n, scaled to sum C: the lambda_k of Park et al. (2021). (C,)"""
+    """Return weights 1 / n, scaled to sum C: the lambda_k of Park et al. (2021). (C,)"""
     return normalize_class_weights(1 / torch.as_tensor(class_counts, dtype=torch.float64))
 
 
 def class_weighted(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets (B, C) and weights of the images (B,) that weigh every image by the class weight of its label.
+    """Return targets (B, C) and image weights (B,) that weight every image by the class weight of its label.
 
     Soft targets t mean the mixture of the hard losses f_y. Weighted it is sum_y t_y w_y f_y, which is W times the
     mixture under the targets t w / W, with W = sum_y t_y w_y.
@@ -75,7 +97,7 @@ def class_weighted(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ldam_margins(class_counts: Sequence[int], max_margin: float) -> Tensor:
-    """Margins n^(-1/4), scaled so that the rarest class has `max_margin` (Cao et al., 2019). (C,)"""
+    """Return margins n^(-1/4), scaled so that the rarest class has `max_margin` (Cao et al., 2019). (C,)"""
     margins = torch.as_tensor(class_counts, dtype=torch.float64) ** -0.25
     return (margins * max_margin / margins.max()).float()
 
@@ -90,7 +112,7 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def negative_tolerant_bce(logits: Tensor, targets: Tensor, tolerance: float) -> Tensor:
-    """NT-BCE: the negative term is softplus(lambda z) / lambda, which forgives small negatives (Wu et al., 2020)."""
+    """Compute NT-BCE, whose negative term softplus(lambda z) / lambda forgives small negatives (Wu et al., 2020)."""
     logits = _raised(logits)
     positive = targets * F.softplus(-logits)
     negative = (1 - targets) * F.softplus(tolerance * logits) / tolerance
@@ -98,7 +120,7 @@ def negative_tolerant_bce(logits: Tensor, targets: Tensor, tolerance: float) -> 
 
 
 def ldam(logits: Tensor, targets: Tensor, margins: Tensor, scale: float) -> Tensor:
-    """Cross-entropy of s (z_k - m_y [k = y]); for soft targets the mixture of the hard losses.
+    """Compute the cross-entropy of s (z_k - m_y [k = y]); for soft targets the mixture of the hard losses.
 
     For every y at once it is softplus(R_y - s (z_y - m_y)) with R_y the logsumexp of the other classes: that of all
     classes plus log(1 - p_y), which is accurate where p_y is at most 1/2. The top class is summed without itself.
@@ -112,7 +134,7 @@ def ldam(logits: Tensor, targets: Tensor, margins: Tensor, scale: float) -> Tens
 
 
 def lade_regulariser(logits: Tensor, targets: Tensor, prior: Tensor, strength: float) -> Tensor:
-    """LADE's Donsker-Varadhan term (Hong et al., 2021): pulls each f_c towards a log density ratio. Hard labels only.
+    """Compute LADE's Donsker-Varadhan term (Hong et al., 2021), for hard labels only.
 
     It is one number for the whole batch. A class without an image in the batch has no mean logit; its partition term
     stays.
@@ -127,7 +149,7 @@ def lade_regulariser(logits: Tensor, targets: Tensor, prior: Tensor, strength: f
 
 
 def influence_balanced(logits: Tensor, targets: Tensor, features: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """IB: w_y cross-entropy / influence ||softmax - y||_1 ||h||_1 (Park et al., 2021). Hard labels only."""
+    """Compute IB: w_y cross-entropy / influence ||softmax - y||_1 ||h||_1 (Park et al., 2021). Hard labels only."""
     logits = _raised(logits)
     influence = (logits.softmax(-1) - targets).abs().sum(-1) * features.float().abs().sum(-1)  # (B,)
     loss = -(weights * targets * logits.log_softmax(-1)).sum(dim=-1)
@@ -140,7 +162,7 @@ def _raised(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """What the class counts determine, one number per class (C,)."""
+    """Statistics of the class counts, one number per class (C,)."""
 
     prior: Tensor  # n_j / N
     class_weight: Tensor  # inverse effective numbers
@@ -150,7 +172,7 @@ class ClassStatistics:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Everything a loss may look at."""
+    """Inputs of a loss."""
 
     logits: Tensor  # z (B, C), float32
     adjusted: Tensor  # z + tau B for a balanced loss, z otherwise (B, C)
@@ -173,7 +195,7 @@ def _bce(batch: LossInputs) -> Tensor:
 
 @implement_loss("ldam")
 def _ldam(batch: LossInputs) -> Tensor:
-    """On a plain linear classifier, as in the paper's tables; Cao et al. have `normalised_classifier` and DRW too."""
+    """Compute LDAM on a plain linear classifier, as in the paper; Cao et al. add `normalised_classifier` and DRW."""
     return ldam(batch.adjusted, batch.targets, batch.classes.margin, batch.settings.ldam_scale)
 
 

@@ -30,20 +30,20 @@ Prior = Literal["uniform"] | Sequence[float] | Tensor | None
 
 
 def log_odds(class_counts: Sequence[int], num_images: int | None = None) -> Tensor:
-    """logit(pi_j) = log n_j - log(N - n_j): from the counts, so that 1 against 10 million loses nothing."""
+    """Return logit(pi_j) = log n_j - log(N - n_j), exact also for 1 image of 10 million."""
     counts = torch.as_tensor(class_counts, dtype=torch.float64)
     total = counts.sum() if num_images is None else torch.tensor(float(num_images), dtype=torch.float64)
     return counts.log() - (total - counts).log()
 
 
 def class_prior(class_counts: Sequence[int], num_images: int | None = None) -> Tensor:
-    """pi_j = n_j / N; N is the sum of the counts, or the number of images where an image may have several labels."""
+    """Return pi_j = n_j / N; N is `num_images`, or by default the sum of the counts."""
     counts = torch.as_tensor(class_counts, dtype=torch.float64)
     return counts / (counts.sum() if num_images is None else num_images)
 
 
 def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what: str = "prior") -> Tensor:
-    """A prior given as "uniform" or numbers, checked; zeros are allowed and give their classes probability zero."""
+    """Return a prior given as "uniform" or numbers as a checked tensor; zeros are allowed."""
     if isinstance(prior, str):
         if prior != "uniform":
             raise LiVTError(f"{what}={prior!r} is not known; use 'uniform' or {num_classes} probabilities.")
@@ -69,7 +69,7 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
 
 
 def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -> list[float]:
-    """A file with a number for each class, as `read_numbers` takes it, as a distribution.
+    """Read a file with a number for each class (see `read_numbers`) as a distribution.
 
     Where an image may have several labels, the numbers are the shares of images with each label and stay as they are.
     """
@@ -82,7 +82,7 @@ def read_prior(path: str, labels: Sequence[str], *, multi_label: bool = False) -
 
 
 def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
-    """A JSON or YAML file with a number for each class, as a list in class order or by class name; `what` they are."""
+    """Read a JSON or YAML file with a number for each class, as a list or by class name; `what` is for errors."""
     content = read_values(Path(path))
     if isinstance(content, dict):
         name, times = Counter(labels).most_common(1)[0]
@@ -99,33 +99,35 @@ def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
         content = [names[label] for label in labels]
     if not matches_type(content, list[float]) or len(content) != len(labels):
         raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
-    wrong = [value for value in content if not -_LARGEST < value < _LARGEST]  # so written, NaN is refused too
+    wrong = [
+        value for value in content if not -_LARGEST < value < _LARGEST
+    ]  # written this way so that NaN fails the check
     if wrong:
         raise LiVTError(f"the {what} in {path} hold {wrong[0]:.3g}; give a number for each class.")
     return content
 
 
 def numbers_by_name(values: Sequence[float], labels: Sequence[str]) -> dict[str, float] | list[float]:
-    """What `read_numbers` reads: the number of each class by its name, or a list in class order where names repeat."""
+    """Return numbers by class name, or as a list where names repeat, as `read_numbers` reads them."""
     named = dict(zip(labels, values, strict=True))
     return named if len(named) == len(labels) else list(values)  # "crane" is a bird and a machine
 
 
 def shift_prior(log_posterior: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """P_q(j|x) = p_j q_j / pi_j, normalised over the classes. (B, C)"""
+    """Return P_q(j|x) = p_j q_j / pi_j, normalised over the classes. (B, C)"""
     shift = (target.cpu().double().log() - source.cpu().double().log()).to(log_posterior)
     return (log_posterior + shift).softmax(-1)
 
 
 def shift_odds(log_odds: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """The same rule where images may have several labels: the odds of each class times the ratio of its prior odds."""
+    """Return probabilities under another prior where images may have several labels: odds times prior odds ratio."""
     shift = (torch.logit(target.cpu().double()) - torch.logit(source.cpu().double())).to(log_odds)
     return (log_odds + shift).sigmoid()
 
 
 @dataclass(frozen=True)
 class PriorEstimate:
-    """A class prior estimated from unlabelled images, and how much of it the images bear out.
+    """Class prior estimated from unlabelled images, and how reliable it is.
 
     `shift` is its distance from the uniform prior, and `variation` the mean distance of estimates from evidence that
     was disturbed by as much as calibration leaves open; distances are sums of absolute differences over the classes.
@@ -137,14 +139,14 @@ class PriorEstimate:
 
     @property
     def reliable(self) -> bool:
-        """Whether the images say clearly that their prior is not the uniform one."""
+        """True if the images show clearly that their prior is not uniform."""
         return self.shift > 3 * self.variation
 
 
 def estimate_prior(
     posterior: Tensor, source: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> PriorEstimate:
-    """The class prior of unlabelled images by EM (Saerens et al., 2002) from their training posteriors (B, C).
+    """Estimate the class prior of unlabelled images by EM (Saerens et al., 2002) from training posteriors (B, C).
 
     The maximum a posteriori under a Dirichlet prior of one image per class, so that a class that looks absent keeps a
     chance. Rows of `posterior` are P_s(j|x) up to a factor. They are read in blocks, so that they may lie in a mapped

@@ -1,4 +1,4 @@
-"""Where an image classifier keeps its classifier, its blocks and its embeddings: asked of its structure.
+"""Structure of image classifiers: their classifier, blocks and embeddings.
 
 For transformers' classes and, through their wrapper, for the models of timm.
 """
@@ -14,7 +14,7 @@ from livt_hf.errors import LiVTError
 
 
 def get_classifier(model: PreTrainedModel) -> nn.Linear:
-    """The linear layer that makes logits of features."""
+    """Return the linear layer that turns features into logits."""
     if isinstance(model, TimmWrapperForImageClassification):
         place, found = "timm_model.get_classifier()", model.timm_model.get_classifier()
     else:
@@ -33,7 +33,7 @@ def get_classifier(model: PreTrainedModel) -> nn.Linear:
 
 
 def extract_features(model: PreTrainedModel, pixel_values: Tensor, **inputs) -> Tensor:
-    """What the classifier of a model sees of these images. (B, D)
+    """Return the features of images: the input of the model's classifier. (B, D)
 
     Another thread, such as that of a second visitor of the demo, may be using the model at the same time.
     """
@@ -53,7 +53,7 @@ def extract_features(model: PreTrainedModel, pixel_values: Tensor, **inputs) -> 
 
 
 def parameter_depths(model: PreTrainedModel) -> dict[str, int]:
-    """The layer of each parameter: 0 for embeddings, i + 1 for block i, and one more for what follows the blocks.
+    """Return the layer of each parameter: 0 for embeddings, i + 1 for block i, one more for what follows the blocks.
 
     What lies between two blocks belongs to the second one. Most models of timm say themselves how they are layered.
     """
@@ -74,7 +74,7 @@ def parameter_depths(model: PreTrainedModel) -> dict[str, int]:
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:
-    """Everything but the matrices of linear, convolution and attention layers: biases, norms, tokens, positions."""
+    """Return the names of biases, norms, tokens and positions: all but linear, convolution and attention matrices."""
     decayed = set()
     for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -85,7 +85,7 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
 
 
 def use_channels_last(model: nn.Module) -> None:
-    """Give a convolutional model its pixels in the layout in which convolutions are fastest; later layers keep it.
+    """Convert the pixels of a convolutional model to channels-last, in which convolutions are fastest.
 
     The patch embedding of a transformer has its patches side by side, and gains nothing.
     """
@@ -102,7 +102,7 @@ def _channels_last(_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks in order: the elements of the largest list of layers, or of the lists within its stages."""
+    """Return the blocks in order: the elements of the largest list of layers, or of the lists within its stages."""
     outer: list[nn.ModuleList] = []
     for module in model.modules():  # a list comes before the lists within it
         if isinstance(module, nn.ModuleList) and not any(module in list(other.modules()) for other in outer):

@@ -24,12 +24,12 @@ STATE, SCALER = "state.json", "scaler.pt"
 
 
 class CheckpointError(LiVTError):
-    """A checkpoint could not be written or read; the message says what is still there."""
+    """Raised if a checkpoint cannot be written or read; the message says what is still there."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with every checkpoint."""
+    """Progress of a run; saved with every checkpoint."""
 
     update: int = 0
     # Losses since the last line of the log, so that a resumed run writes the same line.
@@ -43,16 +43,16 @@ class Progress:
 
 
 def list_checkpoints(run: Run) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     found = run.checkpoints.glob("step-*") if run.checkpoints.is_dir() else []
     numbered = {folder: folder.name.removeprefix("step-") for folder in found}
     return sorted((folder for folder in numbered if numbered[folder].isdecimal()), key=lambda f: int(numbered[f]))
 
 
 def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: dict, keep: int) -> None:
-    """Save `state`, which names the update, and by file name the parts of a training: modules, optimizers and such.
+    """Save `state`, which names the update, and the parts of a training (modules, optimizers) by file name.
 
-    No process has a state of its own, so a run may go on with another number of them.
+    No process has a state of its own, so a run may be resumed with another number of processes.
     """
     folder = run.checkpoints / f"step-{state['update']}"
     if accelerator.is_main_process and not folder.exists():  # the same update of the same run is the same state
@@ -77,7 +77,7 @@ def save_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping, state: d
 
 
 def load_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping) -> dict | None:
-    """Put everything back as it was at the newest checkpoint; None where there is none."""
+    """Restore the newest checkpoint and return its state; None if there is no checkpoint."""
     if accelerator.is_main_process and run.checkpoints.is_dir():
         for leftover in [*run.checkpoints.glob(".writing-*"), *run.checkpoints.glob(".removing-*")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()  # weights of --select best
@@ -110,7 +110,7 @@ def load_checkpoint(accelerator: Accelerator, run: Run, parts: Mapping) -> dict 
 
 
 def read_state(folder: Path) -> dict:
-    """What a checkpoint says of itself: the progress of its run, and its files."""
+    """Read the state of a checkpoint: the progress of its run, and its files."""
     try:
         hints = get_type_hints(Progress) | {"files": dict[str, int], "checksums": dict[str, int]}
         state = read_record(folder / STATE, hints, required=("update", "files"))
@@ -118,14 +118,14 @@ def read_state(folder: Path) -> dict:
             raise LiVTError(f"{unknown[0]} is not known")
     except LiVTError as error:
         raise CheckpointError(
-            f"{folder} has no readable {STATE} ({error}); delete it to go on from the one before."
+            f"{folder} has no readable {STATE} ({error}); delete it to resume from the one before."
         ) from error
     return state
 
 
 @contextlib.contextmanager
 def explain_save_errors(what: str, run: Run) -> Iterator[None]:
-    """Around writing something of a run: a full disk is said, and what is still there."""
+    """Turn an error while saving, such as a full disk, into one that says which checkpoint is intact."""
     try:
         yield
     # torch.save and safetensors report a full disk in their own ways.
@@ -136,7 +136,7 @@ def explain_save_errors(what: str, run: Run) -> Iterator[None]:
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Put weights back that were saved by `save_model`."""
+    """Load weights that were saved by `save_model`."""
     try:
         load_model(module, str(path))
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -144,7 +144,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32: it is to tell damage, not malice."""
+    """Return the CRC-32 of a file, to detect damage."""
     total = 0
     with path.open("rb") as file:
         while block := file.read(2**22):

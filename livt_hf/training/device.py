@@ -1,4 +1,4 @@
-"""The machine: devices, precision, threads and signals; all that it has and nothing that it only pretends to have."""
+"""Device, precision, threads and signals of a training process."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ LONG_TIMEOUT = [InitProcessGroupKwargs(timeout=timedelta(days=1))]
 
 
 def check_distribution(kind: DistributedType) -> None:
-    """Refuse launchers that split the model over processes."""
+    """Raise an error for launchers that split the model over processes."""
     if kind in _SPLITTING:
         raise LiVTError(
             f"{kind.value} is not supported: every model of the paper fits one GPU, so use DDP, that is plain "
@@ -32,7 +32,7 @@ def check_distribution(kind: DistributedType) -> None:
 
 
 def check_processes(num_processes: int) -> None:
-    """Refuse processes that were launched together and do not see each other."""
+    """Raise an error if processes were launched together and do not see each other."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != num_processes:
         raise LiVTError(
@@ -41,27 +41,27 @@ def check_processes(num_processes: int) -> None:
         )
 
 
-def choose_precision(asked: str) -> str:
-    """Accelerate's `mixed_precision`; "auto" is what was asked of the launcher, else half precision on a CUDA GPU."""
+def choose_precision(requested: str) -> str:
+    """Return Accelerate's `mixed_precision`; "auto" is the launcher's choice, else half precision on a CUDA GPU."""
     cuda = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     cpu = not cuda and not torch.backends.mps.is_available()
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if asked == "auto" and launched in ("bf16", "fp16"):
-        asked = launched
-    if asked == "auto":
+    if requested == "auto" and launched in ("bf16", "fp16"):
+        requested = launched
+    if requested == "auto":
         if not cuda:
             return "no"
         # Not where it is emulated, as on a T4 or V100.
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    if cpu and asked == "fp16":
+    if cpu and requested == "fp16":
         raise LiVTError("mixed_precision fp16 needs a GPU; use no.")
-    if cpu and asked == "bf16" and not has_fast_cpu_bf16():
+    if cpu and requested == "bf16" and not has_fast_cpu_bf16():
         raise LiVTError("this CPU has no bf16 or only emulates it, far slower than float32; use mixed_precision no.")
-    return asked
+    return requested
 
 
 def has_fast_cpu_bf16() -> bool:
-    """Whether bf16 matrices multiply faster than float32 ones; in a process of its own, for some CPUs die trying."""
+    """Return True if bf16 matrices multiply faster than float32; tried in a process of its own, as some CPUs crash."""
     code = (
         "import torch, timeit\n"
         "def seconds(t):\n"
@@ -73,7 +73,7 @@ def has_fast_cpu_bf16() -> bool:
 
 
 class StopOnSignal:
-    """Turns SIGINT and SIGTERM into a request; asked again after some seconds, they act as usual."""
+    """Context that turns SIGINT and SIGTERM into a request; a second signal after some seconds acts as usual."""
 
     # Schedulers and terminals signal launcher and processes, and the launcher passes it on: one wish arrives twice.
     patience = 3.0

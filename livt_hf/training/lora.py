@@ -9,15 +9,15 @@ from livt_hf.plugins import find_module
 
 
 def check_lora(or_else: str = "") -> None:
-    """Refuse LoRA where its library is missing."""
+    """Raise an error if peft is not installed."""
     if find_module("peft") is None:
         raise LiVTError(f"LoRA needs peft; install it with: pip install 'livt-hf[lora]'.{or_else}")
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> None:
-    """Freeze a model and give each linear layer of its backbone a trainable product of two thin matrices.
+    """Freeze a model and add trainable low-rank matrices to each linear layer of its backbone.
 
-    A convolution of single pixels is a linear layer over channels; most of an EfficientNet's weights are in such.
+    A 1x1 convolution is a linear layer over channels; most weights of an EfficientNet are in such layers.
     """
     check_lora()
     from peft import LoraConfig, inject_adapter_in_model
@@ -41,7 +41,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
-    """Add the products to the layers they belong to; the model is of its own kind again."""
+    """Merge the low-rank matrices into their layers; the model is of its stock class again."""
     from peft.tuners.lora import LoraLayer
 
     for name, layer in list(model.named_modules()):
