@@ -102,20 +102,24 @@ class LiViTConfig(PreTrainedConfig):
         check_types({name: getattr(self, name) for name in hints}, hints)
         for name in _SIZES:
             if not 1 <= getattr(self, name) <= _LARGEST:
-                raise LiVTError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_LARGEST}.")
+                message = f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_LARGEST}."
+                raise LiVTError(message, argument=name)
         check_patches(self)
         if self.hidden_size % self.num_attention_heads:
-            raise LiVTError(f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads.")
+            message = f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads."
+            raise LiVTError(message, argument="num_attention_heads")
         if not 0 <= self.drop_path_rate < 1:
-            raise LiVTError(f"drop_path_rate {self.drop_path_rate} must be at least 0 and below 1.")
+            message = f"drop_path_rate {self.drop_path_rate} must be at least 0 and below 1."
+            raise LiVTError(message, argument="drop_path_rate")
 
 
 def check_patches(config: PreTrainedConfig) -> None:
     size, patch = config.image_size, config.patch_size
     if size % patch:
-        raise LiVTError(
+        message = (
             f"image_size {size} is not a multiple of patch_size {patch}; {size // patch * patch or patch} would be."
         )
+        raise LiVTError(message, argument="image_size")
 
 
 def merge_config_values(values: dict, settings: dict) -> dict:

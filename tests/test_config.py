@@ -10,62 +10,68 @@ from transformers import AutoConfig
 
 from livt_hf import LiViTConfig, LongTailConfig, pretraining_config
 from livt_hf.configuration_livit import PRESETS
+from livt_hf.errors import LiVTError
 
 MULTI = dict(problem_type="multi_label_classification", test_prior=None)
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("fields", "argument", "value"),
     [
-        (dict(image_size=30, patch_size=4), "image_size 30 is not a multiple of patch_size 4; 28 would be"),
-        (dict(hidden_size=30, num_attention_heads=4), "hidden_size 30 does not divide into 4 heads"),
-        (dict(patch_size=0), "patch_size is 0; it must be at least 1"),
-        (dict(drop_path_rate=1.0), "drop_path_rate 1.0 must be"),
-        (dict(pooling="max"), "pooling cannot be 'max'; choose one of mean, cls"),
-        (dict(loss="focal"), "loss 'focal' is not known; choose one of bal_bce, bal_ce"),
-        (dict(bias="bal"), "bias cannot be 'bal'; choose one of bce, ce"),
-        (dict(head_start="pi"), "head_start cannot be 'pi'; choose one of prior, zero"),
-        (dict(tau=float("nan")), "tau nan must be a finite number"),
-        (dict(tau=-1), "tau -1 must be"),
-        (dict(label_smoothing=1.0), "label_smoothing 1.0 must be"),
-        (dict(normalised_classifier=True), "between -1 and 1, from which loss 'bal_bce' learns nothing; take ldam"),
-        (dict(loss="lade", label_smoothing=0.1), "label_smoothing 0.1 cannot be used with loss 'lade'"),
-        (dict(nt_lambda=0), "nt_lambda 0 must be positive"),
-        (dict(nt_lambda=float("nan")), "nt_lambda nan must be positive"),
-        (dict(cb_beta=1.0), "cb_beta 1.0 must lie between"),
-        (dict(num_labels=1), "num_labels is 1; a classifier needs at least two"),
-        (dict(num_labels=3, id2label={0: "cat", 1: "dog"}), "id2label names 2 labels and num_labels is 3"),
-        (dict(class_counts=[5, 4], num_labels=3), "class_counts has 2 entries for 3 labels"),
-        (dict(class_counts=[5, 0, 2, 0]), r"classes \[1, 3\] have no training image"),
-        (dict(class_counts=[0] * 20), r"classes \[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...\] have no"),
-        (dict(class_counts=[5, 2.5]), "class_counts holds 2.5"),
-        (dict(class_counts=[5, 4], num_train_images=8), "num_train_images is 8 but class_counts sum to 9"),
-        (dict(num_labels=2, test_prior="tail"), "test_prior='tail' is not known"),
-        (dict(num_labels=2, test_prior=[0.5, 0.6]), "test_prior sums to 1.1"),
-        (dict(num_labels=2, test_prior=[1.0, 0.0]), "test_prior must lie strictly between 0 and 1"),
-        (dict(num_labels=2, test_prior=[0.2, 0.3, 0.5]), r"test_prior has shape \(3,\)"),
-        (MULTI | dict(test_prior="uniform"), "test_prior='uniform' has no meaning where an image may have several"),
-        (MULTI | dict(loss="ce"), "loss 'ce' picks one class per image"),
-        (MULTI | dict(loss="cb_bce"), "loss 'cb_bce' weighs an image by its one label"),
-        (MULTI | dict(loss="bce", drw_start=0.5), "drw_start weighs an image by its one label"),
-        (dict(loss="ce", drw_start=1.5), "drw_start 1.5 is a share"),
-        (dict(loss="cb_ce", drw_start=0.5), "drw_start cannot be used with loss 'cb_ce', which weights images"),
-        (dict(loss="lade", drw_start=0.5), "drw_start cannot be used with loss 'lade', which is no mean over images"),
-        (dict(ib_warmup=2), "ib_warmup 2 is a share"),
-        (MULTI | dict(bias="ce"), "multi-label data needs bias='bce'"),
-        (MULTI | dict(label_smoothing=0.1), "label_smoothing 0.1 cannot be used with multi-label"),
-        (MULTI | dict(class_counts=[5, 4]), "pass num_train_images"),
-        (MULTI | dict(class_counts=[5, 4], num_train_images=5), "class 0 has 5 of 5 images"),
-        (MULTI | dict(num_labels=2, test_prior=[0.5, 1.5]), "test_prior spans 0.5 to 1.5"),
+        (dict(tau=float("nan")), "tau", "nan"),
+        (dict(tau=-1), "tau", "-1"),
+        (dict(loss="focal"), "loss", "focal"),
+        (dict(label_smoothing=1.0), "label_smoothing", "1.0"),
+        (dict(normalised_classifier=True), "normalised_classifier", "bal_bce"),
+        (dict(loss="lade", label_smoothing=0.1), "label_smoothing", "0.1"),
+        (dict(nt_lambda=0), "nt_lambda", "0"),
+        (dict(nt_lambda=float("nan")), "nt_lambda", "nan"),
+        (dict(cb_beta=1.0), "cb_beta", "1.0"),
+        (dict(ib_warmup=2), "ib_warmup", "2"),
+        (dict(num_labels=1), "num_labels", "1"),
+        (dict(class_counts=[5, 4], num_labels=3), "class_counts", "2 entries for 3"),
+        (dict(class_counts=[5, 4], seen_counts=[9]), "seen_counts", "1 entries for 2"),
+        (dict(class_counts=[5, 4], seen_counts=[5, 5]), "seen_counts", "10"),
+        (dict(class_counts=[5, 4], class_weights=[1, -1]), "class_weights", "-1"),
+        (dict(class_counts=[5, 0, 2, 0]), "class_counts", r"\[1, 3\]"),
+        (dict(class_counts=[0] * 20), "class_counts", r"8, 9, ...\]"),
+        (dict(class_counts=[5, 2.5]), "class_counts", "2.5"),
+        (dict(class_counts=[5, 4], num_train_images=8), "num_train_images", "8 but class_counts sum to 9"),
+        (dict(num_labels=2, test_prior=[1.0, 0.0]), "test_prior", "test_prior"),
+        (dict(loss="ce", drw_start=1.5), "drw_start", "1.5"),
+        (dict(loss="cb_ce", drw_start=0.5), "drw_start", "cb_ce"),
+        (dict(loss="lade", drw_start=0.5), "drw_start", "lade"),
+        (MULTI | dict(test_prior="uniform"), "test_prior", "uniform"),
+        (MULTI | dict(loss="ce"), "loss", "ce"),
+        (MULTI | dict(loss="cb_bce"), "loss", "cb_bce"),
+        (MULTI | dict(loss="bce", drw_start=0.5), "drw_start", "0.5"),
+        (MULTI | dict(bias="ce"), "bias", "ce"),
+        (MULTI | dict(label_smoothing=0.1), "label_smoothing", "0.1"),
+        (MULTI | dict(class_counts=[5, 4]), "num_train_images", "num_train_images"),
+        (MULTI | dict(class_counts=[5, 4], num_train_images=5), "num_train_images", "class 0 has 5 of 5"),
+        (dict(image_size=30, patch_size=4), "image_size", "30.* 4; 28"),
+        (dict(hidden_size=30, num_attention_heads=4), "num_attention_heads", "30 .* 4"),
+        (dict(patch_size=0), "patch_size", "patch_size is 0"),
+        (dict(drop_path_rate=1.0), "drop_path_rate", "drop_path_rate 1.0"),
+        (dict(pooling="max"), "pooling", "pooling .*'max'"),
+        (dict(bias="bal"), "bias", "bias .*'bal'"),
+        (dict(head_start="pi"), "head_start", "head_start .*'pi'"),
+        (dict(num_labels=3, id2label={0: "cat", 1: "dog"}), None, "2 .*3"),
+        (dict(num_labels=2, test_prior="tail"), None, "test_prior='tail'"),
+        (dict(num_labels=2, test_prior=[0.5, 0.6]), None, "test_prior .*1.1"),
+        (dict(num_labels=2, test_prior=[0.2, 0.3, 0.5]), None, r"test_prior .*\(3,\)"),
+        (MULTI | dict(num_labels=2, test_prior=[0.5, 1.5]), None, "test_prior .*1.5"),
+        (dict(long_tail={"temper": 3}), None, "temper"),
     ],
 )
-def test_nonsense_is_refused_when_the_config_is_built(fields, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_nonsense_is_refused_when_the_config_is_built(fields, argument, value):
+    with pytest.raises(LiVTError, match=value) as error:
         LiViTConfig(**fields)
+    assert error.value.argument == argument
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'huge' is not known; choose one of micro, tiny, small, base, large"):
+    with pytest.raises(LiVTError, match="'huge'.*micro, tiny, small, base, large"):
         LiViTConfig.preset("huge")
 
 
@@ -89,16 +95,13 @@ def test_the_defaults_are_the_paper_s_vit_b():
     ],
 )
 def test_presets_have_the_sizes_of_the_design(size, encoder, decoder):
+    assert set(PRESETS) == {"micro", "tiny", "small", "base", "large"}
     for config in (LiViTConfig.preset(size), pretraining_config(size)):
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "image_size")
         assert tuple(getattr(config, name) for name in (*names, "patch_size")) == encoder
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     assert tuple(getattr(config, f"decoder_{name}") for name in names) == decoder
     assert config.norm_pix_loss and config.layer_norm_eps == 1e-6
-
-
-def test_every_preset_is_tested():
-    assert set(PRESETS) == {"micro", "tiny", "small", "base", "large"}
 
 
 def test_counts_may_come_from_numpy_or_torch():
@@ -178,11 +181,6 @@ def test_settings_given_on_reading_a_config_are_checked_and_replace_the_saved_on
     assert config.long_tail == LongTailConfig(class_counts=[4, 2], num_train_images=11, tau=0.5, test_prior=None)
     with pytest.raises(ValueError, match="pass num_train_images"):
         reader.from_pretrained(tmp_path, class_counts=[4, 2])
-
-
-def test_a_setting_of_a_later_version_is_named():
-    with pytest.raises(ValueError, match=r"settings \['temper'\] of the head are not known"):
-        LiViTConfig(long_tail={"temper": 3})
 
 
 def test_numbers_of_numpy_are_saved_as_json(tmp_path):

@@ -133,113 +133,89 @@ class LongTailConfig(dict):
 
     def _check(self) -> None:
         """Raise an error for values that are wrong for any classes."""
-        if self.loss not in LOSSES:
-            raise LiVTError(
-                f"loss {self.loss!r} is not known; choose one of {', '.join(sorted(LOSSES))}, "
-                "or import the module that registers it (of a command: --plugin)."
-            )
-        for name, (holds, words) in _RANGES.items():
-            if self[name] is not None and not holds(self[name]):
-                raise LiVTError(f"{name} {self[name]} {words}.")
-        if self.label_smoothing and not self.definition.soft_labels:
-            raise LiVTError(
-                f"label_smoothing {self.label_smoothing} cannot be used with loss {self.loss!r}, which wants hard "
-                "labels; set it to 0."
-            )
-        if self.normalised_classifier and not self.definition.scaled:
-            raise LiVTError(
-                f"normalised_classifier gives logits between -1 and 1, from which loss {self.loss!r} learns nothing; "
-                "take ldam, which scales them, or leave it out."
-            )
-        if self.drw_start is not None and self.definition.class_weighted:
-            raise LiVTError(
-                f"drw_start cannot be used with loss {self.loss!r}, which weights images by class already; "
-                "leave it out."
-            )
-        if self.weighted_from is not None and self.definition.batch_statistic:
-            raise LiVTError(
-                f"{self._weighted_by} cannot be used with loss {self.loss!r}, which is no mean over images; "
-                "leave it out."
-            )
+        loss, smoothing = f"loss {self.loss!r}", self.label_smoothing
+        known = f"choose one of {', '.join(sorted(LOSSES))}, or import the module that registers it (plugin)."
+        _require(self.loss in LOSSES, "loss", f"{loss} is not known; {known}")
+        for name, (holds, text) in _RANGES.items():
+            _require(self[name] is None or holds(self[name]), name, f"{name} {self[name]} {text}.")
+        text = f"label_smoothing {smoothing} cannot be used with {loss}, which needs hard labels; set it to 0."
+        _require(not smoothing or self.definition.soft_labels, "label_smoothing", text)
+        text = f"normalised_classifier gives logits between -1 and 1, from which {loss} learns nothing; take ldam."
+        _require(not self.normalised_classifier or self.definition.scaled, "normalised_classifier", text)
+        text = f"drw_start cannot be used with {loss}, which weights images by class already; leave it out."
+        _require(self.drw_start is None or not self.definition.class_weighted, "drw_start", text)
+        text = f"{self._weighted_by} cannot be used with {loss}, which is no mean over images; leave it out."
+        _require(self.weighted_from is None or not self.definition.batch_statistic, self._weighted_by, text)
 
     @property
     def _weighted_by(self) -> str:
         """Name of the setting by which images are weighted by class."""
         if self.definition.class_weighted:
-            return f"loss {self.loss!r}"
+            return "loss"
         return "class_weights" if self.drw_start is None else "drw_start"
 
     def check_labels(self, num_labels: int, multi_label: bool) -> None:
         """Raise an error for settings that do not fit the labels of the model."""
-        if num_labels < 2:
-            raise LiVTError(f"num_labels is {num_labels}; a classifier needs at least two classes.")
+        text = f"num_labels is {num_labels}; a classifier needs at least two classes."
+        _require(num_labels >= 2, "num_labels", text)
         if multi_label:
             self._check_multi_label()
         if self.test_prior is not None:
             prior = as_prior(self.test_prior, num_labels, multi_label=multi_label, what="test_prior")
-            if (prior <= 0).any() or (prior >= 1).any():
-                raise LiVTError("test_prior must lie strictly between 0 and 1 in every class; its log-odds are used.")
+            text = "test_prior must lie strictly between 0 and 1 in every class; its log-odds are used."
+            _require(not ((prior <= 0).any() or (prior >= 1).any()), "test_prior", text)
         if self.class_counts is not None:
             self._check_counts(num_labels, multi_label)
         if self.calibration is not None:
             numbers = [self.calibration["scale"], self.calibration["odds"], *self.calibration["offsets"]]
-            if len(numbers) != 2 + num_labels or not all(map(math.isfinite, numbers)):
-                raise LiVTError(
-                    f"the calibration is not one of {num_labels} classes, or not of finite numbers; calibrate again."
-                )
+            fits = len(numbers) == 2 + num_labels and all(map(math.isfinite, numbers))
+            text = f"the calibration is not one of {num_labels} classes, or not of finite numbers; calibrate again."
+            _require(fits, "calibration", text)
 
     def _check_multi_label(self) -> None:
-        if self.bias == "ce":
-            raise LiVTError("bias='ce' compares the classes of one image; multi-label data needs bias='bce'.")
-        if self.definition.activation == "softmax":
-            raise LiVTError(f"loss {self.loss!r} picks one class per image; multi-label data needs a sigmoid loss.")
-        if self.weighted_from is not None:
-            way_out = "needs another sigmoid loss" if self.definition.class_weighted else "goes without"
-            raise LiVTError(f"{self._weighted_by} weighs an image by its one label; multi-label data {way_out}.")
-        if self.seen_counts is not None:
-            raise LiVTError("a sampler draws an image by its one label; multi-label data needs --sampler natural.")
-        if self.label_smoothing:
-            raise LiVTError(
-                f"label_smoothing {self.label_smoothing} cannot be used with multi-label targets; set it to 0."
-            )
-        if self.test_prior == "uniform":
-            raise LiVTError(
-                "test_prior='uniform' has no meaning where an image may have several labels; "
-                "pass test_prior=None or one probability per class."
-            )
+        text = "bias='ce' compares the classes of one image; multi-label data needs bias='bce'."
+        _require(self.bias != "ce", "bias", text)
+        text = f"loss {self.loss!r} picks one class per image; multi-label data needs a sigmoid loss."
+        _require(self.definition.activation != "softmax", "loss", text)
+        text = f"{self._weighted_by} {self[self._weighted_by]!r} weights an image by its one label; leave it out."
+        _require(self.weighted_from is None, self._weighted_by, text)
+        text = "a sampler draws an image by its one label; multi-label data needs sampler natural."
+        _require(self.seen_counts is None, "sampler", text)
+        text = f"label_smoothing {self.label_smoothing} cannot be used with multi-label targets; set it to 0."
+        _require(not self.label_smoothing, "label_smoothing", text)
+        text = "test_prior='uniform' has no meaning where an image may have several labels; pass None or a list."
+        _require(self.test_prior != "uniform", "test_prior", text)
 
     def _check_counts(self, num_labels: int, multi_label: bool) -> None:
-        counts, images = self.class_counts, self.num_train_images
+        counts, images, total = self.class_counts, self.num_train_images, sum(self.class_counts)
         for name in ("class_counts", "seen_counts", "class_weights"):
-            entries = num_labels if getattr(self, name) is None else len(getattr(self, name))
-            if entries != num_labels:
-                raise LiVTError(f"{name} has {entries} entries for {num_labels} labels; give one per class.")
+            values = self[name] or counts
+            text = f"{name} has {len(values)} entries for {num_labels} labels; give one per class."
+            _require(len(values) == num_labels, name, text)
         empty = [label for label, count in enumerate(counts) if count <= 0]
-        if empty:
-            listed = str(empty[:10])[:-1] + (", ...]" if len(empty) > 10 else "]")
-            raise LiVTError(
-                f"classes {listed} have no training image, so their prior is undefined; "
-                "drop them or pass class_counts."
-            )
-        if multi_label and images is None:
-            raise LiVTError("multi-label priors are n_j / num_train_images; pass num_train_images.")
-        if multi_label and max(counts) >= images:
+        listed = str(empty[:10])[:-1] + (", ...]" if len(empty) > 10 else "]")
+        text = f"classes {listed} have no training image, so their prior is undefined; drop them."
+        _require(not empty, "class_counts", text)
+        if multi_label:
+            text = "multi-label priors are n_j / num_train_images; pass num_train_images."
+            _require(images is not None, "num_train_images", text)
             label = counts.index(max(counts))
-            raise LiVTError(
-                f"class {label} has {counts[label]} of {images} images: a label that every image has cannot be "
-                "learned; drop it or correct num_train_images."
-            )
-        if not multi_label and images not in (None, sum(counts)):
-            raise LiVTError(f"num_train_images is {images} but class_counts sum to {sum(counts)}; leave it out.")
+            text = f"class {label} has {counts[label]} of {images} images; a label of every image cannot be learned."
+            _require(max(counts) < images, "num_train_images", text)
+        else:
+            text = f"num_train_images is {images} but class_counts sum to {total}; leave it out."
+            _require(images in (None, total), "num_train_images", text)
         for name in ("seen_counts", "class_weights"):
-            wrong = [value for value in getattr(self, name) or () if not (math.isfinite(value) and value > 0)]
-            if wrong:
-                raise LiVTError(f"{name} holds {wrong[0]:g}; every class needs a positive number.")
-        if self.seen_counts is not None and not math.isclose(sum(self.seen_counts), sum(counts), rel_tol=1e-6):
-            raise LiVTError(
-                f"seen_counts sum to {sum(self.seen_counts):g}; an epoch draws as many images as class_counts have, "
-                f"{sum(counts)}."
-            )
+            wrong = [value for value in self[name] or () if not (math.isfinite(value) and value > 0)]
+            _require(not wrong, name, f"{name} holds {wrong[:1]}; every class needs a positive number.")
+        seen = sum(self.seen_counts or counts)
+        text = f"seen_counts sum to {seen:g}; an epoch draws as many images as class_counts have, {total}."
+        _require(math.isclose(seen, total, rel_tol=1e-6), "seen_counts", text)
+
+
+def _require(condition: bool, argument: str, message: str) -> None:
+    if not condition:
+        raise LiVTError(message, argument=argument)
 
 
 def _listed(name: str, values, number: Callable) -> list:
@@ -249,12 +225,13 @@ def _listed(name: str, values, number: Callable) -> list:
     except LiVTError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        raise LiVTError(f"{name} cannot be {shorten(values)}; give one number per class.") from error
+        message = f"{name} cannot be {shorten(values)}; give one number per class."
+        raise LiVTError(message, argument=name) from error
 
 
 def _whole(count) -> int:
     if not math.isfinite(count) or count != int(count):
-        raise LiVTError(f"class_counts holds {count}; counts of images are whole numbers.")
+        raise LiVTError(f"class_counts holds {count}; counts are whole numbers.", argument="class_counts")
     return int(count)
 
 

@@ -252,18 +252,7 @@ def build_finetune_task(
     accelerator: Accelerator,
     num_workers: int = 0,
 ) -> FinetuneTask:
-    """Build the task of a fine-tuning: loaders, augmentation, trainable parameters and loss.
-
-    Args:
-        model: classifier with a long-tail head.
-        processor: its image processor.
-        dataset: splits "train", "test" and perhaps "validation".
-        spec: what of the model is trained (`tune`, `lora_rank`, `views`).
-        optimization: batches, seed, sampler and optimizer.
-        augmentation: how training images are varied.
-        accelerator: processes and devices.
-        num_workers: data loading processes per training process.
-    """
+    """Build the task of a fine-tuning: loaders, augmentation, trainable parameters and loss."""
     if optimization.keep_ratio < 1 and (spec.tune == "head" or not isinstance(model, LiViTForImageClassification)):
         raise LiVTError(
             f"keep_ratio is {optimization.keep_ratio}, but only a LiViT that learns from images can leave out "
@@ -399,16 +388,7 @@ def build_finetune_results(
     processor: BaseImageProcessor,
     pretrained: str,
 ) -> Results:
-    """Collect the results of a fine-tuning.
-
-    Args:
-        fields: fields of `Results` that are known: those of both stages, and the metrics.
-        loop: the finished training.
-        evaluator: what selected the weights.
-        model: the final model.
-        processor: its image processor.
-        pretrained: where the training started.
-    """
+    """Collect the results of a fine-tuning."""
     dataset, long_tail, best = evaluator.dataset, model.config.long_tail, loop.progress.best_epoch
     held_out = is_made_split(dataset, "validation")
     split = "held-out training images" if held_out else "the validation split"

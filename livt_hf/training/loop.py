@@ -44,12 +44,7 @@ LOG_INTERVAL = 10  # seconds between lines where there is no progress bar; log.j
 
 
 def make_accelerator(spec: OptimizationSpec, trackers: str | None = None) -> Accelerator:
-    """Set up processes, precision and threads.
-
-    Args:
-        spec: `mixed_precision` and `threads` are read.
-        trackers: names of Accelerate's trackers, separated by commas.
-    """
+    """Set up processes, precision and threads."""
     names = trackers.split(",") if trackers else []
     available = [str(tracker) for tracker in get_available_trackers()]
     for name in names:  # Accelerate silently leaves out what is not installed
@@ -216,11 +211,7 @@ class TrainingLoop:
                 logger.info("resuming %s at update %d of %d", self.run.folder, self.progress.update, self.total)
 
     def fit(self, evaluate: Callable[["TrainingLoop", int], dict | None] = lambda _loop, _epoch: None) -> None:
-        """Train to the end, or save and raise `Interrupted`.
-
-        Args:
-            evaluate: called with the loop and the number of the epoch after each epoch; returns metrics to log.
-        """
+        """Train to the end, or save and raise `Interrupted`."""
         started = self._saved = time.monotonic()
         seconds_before = self.progress.seconds
         self._begin_window()

@@ -47,18 +47,7 @@ def build_pretrain_task(
     num_workers: int = 0,
     on_broken: str = "error",
 ) -> PretrainTask:
-    """Build the task of a pretraining: a fresh model, the loader of its images, and the loss.
-
-    Args:
-        train: training images.
-        spec: size of the model, `mask_ratio` and `decode_ratio`.
-        optimization: batches and seed.
-        augmentation: crops and flips.
-        processor: the processor that is published; images are normalised as it does.
-        accelerator: processes and devices.
-        num_workers: data loading processes per training process.
-        on_broken: "error" or "skip", for images of a stream.
-    """
+    """Build the task of a pretraining: a fresh model, the loader of its images, and the loss."""
     size, seed = choose_image_size(spec), optimization.seed
     crops = PretrainAugmentation(size, scale=(augmentation.crop_scale, 1.0), flip=augmentation.flip)
     batches = build_train_batches(optimization.batch_size, optimization.accumulation, seed, accelerator, num_workers)

@@ -47,15 +47,7 @@ def build_classifier(
     optimization: FinetuneOptimizationSpec,
     augmentation: FinetuneAugmentationSpec,
 ) -> PreTrainedModel:
-    """Build the model at the start of a fine-tuning, from scratch or from a checkpoint, with a long-tail head.
-
-    Args:
-        train: training images; they give the classes and their counts.
-        spec: size, or the checkpoint to start from.
-        loss: options of the head.
-        optimization: the sampler changes the prior that the head sees.
-        augmentation: mixup and cutmix, which the head's config records.
-    """
+    """Build the model at the start of a fine-tuning, from scratch or from a checkpoint, with a long-tail head."""
     path, labels = spec.pretrained, build_label_config(train)
     head = build_head_config(train, loss, optimization, augmentation)
     if path != "none" and not is_livit_compatible(read_config(path)):
