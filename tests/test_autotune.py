@@ -25,7 +25,6 @@ from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings, Tr
 from livt_hf.data import eval_processor, load_long_tailed
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes import train
-from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.training import autotune
 from livt_hf.training.loop import TrainingTask
@@ -361,60 +360,3 @@ def test_a_plain_loop_of_the_race_ends_with_its_budget(monkeypatch):
     assert race.train(model, optimizer, losses, until=101) == 100
     assert rates.index(max(rates)) == 5 and rates[0] == pytest.approx(1 / 5.05)
     assert rates[-1] < 0.001
-
-
-def test_we_race_with_what_train_would_choose_and_pay_for_all_but_evaluation(monkeypatch):
-    """A clock that a stage moves by the hours it was told, and an evaluation by a minute that is not counted."""
-    from livt_hf.recipes import finetune, pretrain
-    from livt_hf.recipes.benchmarks import race
-
-    clock, told = [6.0], {}
-
-    def stage(cls, module, evaluation: str):
-        def main(words: list[str]) -> None:
-            settings = told[cls.stage] = cls.parse(words)
-            clock[0] += 3600 * settings.optimization.hours
-            getattr(module, evaluation)()
-            metrics = dict.fromkeys(("accuracy", "many", "medium", "few"), 0.25)
-            results = Results(stage=cls.stage, dataset="cifar100-lt", metrics=metrics, epochs=7, parameters=9)
-            Path(settings.output_dir).mkdir()
-            Run(Path(settings.output_dir)).write_results(results)
-
-        return main
-
-    def evaluation() -> None:
-        clock[0] += 60
-
-    monkeypatch.setattr(race, "core_seconds", lambda: clock[0])
-    monkeypatch.setattr(autotune, "clock", autotune.clock)
-    for cls, module, name in (
-        (PretrainSettings, pretrain, "compute_reconstruction_loss"),
-        (FinetuneSettings, finetune, "compute_metrics"),
-    ):
-        monkeypatch.setattr(module, name, evaluation)
-        monkeypatch.setattr(module, "main", stage(cls, module, name))
-    row = race.Row(minutes=15, seed=3, source="nowhere")
-    row.data = {"train": range(10_847)}
-    found = race.run_ours(row, keep_ratio=0.25)
-    assert found["core_minutes"] == pytest.approx(15) and found["accuracy"] == 25
-    first, second = told["pretrain"], told["finetune"]
-    assert first.optimization.hours == pytest.approx(
-        (0.6 * 900 - 6) / 3600
-    )  # what was used before it began is paid for
-    assert (
-        first.optimization.seed,
-        first.model.decode_ratio,
-        second.model.patch_size,
-        second.optimization.keep_ratio,
-    ) == (3, 0.5, 8, 0.25)
-    assert (second.model.pretrained, second.loss) == (first.output_dir, "bal_ce")
-
-
-def test_the_table_of_the_race_has_a_column_per_budget_and_the_range_of_seeds():
-    from livt_hf.recipes.benchmarks.race import race_table
-
-    rows = [{"entry": "ours", "budget": 5.0, "accuracy": value} for value in (10.0, 12.0)]
-    rows.append({"entry": "resnet32", "budget": 15.0, "accuracy": 20.0})
-    ours, resnet = race_table(rows)
-    assert (ours["5"], ours["15"]) == ("11.0 (10.0 to 12.0)", "-")
-    assert (resnet["5"], resnet["15"]) == ("-", "20.0")
