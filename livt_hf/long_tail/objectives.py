@@ -1,0 +1,210 @@
+"""The deployment prior for the metric one cares about: pi^t, chosen on out-of-sample posteriors.
+
+A posterior p under the training prior pi is decided on under another prior q by argmax_j p_j q_j / pi_j. The family
+q ~ pi^t goes from all classes equally frequent (t = 0), which maximises mean class accuracy, to the training prior
+(t = 1), which maximises accuracy; in between lie macro F1 and every compromise. The posteriors must come from images
+that the model was not trained on, and never from the test set.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from livt_hf.errors import LiVTError
+
+OBJECTIVES = ("mean_class_accuracy", "macro_f1", "balanced", "accuracy")
+EXPONENTS = tuple(step / 20 for step in range(21))
+_THEORY = {"mean_class_accuracy": 0.0, "accuracy": 1.0}  # optimal for every posterior that is right
+_STANDARD_ERRORS = 2.0  # by which the labels must speak against the exponent that the posteriors expect to be best
+_REPLICATES = 200
+
+
+@dataclass(frozen=True)
+class ExponentChoice:
+    """A chosen exponent t of the deployment prior pi^t and what it was chosen by.
+
+    Attributes:
+        exponent: the chosen t.
+        objective: what was maximised.
+        expected: the t that is best if the posteriors are right.
+        best: the t that is best by the labels of these images.
+        gain, standard_error: of the objective from `expected` to `best`, on these images.
+        num_images: the number of images looked at.
+        curve: `exponent` and the scores `accuracy`, `mean_class_accuracy`, `macro_f1` and `balanced` for every t.
+    """
+
+    exponent: float
+    objective: str
+    expected: float
+    best: float
+    gain: float
+    standard_error: float
+    num_images: int
+    curve: list[dict[str, float]]
+
+
+def tempered_prior(prior: Tensor, exponent: float) -> Tensor:
+    """Return pi^t, scaled to sum 1: uniform at exponent 0, the training prior at 1. (C,)"""
+    return torch.softmax(exponent * prior.double().log(), dim=-1)
+
+
+def decide(log_posterior: Tensor, prior: Tensor, exponent: float) -> Tensor:
+    """Return the most probable class of each image under the prior pi^t, from log p under pi. (N,)"""
+    return (log_posterior - (1 - exponent) * prior.log().to(log_posterior)).argmax(-1)
+
+
+def score_predictions(predicted: np.ndarray, labels: np.ndarray, num_classes: int) -> dict[str, float]:
+    """Return accuracy, mean class accuracy, macro F1 and their compromise `balanced` of predicted classes.
+
+    Means over classes are over those that occur among the labels. `balanced` is the mean of accuracy and mean class
+    accuracy: a point of the one is worth a point of the other.
+    """
+    scores = _scores(*_count(predicted[None], labels, num_classes))
+    return {name: float(values[0, 0]) for name, values in scores.items()}
+
+
+def trade_off_curve(
+    log_posterior: Tensor, labels: Tensor, prior: Tensor, exponents: Sequence[float] = EXPONENTS
+) -> list[dict[str, float]]:
+    """Return the scores of deciding under pi^t for every exponent t: what rare classes cost.
+
+    Args:
+        log_posterior: log p under the training prior, (N, C), of images that were not trained on.
+        labels: class ids (N,).
+        prior: the training prior (C,).
+        exponents: the grid of t.
+    """
+    rows = []
+    for exponent in exponents:
+        predicted = decide(log_posterior, prior, exponent).numpy()
+        rows.append({"exponent": exponent} | score_predictions(predicted, labels.numpy(), len(prior)))
+    return rows
+
+
+def expected_exponent(
+    log_posterior: Tensor, prior: Tensor, objective: str, exponents: Sequence[float] = EXPONENTS
+) -> float:
+    """Return the exponent with the largest expected score if the posteriors are right; no label is looked at.
+
+    It is 0 for mean class accuracy and 1 for accuracy. For macro F1 it depends on how well the classes are told apart.
+    """
+    if objective in _THEORY:
+        return min(exponents, key=lambda t: abs(t - _THEORY[objective]))
+    posterior = log_posterior.double().softmax(-1)  # (N, C)
+    images = posterior.sum(0).numpy()[None]
+    correct, predicted = [], []
+    for exponent in exponents:
+        chosen = decide(log_posterior, prior, exponent)
+        sure = posterior.gather(1, chosen[:, None]).squeeze(1).numpy()
+        correct.append(np.bincount(chosen.numpy(), sure, minlength=len(prior)))
+        predicted.append(np.bincount(chosen.numpy(), minlength=len(prior)))
+    scores = _scores(np.stack(correct)[:, None], np.stack(predicted)[:, None], images)
+    return float(exponents[int(scores[objective][:, 0].argmax())])
+
+
+def choose_exponent(
+    log_posterior: Tensor,
+    labels: Tensor,
+    prior: Tensor,
+    objective: str = "balanced",
+    *,
+    groups: np.ndarray | None = None,
+    exponents: Sequence[float] = EXPONENTS,
+    seed: int = 0,
+) -> ExponentChoice:
+    """Choose the exponent t of the deployment prior pi^t for an objective.
+
+    Takes the t that is best if the posteriors are right, unless the labels speak clearly against it: then the nearest
+    t that is within two standard errors of the best one, by differences on the same resampled images or groups. So
+    noise in a few images of rare classes does not choose.
+
+    Args:
+        log_posterior: log p under the training prior, (N, C), of images that were not trained on.
+        labels: class ids (N,).
+        prior: the training prior (C,).
+        objective: "mean_class_accuracy", "macro_f1", "balanced" (the mean of accuracy and mean class accuracy) or
+            "accuracy".
+        groups: (N,), images that belong together, such as those of a patient.
+        exponents: the grid of t.
+        seed: of the resampling.
+
+    Returns:
+        The choice with the whole trade-off curve.
+
+    Example:
+        >>> prior = torch.tensor([0.9, 0.1])
+        >>> posterior = torch.tensor([[0.95, 0.05]] * 90 + [[0.6, 0.4]] * 10)
+        >>> labels = torch.tensor([0] * 90 + [1] * 10)
+        >>> choose_exponent(posterior.log(), labels, prior, "mean_class_accuracy").exponent
+        0.0
+    """
+    if objective not in OBJECTIVES:
+        raise LiVTError(
+            f"objective {objective!r} is not known; use one of {', '.join(OBJECTIVES)}.", argument="objective"
+        )
+    truth, grid = labels.numpy(), np.asarray(exponents, dtype=np.float64)
+    predicted = np.stack([decide(log_posterior, prior, float(t)).numpy() for t in grid])  # (T, N)
+    curve = {name: value[:, 0] for name, value in _scores(*_count(predicted, truth, len(prior))).items()}
+    value, distance = curve[objective], np.abs(grid - expected_exponent(log_posterior, prior, objective, exponents))
+    expected = int(distance.argmin())
+    best = int(np.where(value >= value.max() - 1e-12, distance, np.inf).argmin())
+    resampled = _scores(*_count(predicted, truth, len(prior), _resample(len(truth), groups, seed)))[objective]
+    errors = (resampled[best] - resampled).std(axis=1)  # (T,)
+    close = value >= value[best] - _STANDARD_ERRORS * errors - 1e-12
+    chosen = int(np.where(close, distance, np.inf).argmin())
+    return ExponentChoice(
+        exponent=float(grid[chosen]),
+        objective=objective,
+        expected=float(grid[expected]),
+        best=float(grid[best]),
+        gain=float(value[best] - value[expected]),
+        standard_error=float(errors[expected]),
+        num_images=len(truth),
+        curve=[
+            {"exponent": float(t)} | {name: float(values[row]) for name, values in curve.items()}
+            for row, t in enumerate(grid)
+        ],
+    )
+
+
+def _resample(num_images: int, groups: np.ndarray | None, seed: int) -> np.ndarray:
+    """Return how often each image is drawn in each resampling of the images, or of their groups. (B, N)"""
+    rng = np.random.default_rng(seed)
+    replicates = int(np.clip(4_000_000 // num_images, 20, _REPLICATES))
+    codes = np.arange(num_images) if groups is None else np.unique(groups, return_inverse=True)[1]
+    units = codes.max() + 1
+    drawn = [np.bincount(rng.integers(units, size=units), minlength=units)[codes] for _ in range(replicates)]
+    return np.stack(drawn).astype(np.float64)
+
+
+def _count(
+    predicted: np.ndarray, labels: np.ndarray, num_classes: int, weights: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return correct and predicted images (T, B, C) and images (B, C) by class, for weights of the images (B, N)."""
+    weights = np.ones((1, len(labels))) if weights is None else weights
+    first = np.arange(len(weights))[:, None] * num_classes
+
+    def sums(ids: np.ndarray, values: np.ndarray) -> np.ndarray:
+        total = np.bincount((first + ids).ravel(), values.ravel(), minlength=len(weights) * num_classes)
+        return total.reshape(-1, num_classes)
+
+    correct = np.stack([sums(labels, weights * (row == labels)) for row in predicted])
+    return correct, np.stack([sums(row, weights) for row in predicted]), sums(labels, weights)
+
+
+def _scores(correct: np.ndarray, predicted: np.ndarray, images: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the scores of counts by class; a class without an image in a resampling counts for nothing. (T, B)"""
+    there = images > 0
+    number = there.sum(-1)
+    accuracy = correct.sum(-1) / images.sum(-1)
+    recall = (correct / np.maximum(images, 1e-12) * there).sum(-1) / number
+    f1 = (2 * correct / np.maximum(images + predicted, 1e-12) * there).sum(-1) / number
+    return {
+        "accuracy": accuracy,
+        "mean_class_accuracy": recall,
+        "macro_f1": f1,
+        "balanced": (accuracy + recall) / 2,
+    }
