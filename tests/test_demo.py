@@ -338,7 +338,7 @@ def test_classes_are_listed_from_worst_to_best_with_what_they_are_taken_for():
 
 def test_names_of_classes_are_no_markup_in_the_words_about_their_errors(served):
     gradio, tabs = pytest.importorskip("gradio"), pytest.importorskip("livt_hf.demo.tabs")
-    predictions = {"rule": Predictions(np.arange(2), np.array([1, 2]), np.array([2, 2]), np.array([0.5, 0.6]), "test")}
+    predictions = {"rule": Mistakes(np.arange(2), np.array([1, 2]), np.array([2, 2]), np.array([0.5, 0.6]), "test")}
     with gradio.Blocks():
         tab = tabs.ErrorsTab(tabs.Shown(served, "model", predictions=predictions))
     taken, right = (tab.choose("rule", None, SimpleNamespace(row_value=[label]))[1] for label in (1, 2))
@@ -352,7 +352,7 @@ def test_an_image_that_is_clicked_is_the_one_shown_whatever_rule_was_chosen_sinc
     split = Dataset.from_dict({"image": images, "label": [0, 1, 2]}, features=features)
     label, sure = np.arange(3), np.full(3, 0.5)
     predictions = {
-        rule: Predictions(np.arange(3), label, np.array(predicted), sure, "test")
+        rule: Mistakes(np.arange(3), label, np.array(predicted), sure, "test")
         for rule, predicted in {"one": [0, 2, 2], "other": [0, 1, 2]}.items()
     }
     with gradio.Blocks():
@@ -525,7 +525,7 @@ def test_a_model_that_is_no_run_is_shown_with_what_is_missing(app, tmp_path, tin
     shown = app.show(str(tmp_path))
     assert shown.examples == [] and shown.predictions is None
     assert any("not the folder of a finished run" in note for note in shown.notes)
-    assert any("no report with a predictions.parquet" in note for note in shown.notes)
+    assert any("no report with predictions" in note for note in shown.notes)
     app.build([shown, shown])
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import doctest
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -237,3 +239,13 @@ def test_labels_that_are_no_classes_are_damage(tmp_path):
     with pytest.raises(LiVTError) as error:
         Predictions.load(tmp_path / "record")
     assert error.value.argument == "path"
+
+
+def test_predicting_imports_neither_training_nor_reports_nor_publishing():
+    code = "import sys, livt_hf.recipes.predict; print(*(name for name in sys.modules if name.startswith('livt_hf')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = set(done.stdout.split())
+    allowed = {"livt_hf.training.device", "livt_hf.training.spec", "livt_hf.hub.spec"}  # threads; options of a command
+    parts = ("livt_hf.training.", "livt_hf.reports", "livt_hf.hub.", "livt_hf.demo", "livt_hf.predictions.folds")
+    assert not {name for name in modules - allowed if name.startswith(parts)}
+    assert "livt_hf.data.load" not in modules and len(modules) <= 52  # it was 80 before serving had its own modules
