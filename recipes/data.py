@@ -13,7 +13,7 @@ from PIL import Image
 from livt_hf.cli.console import run_command
 from livt_hf.cli.options import format_words
 from livt_hf.cli.settings import InspectDataSettings
-from livt_hf.data.decoding import copies_in_words, find_broken, listed, some_images
+from livt_hf.data.decoding import describe_copies, find_broken, format_findings, read_images
 from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
 from livt_hf.data.load import load_dataset
 from livt_hf.errors import LiVTError
@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     print(table(data))
     for split, findings in broken.items():
         if findings:
-            print(f"Broken images in {split}, {len(findings)} of {len(data[split]):,}:{listed(findings.values())}")
+            share = f"{len(findings)} of {len(data[split]):,}"
+            print(f"Broken images in {split}, {share}:{format_findings(findings.values())}")
     if any(broken.values()):
         print("Repair or remove them, or leave them out with --on_broken skip.")
     elif settings.check_images:
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     for split, part in sound.items():
         if not len(part):
             raise LiVTError(f'no image of the split "{split}" can be read: repair or replace them.')
-    copies = copies_in_words(sound) if settings.check_images else None
+    copies = describe_copies(sound) if settings.check_images else None
     if copies is not None:
         print(copies)
     output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.data.dataset).name}"
@@ -87,7 +88,7 @@ def draw(train: Dataset, folder: Path, seed: int = 0) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     counts, names = class_counts(train), class_feature(train).names
     rows, captions = sample(train, counts, names, seed)
-    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in some_images(train, rows)]
+    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in read_images(train, rows)]
     return [
         class_distribution(counts, folder / "classes.png", names, biases=not is_multi_label(train)),
         contact_sheet(images, captions, folder / "samples.png", columns=SAMPLE_COLUMNS),

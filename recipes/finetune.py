@@ -29,7 +29,7 @@ from livt_hf.cli.resume import keep_automatic_options, resolve_training, start_r
 from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.data import class_counts, load_dataset
 from livt_hf.data.benchmarks import PUBLIC
-from livt_hf.data.decoding import copies_in_words
+from livt_hf.data.decoding import describe_copies
 from livt_hf.data.labels import digest_of
 from livt_hf.data.load import load_pool
 from livt_hf.errors import LiVTError
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def warn_about_duplicates(splits: Mapping[str, Dataset], name: str) -> None:
     """Warn about identical images on both sides of a split; those of benchmarks are known."""
-    if name not in PUBLIC and (message := copies_in_words(splits)):
+    if name not in PUBLIC and (message := describe_copies(splits)):
         logger.warning(message)
 
 

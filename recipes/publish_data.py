@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from livt_hf.cli.console import run_command
 from livt_hf.cli.settings import PublishDataSettings
 from livt_hf.data import class_counts, load_dataset
-from livt_hf.data.decoding import refuse_broken
+from livt_hf.data.decoding import check_readable
 from livt_hf.hub import Publication, origin_of, publish_dataset
 from livt_hf.text import format_count
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = load_dataset(settings.data)
     if settings.data.on_broken == "error":
         for split in data.values():
-            refuse_broken(split)
+            check_readable(split)
     origin = origin_of(data, settings.data)
     print(f"To the {publication.visibility} repository {settings.repo_id}, with the images' file names and metadata:")
     for name, split in data.items():

@@ -29,7 +29,7 @@ from livt_hf.cli.options import CONFIGS, format_words
 from livt_hf.cli.training_settings import FinetuneSettings, TrainSettings
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.data import Batches, eval_loader, load_dataset
-from livt_hf.data.decoding import LOOKED_AT, sample_image_sizes, spread_rows
+from livt_hf.data.decoding import SAMPLE_SIZE, sample_image_sizes, spread_rows
 from livt_hf.data.load import check_several_classes
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.files import read_record, write_values
@@ -192,7 +192,7 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
 
 def read_seconds(train: Dataset, processor: BaseImageProcessor) -> float:
     """Of one image by one process, decoded and resized."""
-    some = train.select(spread_rows(train, LOOKED_AT))
+    some = train.select(spread_rows(train, SAMPLE_SIZE))
     began = time.perf_counter()
     list(eval_loader(some, processor, Batches(len(some))))
     return (time.perf_counter() - began) / len(some)

@@ -10,7 +10,7 @@ from PIL import Image
 from test_transforms import MEAN, STD, encoded, smooth_picture
 
 from livt_hf.data import decoding
-from livt_hf.data.decoding import BrokenImageError, decode_rgb, read_image, read_rgb, warn_of_faint_images
+from livt_hf.data.decoding import BrokenImageError, decode_rgb, read_image, read_rgb, warn_about_faint_images
 from livt_hf.data.transforms import FinetuneAugmentation, PretrainAugmentation, eval_processor
 
 
@@ -91,7 +91,7 @@ def test_a_broken_image_is_an_error_with_its_index(kind, damage):
 
 
 def test_12_bit_images_in_16_bit_files_are_warned_of_once(caplog):
-    warn_of_faint_images.cache_clear()
+    warn_about_faint_images.cache_clear()
     bright, faint = (Image.fromarray(np.full((8, 8), value, dtype=np.uint16)) for value in (40_000, 4095))
     assert read_rgb(bright).max() == 156 and not caplog.records
     assert read_rgb(faint).max() == read_rgb(faint).max() == 15

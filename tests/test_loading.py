@@ -19,7 +19,7 @@ from livt_hf.data import (
     loading,
     train_loader,
 )
-from livt_hf.data.decoding import WAY_OUT, BrokenImageError, find_copies, image_digests, without_broken
+from livt_hf.data.decoding import WAY_OUT, BrokenImageError, drop_broken, find_copies, image_digests
 from livt_hf.data.loading import StoredImages
 from livt_hf.data.shards import as_stream
 from livt_hf.errors import LiVTError
@@ -187,7 +187,7 @@ def damaged() -> Dataset:
 
 def test_broken_images_are_found_and_left_out(damaged, caplog):
     assert list(find_broken(damaged)) == [4]
-    assert class_counts(without_broken(damaged)).tolist() == [2, 1, 2]
+    assert class_counts(drop_broken(damaged)).tolist() == [2, 1, 2]
     assert "left out 1 broken of 6 images" in caplog.text and "cut.jpg" in caplog.text
 
 
@@ -197,7 +197,7 @@ def test_a_cell_without_an_image_and_a_file_that_is_gone_are_broken_images(tmp_p
     dataset = Dataset.from_dict(rows, features=make(1).features)
     said = find_broken(dataset)
     assert said[2] == "image 2 (embedded bytes) cannot be read: it has neither bytes nor a path"
-    assert list(said) == [2, 3] and len(without_broken(dataset)) == 4
+    assert list(said) == [2, 3] and len(drop_broken(dataset)) == 4
     assert find_copies({"train": dataset, "test": dataset.select([2, 3])}) == []
     with pytest.raises(LiVTError, match="2 images cannot be read"):
         list(train_loader(dataset, PretrainAugmentation(16), Batches(6)).epoch(0))

@@ -1,4 +1,4 @@
-"""How images are shared out among updates, processes and workers, and what their workers refuse."""
+"""Batches: how images are shared out among updates, processes and workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from livt_hf.data.decoding import BrokenImageError, refuse_broken
+from livt_hf.data.decoding import BrokenImageError, check_readable
 from livt_hf.data.sampling import Sampler
 from livt_hf.data.workers import outlive_signals
 from livt_hf.errors import LiVTError
@@ -17,7 +17,7 @@ from livt_hf.errors import LiVTError
 
 @dataclass(frozen=True)
 class Batches:
-    """How images are drawn and shared out: `batch_size` per update, over all processes and accumulation steps."""
+    """A plan of batches: `batch_size` images per update, over all processes and accumulation steps."""
 
     batch_size: int
     accumulation: int = 1
@@ -38,22 +38,22 @@ class Batches:
 
     @property
     def parts(self) -> int:
-        """Micro-batches per update, over all processes."""
+        """Return the number of micro-batches per update, over all processes."""
         return self.world_size * self.accumulation
 
     @property
     def micro_size(self) -> int:
-        """Images of a micro-batch on one process."""
+        """Return the number of images of a micro-batch on one process."""
         return self.batch_size // self.parts
 
     def in_order(self, num_images: int) -> list[list[int]]:
-        """The batches of this process where each image is taken once: contiguous parts of nearly equal length."""
+        """Return the batches of this process where each image is taken once, in contiguous parts."""
         bounds = np.linspace(0, num_images, self.world_size + 1).astype(int)
         part, size = range(bounds[self.rank], bounds[self.rank + 1]), self.micro_size
         return [list(part[i : i + size]) for i in range(0, len(part), size)]
 
     def updates(self, num_images: int) -> int:
-        """Updates of an epoch. A ragged last batch is dropped."""
+        """Return the number of updates of an epoch. A ragged last batch is dropped."""
         if self.batch_size > num_images:
             usable = num_images // self.parts * self.parts
             raise LiVTError(
@@ -64,9 +64,9 @@ class Batches:
 
 
 class Loader(DataLoader):
-    """What a dataset of batches refuses comes out of its worker as a value and is raised here, as its sentence.
+    """A data loader that raises the errors of its workers as they are, without a worker's traceback.
 
-    Where an image is broken, all that are so of the stored `images` are named.
+    Workers return them as values. Where an image is broken, all broken ones of the stored `images` are named.
     """
 
     def __init__(self, dataset: torch.utils.data.Dataset, images: Dataset | None = None, **options):
@@ -82,13 +82,13 @@ class Loader(DataLoader):
         for batch in batches:
             if isinstance(batch, LiVTError):
                 if isinstance(batch, BrokenImageError) and self.images is not None:
-                    refuse_broken(self.images)
+                    check_readable(self.images)
                 raise batch
             yield batch
 
 
 def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
-    """A dataset of batches needs no collating."""
+    """Return a batch: a dataset of batches needs no collating."""
     return batch
 
 
@@ -113,6 +113,6 @@ def build_train_batches(
 
 
 def build_eval_batches(per_process: int, accelerator: Accelerator, num_workers: int = 0) -> Batches:
-    """Batches for evaluation: `per_process` images per forward pass, each image on one process."""
+    """Plan batches for evaluation: `per_process` images per forward pass, each image on one process."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     return Batches(per_process * world_size, rank=rank, world_size=world_size, num_workers=num_workers)

@@ -1,4 +1,4 @@
-"""The named datasets: where they come from, how their long tail is made, and their channel statistics.
+"""Named datasets: where they come from, how their long tail is made, and their channel statistics.
 
 Nothing here imports torch or `datasets`, so that commands can ask for a name before they load anything.
 """
@@ -36,10 +36,10 @@ class Benchmark:
     std: Channels = (0.229, 0.224, 0.225)
 
 
-def _glyphs(settings: DataSpec) -> "DatasetDict":
-    from livt_hf.data.glyphs import load  # imports matplotlib and `datasets`
+def _load_glyphs(spec: DataSpec) -> "DatasetDict":
+    from livt_hf.data.glyphs import load_glyphs  # imports matplotlib and `datasets`
 
-    return load(settings)
+    return load_glyphs(spec)
 
 
 CIFAR = {
@@ -51,7 +51,7 @@ CIFAR = {
 OLTR = 'the data release of "Large-Scale Long-Tailed Recognition in an Open World" (Liu et al., CVPR 2019)'
 BENCHMARKS = {
     "glyphs": Benchmark(
-        load=_glyphs,
+        load=_load_glyphs,
         own_tail=True,
         rule="exponential",
         imbalance_factor=100.0,
@@ -91,15 +91,25 @@ PUBLIC = frozenset(BENCHMARKS)  # not what a plugin registers: those are the ima
 
 
 def register_dataset(name: str, **facts) -> Callable[[Callable], Callable]:
-    """Make a function a dataset that every command takes by name; keyword arguments are those of `Benchmark`.
+    """Register a function as a dataset that every command takes by name.
 
-    The function gets the settings and returns a `DatasetDict` with the columns `image` and `label`. A missing test
-    split is cut from its training split, and a rule thins that out, as with any other dataset.
+    Args:
+        name: name of the dataset.
+        facts: fields of `Benchmark`, such as `mean` and `std`.
+
+    Returns:
+        A decorator of a function that takes a `DataSpec` and returns a `DatasetDict` with the columns `image` and
+        `label`. A missing test split is split off, and a rule subsamples, as with any other dataset.
+
+    Example:
+        >>> @register_dataset("birds", mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+        ... def load_birds(spec):
+        ...     return datasets.load_dataset("imagefolder", data_dir="birds")
     """
 
     def register(load: Callable[[DataSpec], "DatasetDict"]) -> Callable:
         if name in BENCHMARKS:
-            raise LiVTError(f"a dataset named {name!r} exists already; choose another name.")
+            raise LiVTError(f"a dataset named {name!r} exists already; choose another name.", "name")
         BENCHMARKS[name] = Benchmark(load=load, **facts)
         return load
 
@@ -107,7 +117,7 @@ def register_dataset(name: str, **facts) -> Callable[[Callable], Callable]:
 
 
 def normalization(name: str) -> tuple[Channels, Channels]:
-    """Mean and standard deviation of a dataset's channels; ImageNet's for data without numbers of their own."""
+    """Return mean and standard deviation of a dataset's channels; ImageNet's for data without numbers of their own."""
     benchmark = BENCHMARKS.get(name, Benchmark())
     return benchmark.mean, benchmark.std
 

@@ -11,10 +11,11 @@ import io
 import itertools
 import logging
 import os
+import stat
 import struct
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO, TypeVar
 
 import fsspec
@@ -52,15 +53,23 @@ class BrokenImageError(LiVTError):
 
 
 def image_suffixes() -> set[str]:
-    """How the files are named that Pillow opens: .jpg, .png and so on. It opens an .mpo as the JPEG that it is."""
+    """Return the suffixes of files that Pillow opens. It opens an .mpo as the JPEG that it is."""
     Image.init()
     return {suffix for suffix, kind in Image.registered_extensions().items() if kind in {*Image.OPEN, "MPO"}}
 
 
 def read_rgb(source: str | os.PathLike | bytes | BinaryIO | Image.Image) -> torch.Tensor:
-    """An image as a uint8 tensor (3, H, W), upright: the way in which training, evaluation and prediction see it.
+    """Read an image as training, evaluation and prediction see it.
 
-    `source` is a path or URL, the bytes of an image file, an open file or a Pillow image.
+    Args:
+        source: a path or URL, the bytes of an image file, an open file or a Pillow image.
+
+    Returns:
+        A uint8 tensor (3, H, W): RGB, upright as its EXIF data says, transparency laid over white, 16-bit grey scaled.
+
+    Example:
+        >>> read_rgb(PIL.Image.new("L", (32, 24))).shape
+        torch.Size([3, 24, 32])
     """
     named = source if isinstance(source, str | os.PathLike) else f"the {type(source).__name__}"
     try:
@@ -74,12 +83,12 @@ def read_rgb(source: str | os.PathLike | bytes | BinaryIO | Image.Image) -> torc
 
 
 def read_image(image: Mapping | None, index: int) -> torch.Tensor:
-    """A row of an undecoded `datasets.Image` column (bytes or path) to a uint8 RGB tensor (3, H, W)."""
-    return _of_stored(image, index, decode_rgb)
+    """Decode a row of an undecoded `datasets.Image` column (bytes or path) to a uint8 RGB tensor (3, H, W)."""
+    return _process_stored(image, index, decode_rgb)
 
 
-def _of_stored(image: Mapping | None, index: int, decode: Callable[[bytes], T]) -> T:
-    """What is made of the bytes of a stored image; None is an empty cell of a table."""
+def _process_stored(image: Mapping | None, index: int, decode: Callable[[bytes], T]) -> T:
+    """Return what `decode` makes of the bytes of a stored image; None is an empty cell of a table."""
     data, path = (image["bytes"], image["path"]) if image is not None else (None, None)
     try:
         return decode(_read_file(path) if data is None else data)
@@ -92,15 +101,18 @@ def _of_stored(image: Mapping | None, index: int, decode: Callable[[bytes], T]) 
 def _read_file(path: str | None) -> bytes:
     if path is None:
         raise LiVTError("it has neither bytes nor a path")
-    with (fsspec.open if "://" in path else open)(path, "rb") as file:
+    is_url = "://" in path
+    if not is_url and not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or device would be read for ever
+        raise LiVTError("it is not a regular file")
+    with (fsspec.open if is_url else open)(path, "rb") as file:
         return file.read()
 
 
 def decode_rgb(data: bytes) -> torch.Tensor:
-    """Bytes of an image file to a uint8 RGB tensor (3, H, W), upright."""
+    """Decode the bytes of an image file to a uint8 RGB tensor (3, H, W), upright."""
     for beginning, plain_size, decode in fast_decoders():
         if data.startswith(beginning) and (size := plain_size(data)):
-            _refuse_bomb(*size)
+            _check_pixels(*size)
             try:
                 return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             except RuntimeError:  # an exotic file, or a broken one: Pillow knows, and says what is wrong
@@ -114,15 +126,17 @@ def decode_rgb(data: bytes) -> torch.Tensor:
 
 
 def _from_pillow(image: Image.Image) -> torch.Tensor:
-    """Transparency is laid over white, as newer image processors of transformers do it. 16-bit grey keeps its upper
-    8 bits (Pillow's own conversion would clip almost everything to white).
+    """Convert a Pillow image to a uint8 RGB tensor (3, H, W), upright.
+
+    Transparency is laid over white, as newer image processors of transformers do it. 16-bit grey keeps its upper 8
+    bits (Pillow's own conversion would clip almost everything to white).
     """
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         grey = np.clip(np.asarray(image), 0, 65535)
         if grey.max() < 4096:
-            warn_of_faint_images()
+            warn_about_faint_images()
         image = Image.fromarray((grey >> 8).astype(np.uint8))
     elif image.mode == "F":
         raise LiVTError("it holds floating-point values, whose range is unknown; convert it to 8 bits")
@@ -134,8 +148,8 @@ def _from_pillow(image: Image.Image) -> torch.Tensor:
 
 
 @functools.cache
-def warn_of_faint_images() -> None:
-    """Once: detectors of 10 or 12 bits fill the lower ones of 16."""
+def warn_about_faint_images() -> None:
+    """Warn once about images of detectors of 10 or 12 bits, which fill the lower ones of 16."""
     logger.warning(
         "an image of 16 bits uses only the lower 12, and is nearly black where the upper 8 are kept, as here: stretch "
         "such images to all 16 bits, or convert them to 8, before training."
@@ -144,7 +158,7 @@ def warn_of_faint_images() -> None:
 
 @functools.cache
 def fast_decoders() -> tuple[tuple[bytes, Callable, Callable], ...]:
-    """How a kind of file begins, the size of a plain one or None, and its decoder; none if torchcodec cannot load."""
+    """Return (first bytes, size of a plain file or None, decoder) per kind of file; none if torchcodec cannot load."""
     try:
         from torchcodec.decoders import decode_jpeg, decode_png
     except (ImportError, OSError, RuntimeError) as error:
@@ -159,7 +173,7 @@ def fast_decoders() -> tuple[tuple[bytes, Callable, Callable], ...]:
 
 
 def _plain_jpeg(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a grey or colour JPEG, from its start-of-frame segment.
+    """Return height and width of a grey or colour JPEG, from its start-of-frame segment; None for others.
 
     CMYK, which Adobe writes inverted, and XMP, which may say how to turn the image, are Pillow's.
     """
@@ -181,7 +195,7 @@ def _plain_jpeg(data: bytes) -> tuple[int, int] | None:
 
 
 def _plain_png(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a PNG of 8-bit grey or RGB that holds nothing else that changes its pixels."""
+    """Return height and width of a PNG of 8-bit grey or RGB that holds nothing else that changes its pixels."""
     position = 8
     while position + 12 <= len(data):
         length, name = struct.unpack(">I4s", data[position : position + 8])
@@ -194,8 +208,8 @@ def _plain_png(data: bytes) -> tuple[int, int] | None:
     return height, width
 
 
-def _refuse_bomb(height: int, width: int) -> None:
-    """The limit at which Pillow refuses to decode: twice the size at which it warns."""
+def _check_pixels(height: int, width: int) -> None:
+    """Raise an error at the limit at which Pillow refuses to decode: twice the size at which it warns."""
     if Image.MAX_IMAGE_PIXELS is not None and height * width > 2 * Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError(
             f"its {width} x {height} pixels look like a decompression bomb; PIL.Image.MAX_IMAGE_PIXELS sets the limit"
@@ -203,25 +217,25 @@ def _refuse_bomb(height: int, width: int) -> None:
 
 
 def encoded_images(dataset: Dataset) -> Dataset:
-    """The images alone, as they are stored: rows for `read_image`."""
+    """Return the column of images as they are stored: rows for `read_image`."""
     return dataset.select_columns(["image"]).cast_column("image", ImageColumn(decode=False)).with_format(None)
 
 
-def some_images(dataset: Dataset, rows: Sequence[int]) -> list[torch.Tensor]:
-    """The images of some rows as bytes (3, H, W); no other is read."""
+def read_images(dataset: Dataset, rows: Sequence[int]) -> list[torch.Tensor]:
+    """Read the images of some rows as uint8 tensors (3, H, W); no other is read."""
     stored = encoded_images(dataset)[list(rows)]["image"] if len(rows) else []
     return [read_image(image, row) for image, row in zip(stored, rows, strict=True)]
 
 
-def stored_images(dataset: Dataset) -> Iterator[dict]:
-    """The images as they are stored, one by one: bytes or a path."""
+def iterate_stored(dataset: Dataset) -> Iterator[dict]:
+    """Yield the images as they are stored, one by one: bytes or a path."""
     for rows in encoded_images(dataset).iter(batch_size=256):
         yield from (image or {"bytes": None, "path": None} for image in rows["image"])
 
 
 def find_broken(dataset: Dataset) -> dict[int, str]:
-    """Decode every image; row number -> what is wrong with it. Shows progress, for it takes as long as an epoch."""
-    images = tqdm(stored_images(dataset), "Looking for broken images", len(dataset), unit="images", disable=None)
+    """Decode every image, with a progress bar, and return row number -> what is wrong with it."""
+    images = tqdm(iterate_stored(dataset), "Looking for broken images", len(dataset), unit="images", disable=None)
     broken = {}
     with images, warnings.catch_warnings(action="ignore"):  # Pillow's, of which the findings say more
         for index, encoded in enumerate(images):
@@ -232,18 +246,18 @@ def find_broken(dataset: Dataset) -> dict[int, str]:
     return broken
 
 
-def refuse_broken(dataset: Dataset, which: str = "") -> None:
-    """Name all broken images of a dataset at once: one would mend them one by one."""
+def check_readable(dataset: Dataset, which: str = "") -> None:
+    """Raise an error that names all broken images of a dataset at once: one would mend them one by one."""
     findings = list(find_broken(dataset).values())
     if len(findings) == 1:
         raise BrokenImageError(f"{which}{findings[0]}", WAY_OUT)
     if findings:
-        found = f"{len(findings)} images cannot be read:{listed(findings)}"
-        raise LiVTError(f"{which}{found}\nRepair or remove them, {SKIP}")
+        message = f"{which}{len(findings)} images cannot be read:{format_findings(findings)}"
+        raise LiVTError(f"{message}\nRepair or remove them, {SKIP}", "on_broken")
 
 
 def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
-    """Pairs of images in different splits that have the same bytes: ("a.png of train", "b.png of test").
+    """Return pairs of images in different splits that have the same bytes: ("a.png of train", "b.png of test").
 
     Only images of equal length are read.
     """
@@ -261,74 +275,76 @@ def find_copies(splits: Mapping[str, Dataset]) -> list[tuple[str, str]]:
     return pairs
 
 
-def copies_in_words(splits: Mapping[str, Dataset]) -> str | None:
-    """What to say of images that are in two splits, or None where there are none."""
+def describe_copies(splits: Mapping[str, Dataset]) -> str | None:
+    """Return a message about images that are in two splits, or None where there are none."""
     pairs = find_copies(splits)
     if not pairs:
         return None
     number = "1 image is" if len(pairs) == 1 else f"{len(pairs)} images are"
-    found = f"{number} in two splits:{listed(' = '.join(pair) for pair in pairs)}"
-    return f"{found}\nRemove one of each pair, or give both the same group: a test must not show what was trained on."
+    findings = f"{number} in two splits:{format_findings(' = '.join(pair) for pair in pairs)}"
+    return f"{findings}\nRemove one of each pair, or give both the same group, so that no training image is tested."
 
 
 def stored_paths(dataset: Dataset) -> list[str]:
-    """The files of images that are stored as such on this machine."""
-    return [path for path, size in _places_and_sizes(dataset) if size is None and path and "://" not in path]
+    """Return the files of images that are stored as such on this machine."""
+    return [path for path, size in _paths_and_sizes(dataset) if size is None and path and "://" not in path]
 
 
 def _stored_sizes(dataset: Dataset) -> list[int | None]:
-    """Bytes of each image, 0 where there are none; None where asking would mean to fetch it."""
+    """Return the bytes of each image, 0 where there are none; None where asking would mean to fetch it."""
     sizes = []
-    for path, size in _places_and_sizes(dataset):
+    for path, size in _paths_and_sizes(dataset):
         if size is None and not (path and "://" in path):
             size = os.path.getsize(path) if path and os.path.isfile(path) else 0
         sizes.append(size)
     return sizes
 
 
-def _places_and_sizes(dataset: Dataset) -> Iterator[tuple[str | None, int | None]]:
+def _paths_and_sizes(dataset: Dataset) -> Iterator[tuple[str | None, int | None]]:
     return zip(image_paths(dataset).to_pylist(), embedded_sizes(dataset).to_pylist(), strict=True)
 
 
 def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
-    """The path of each image, where it has one, and a digest of its bytes as they are stored."""
-    for index, image in enumerate(stored_images(dataset)):
-        yield image["path"], _of_stored(image, index, lambda data: hashlib.sha256(data).digest())
+    """Yield the path of each image, where it has one, and a digest of its bytes as they are stored."""
+    for index, image in enumerate(iterate_stored(dataset)):
+        yield image["path"], _process_stored(image, index, lambda data: hashlib.sha256(data).digest())
 
 
-def without_broken(dataset: Dataset) -> Dataset:
-    """The images that can be decoded; a warning names the others."""
+def drop_broken(dataset: Dataset) -> Dataset:
+    """Return the images that can be decoded; a warning names the others."""
     return dataset.select(readable_rows(dataset))
 
 
 def readable_rows(dataset: Dataset) -> np.ndarray:
-    """The rows of the images that can be decoded; a warning names the others."""
+    """Return the rows of the images that can be decoded; a warning names the others."""
     broken = find_broken(dataset)
     if broken:
-        logger.warning("left out %d broken of %d images:%s", len(broken), len(dataset), listed(broken.values()))
+        logger.warning(
+            "left out %d broken of %d images:%s", len(broken), len(dataset), format_findings(broken.values())
+        )
     return np.setdiff1d(np.arange(len(dataset)), list(broken))
 
 
-def listed(findings) -> str:
-    """One line for each of the first ten findings, and how many more there are."""
+def format_findings(findings: Iterable[str]) -> str:
+    """Return one line for each of the first ten findings, and how many more there are."""
     findings = list(findings)
     more = [f"and {len(findings) - MAX_NAMED} more"] if len(findings) > MAX_NAMED else []
     return "".join(f"\n  {finding}" for finding in findings[:MAX_NAMED] + more)
 
 
-LOOKED_AT = 16  # images that tell the sizes of all
+SAMPLE_SIZE = 16  # images that tell the sizes of all
 
 
 def is_native(dataset: Dataset, image_size: int) -> bool:
-    """Whether images are small and come at the model's own size, so that evaluation leaves them as they are."""
+    """Return True if images are small and have the model's own size, so that evaluation leaves them as they are."""
     return image_size <= 96 and set(sample_image_sizes(dataset)) == {(image_size, image_size)}
 
 
 def sample_image_sizes(dataset: Dataset) -> list[tuple[int, ...]]:
-    """Height and width of some images, from the first to the last one of a dataset."""
-    return [tuple(image.shape[-2:]) for image in some_images(dataset, spread_rows(dataset, LOOKED_AT))]
+    """Return height and width of some images, from the first to the last one of a dataset."""
+    return [tuple(image.shape[-2:]) for image in read_images(dataset, spread_rows(dataset, SAMPLE_SIZE))]
 
 
 def spread_rows(dataset: Dataset, count: int) -> list[int]:
-    """So many rows, from the first to the last one of a dataset, or all."""
+    """Return `count` rows spread from the first to the last one of a dataset, or all."""
     return np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int).tolist()

@@ -35,18 +35,22 @@ NUMBERS_PER_IMAGE = 64
 LUMA = (0.299, 0.587, 0.114)
 
 
-def load(settings: DataSpec) -> DatasetDict:
-    """The dataset that the settings ask for."""
-    if settings.rule not in (None, "exponential") or settings.source is not None:
-        raise LiVTError("glyphs are made by the exponential rule, without a source: drop those options.")
-    options = {"imbalance_factor": settings.imbalance_factor, "max_count": settings.images_per_class}
-    return glyphs(seed=settings.split_seed, **{name: value for name, value in options.items() if value is not None})
+def load_glyphs(spec: DataSpec) -> DatasetDict:
+    """Make the dataset that a spec describes."""
+    for argument, allowed in (("rule", "exponential"), ("source", None)):
+        if getattr(spec, argument) not in (None, allowed):
+            raise LiVTError(f"glyphs are made by the exponential rule, without a source: drop {argument}.", argument)
+    options = {"imbalance_factor": spec.imbalance_factor, "max_count": spec.images_per_class}
+    return glyphs(seed=spec.split_seed, **{name: value for name, value in options.items() if value is not None})
 
 
 def glyphs(
     imbalance_factor: float = 100, max_count: int = 800, test_per_class: int = 50, seed: int = 0
 ) -> DatasetDict:
-    """Training set by the exponential rule, balanced test set. A larger imbalance factor's images are a subset."""
+    """Make a training set by the exponential rule and a balanced test set.
+
+    The images of a larger imbalance factor are a subset of those of a smaller one.
+    """
     masks = _masks()
     train = exponential_counts(len(CLASSES), max_count, imbalance_factor)
     test = exponential_counts(len(CLASSES), test_per_class, 1)
@@ -68,7 +72,7 @@ def _split(masks: np.ndarray, counts: np.ndarray, seed: int, name: str) -> Datas
 
 
 def _masks() -> np.ndarray:
-    """Coverage of every (class, font): (classes * fonts, CANVAS, CANVAS) in 0 .. 1."""
+    """Return the coverage of every (class, font): (classes * fonts, CANVAS, CANVAS) in 0 .. 1."""
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     # The basic layout engine: Raqm, where it is installed, may place a glyph elsewhere.
     fonts = [ImageFont.truetype(folder / f"{name}.ttf", 72, layout_engine=ImageFont.Layout.BASIC) for name in FONTS]
@@ -86,7 +90,7 @@ def _masks() -> np.ndarray:
 
 
 def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """(B,) labels and (B, NUMBERS_PER_IMAGE) numbers in [0, 1) -> (B, SIZE, SIZE, 3) uint8."""
+    """Draw images (B, SIZE, SIZE, 3) in uint8 of labels (B,) and numbers (B, NUMBERS_PER_IMAGE) in [0, 1)."""
     draws = iter(numbers.T.astype(np.float32))
 
     def uniform(low: float, high: float) -> np.ndarray:  # (B, 1, 1)
@@ -127,7 +131,7 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
 
 
 def _place(masks, at, half_angle_tangent, size, left, top, stretch=1.0, shear=0.0) -> np.ndarray:
-    """Masks (B, CANVAS, CANVAS), turned, scaled, stretched, sheared and shifted, at points (x, y): (B, SIZE, SIZE)."""
+    """Turn, scale, stretch, shear and shift masks (B, CANVAS, CANVAS); values at points (x, y): (B, SIZE, SIZE)."""
     square = half_angle_tangent * half_angle_tangent  # rational rotation: sine and cosine differ between machines
     cosine, sine = (1 - square) / (1 + square), 2 * half_angle_tangent / (1 + square)
     step = GLYPH / size  # mask pixels per image pixel
@@ -145,7 +149,7 @@ def _place(masks, at, half_angle_tangent, size, left, top, stretch=1.0, shear=0.
 
 
 def _colours(first: np.ndarray, second: np.ndarray, contrast: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Background and foreground of any hue; the foreground is lighter by `contrast`."""
+    """Return background and foreground of any hue; the foreground is lighter by `contrast`."""
     contrast = contrast[:, None]
     low = 0.2 + (0.6 - contrast) * 0.5
     luma = [(c[:, 0] * LUMA[0] + c[:, 1] * LUMA[1] + c[:, 2] * LUMA[2])[:, None] for c in (first, second)]
@@ -153,7 +157,7 @@ def _colours(first: np.ndarray, second: np.ndarray, contrast: np.ndarray) -> tup
 
 
 def _stroke(x, y, uniform, thickness) -> np.ndarray:
-    """Coverage of a straight line between two random points: (B, SIZE, SIZE)."""
+    """Return the coverage of a straight line between two random points: (B, SIZE, SIZE)."""
     half = SIZE / 2
     x0, y0, x1, y1 = (uniform(-half, half) for _ in range(4))
     dx, dy = x1 - x0, y1 - y0
@@ -163,13 +167,13 @@ def _stroke(x, y, uniform, thickness) -> np.ndarray:
 
 
 def _pixel_noise(numbers: np.ndarray) -> np.ndarray:
-    """Grey noise in -0.5 .. 0.5, from one number per image: (B, SIZE, SIZE)."""
+    """Return grey noise in -0.5 .. 0.5, from one number per image: (B, SIZE, SIZE)."""
     keys = (numbers * 2**24).astype(np.int64)
     return (keyed_uniform(0, 0, keys, SIZE * SIZE).astype(np.float32) - 0.5).reshape(-1, SIZE, SIZE)
 
 
 def _as_ppm(images: np.ndarray) -> pa.StructArray:
-    """Images as PPM files in one go: a fixed header, then the pixels. Encoding PNGs would take most of the time."""
+    """Encode images as PPM files in one go: a fixed header, then the pixels. PNGs would take most of the time."""
     header = np.frombuffer(f"P6 {SIZE} {SIZE} 255\n".encode(), dtype=np.uint8)
     files = np.empty((len(images), len(header) + images[0].size), dtype=np.uint8)
     files[:, : len(header)] = header

@@ -1,4 +1,4 @@
-"""Batches for training and evaluation: the same images in the same order for any number of workers.
+"""Loaders for training and evaluation: the same images in the same order for any number of workers.
 
 The sampler of the main process hands out (epoch, draw) pairs, so workers keep no state, and a run resumes in the
 middle of an epoch without reading what it skips.
@@ -17,7 +17,7 @@ from transformers import BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
 from livt_hf.data.batches import Batches, Loader
-from livt_hf.data.decoding import BrokenImageError, encoded_images, read_image, refuse_broken, stored_images
+from livt_hf.data.decoding import BrokenImageError, check_readable, encoded_images, iterate_stored, read_image
 from livt_hf.data.labels import Labels, labels_of, number_of_classes
 from livt_hf.data.streaming import StreamLoader
 from livt_hf.data.transforms import Augmentation, Images
@@ -36,7 +36,7 @@ def train_loader(
     batches: Batches,
     on_broken: str = "error",
 ) -> "TrainLoader | StreamLoader":
-    """Batches of uint8 images for one stage.
+    """Return a loader of batches of uint8 images.
 
     `on_broken` is for streams, which meet their broken images only in training; `load_dataset` drops stored ones.
     """
@@ -46,7 +46,7 @@ def train_loader(
 
 
 class TrainLoader:
-    """Update u of epoch e takes draws(seed, e)[u * B : (u + 1) * B] of the sampler; a ragged last batch is dropped."""
+    """Loader whose update u of epoch e takes draws(seed, e)[u * B : (u + 1) * B]; a ragged last batch is dropped."""
 
     def __init__(self, dataset: Dataset, augmentation: Augmentation, batches: Batches):
         self.num_images = len(dataset)
@@ -56,7 +56,7 @@ class TrainLoader:
         self._loader = images.loader(self._sampler, batches.num_workers)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
-        """The micro-batches of this process, `accumulation` per update, from `start_update` on."""
+        """Yield the micro-batches of this process, `accumulation` per update, from `start_update` on."""
         self._sampler.epoch, self._sampler.start_update = epoch, start_update
         return iter(self._loader)
 
@@ -87,7 +87,7 @@ class UpdateSampler:
 
 
 def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batches) -> DataLoader:
-    """Normalised float32 batches through the model's own image processor; each image once over all processes.
+    """Return a loader of float32 batches by the model's own image processor; each image once over all processes.
 
     Processes get contiguous parts that differ by at most one image, so they may have different numbers of batches.
     """
@@ -97,7 +97,7 @@ def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batche
 def augmented_in_order(
     dataset: Dataset, augmentation: "Augmentation | _Processing", batches: Batches, epoch: int
 ) -> DataLoader:
-    """The uint8 images of `train_loader` as an epoch sees them, but in order, each image once over all processes."""
+    """Return the images of `train_loader` as an epoch sees them, but in order, each once over all processes."""
     keys = [[(epoch, index) for index in part] for part in batches.in_order(len(dataset))]
     return _PreparedImages(dataset, augmentation, batches.seed).loader(keys, batches.num_workers)
 
@@ -115,35 +115,35 @@ class StoredImages:
         try:
             self._cache = self._decode_small()
         except BrokenImageError:
-            refuse_broken(self.rows)
+            check_readable(self.rows)
             raise
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def images(self, indices: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
-        """A tensor (B, 3, H, W) for an in-memory set of one size, else a list of (3, H, W)."""
+        """Return a tensor (B, 3, H, W) for an in-memory set of one size, else a list of (3, H, W)."""
         if self._cache is not None:
             return self._cache[torch.as_tensor(indices)]
         encoded = self.rows[list(indices)]["image"]
         return [read_image(image, index) for image, index in zip(encoded, indices, strict=True)]
 
     def in_parts(self, numbers: list[int]) -> list[list[int]]:
-        """The rows or draws of a batch, in parts whose images may be in memory at once."""
+        """Return the rows or draws of a batch in parts whose images may be in memory at once."""
         size = AT_ONCE if self._cache is None else len(numbers)
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
     def labels(self, indices: Sequence[int]) -> torch.Tensor:
-        """Class ids (B,) or, for several labels per image, a float multi-hot (B, C)."""
+        """Return class ids (B,) or, for several labels per image, a float multi-hot (B, C)."""
         return torch.from_numpy(self.all_labels.targets(indices, self.num_classes))
 
     def _decode_small(self) -> torch.Tensor | None:
-        """All images in one uint8 tensor, or None when they are large, many or of different sizes."""
+        """Decode all images into one uint8 tensor; None when they are large, many or of different sizes."""
         first = read_image(self.rows[0]["image"], 0)
         if max(first.shape) > IN_MEMORY_SIDE or len(self.rows) * first.numel() > IN_MEMORY_BYTES:
             return None
         cache = torch.empty(len(self.rows), *first.shape, dtype=torch.uint8)
-        for index, encoded in enumerate(stored_images(self.rows)):
+        for index, encoded in enumerate(iterate_stored(self.rows)):
             image = read_image(encoded, index)
             if image.shape != first.shape:
                 return None
@@ -162,7 +162,7 @@ class _PreparedImages(torch.utils.data.Dataset):
         return Loader(self, self.stored.rows, batch_sampler=keys, **options)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict | LiVTError:
-        """Images by their rows; what is random about them belongs to the draw (see `Sampler.draws`)."""
+        """Return images by their rows; what is random about them belongs to the draw (see `Sampler.draws`)."""
         epoch, draws = keys[0][0], [draw for _, draw in keys]
         try:
             pixels = torch.cat([self._pixels(epoch, part) for part in self.stored.in_parts(draws)])

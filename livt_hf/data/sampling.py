@@ -1,4 +1,4 @@
-"""Which images an epoch draws: as they come, or rare classes more often.
+"""Samplers: which images an epoch draws, each once or rare classes more often.
 
 A draw is a function of (seed, epoch) alone, so a run resumes bit for bit and has the same images on any number of
 processes. An epoch is as long as the dataset whatever the sampler.
@@ -26,14 +26,14 @@ class Sampler:
     epochs: int = 1
 
     def shares(self, counts: np.ndarray, epoch: int) -> np.ndarray:
-        """The share of an epoch's draws that each class gets. (C,)"""
+        """Return the share of an epoch's draws that each class gets, of shape (C,)."""
         if self.name == "progressive":  # (1 - t / T) natural + t / T balanced
             done = epoch / self.epochs
             return (1 - done) * _shares(counts, "natural") + done * _shares(counts, "balanced")
         return _shares(counts, self.name)
 
     def draws(self, labels: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """The draws of an epoch in their order: image i first as i, and at its k-th repetition as i + k * len(labels).
+        """Return the draws of an epoch: image i first as i, and at its k-th repetition as i + k * len(labels).
 
         Repetitions have numbers of their own so that each has its own crop. Draws are spread evenly: every class, and
         every image, gets its expected number of draws, rounded up or down.
@@ -53,7 +53,7 @@ class Sampler:
 
 
 def seen_counts(counts: np.ndarray, sampler: str, epochs: int) -> np.ndarray:
-    """The number of images of each class that an epoch draws, in expectation and on average over the training. (C,)
+    """Return how many images of each class an epoch draws, in expectation and on average over the training: (C,).
 
     A head learns the posterior under the prior that it sees, so this is the prior it must be given. For "progressive"
     it is a compromise: the prior moves, and a model remembers the last epochs best, so such a model wants calibration.

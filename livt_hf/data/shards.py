@@ -1,4 +1,4 @@
-"""The shards of a stream and how many images each holds, which is found without reading the images.
+"""Shards of a stream and how many images each holds, which is found without reading the images.
 
 With these numbers a stream is shared out so that an epoch sees each image at most once, and is resumed where it was
 left.
@@ -29,7 +29,7 @@ def as_stream(dataset: Dataset, num_shards: int = STREAM_SHARDS) -> IterableData
 
 
 def with_shard_lengths(stream: IterableDataset, lengths: Sequence[int]) -> IterableDataset:
-    """The stream with the images of each shard in its info, where `datasets` has a place for them."""
+    """Return the stream with the number of images of each shard in its info, where `datasets` has a field for it."""
     stream = stream.select_columns(stream.column_names)  # a copy: the streams of a dataset share their info
     split = SplitInfo(name=str(stream.split), num_examples=sum(lengths), shard_lengths=list(lengths))
     stream.info.splits = SplitDict({split.name: split})
@@ -37,6 +37,7 @@ def with_shard_lengths(stream: IterableDataset, lengths: Sequence[int]) -> Itera
 
 
 def shard_lengths(stream: IterableDataset) -> list[int]:
+    """Return how many images each shard holds."""
     split = (stream.info.splits or {}).get(str(stream.split))
     if split is None or split.shard_lengths is None:
         raise LiVTError(
@@ -47,7 +48,7 @@ def shard_lengths(stream: IterableDataset) -> list[int]:
 
 
 def count_images(kind: str, files: Sequence[str]) -> list[int]:
-    """The images of each file: by the end of a parquet file, the headers of a tar, the memory map of an arrow file."""
+    """Count the images of each file by the footer of parquet, the headers of a tar, the memory map of arrow."""
     count = {"parquet": _in_parquet, "arrow": _in_arrow, "webdataset": _in_tar}[kind]
     with ThreadPoolExecutor(16) as pool:  # files on the Hub take a request each
         return list(pool.map(count, files))
@@ -68,7 +69,7 @@ def _in_arrow(file: str) -> int:
 
 
 def _in_tar(file: str) -> int:
-    """The files of an image follow each other and differ in what comes after the first dot."""
+    """Count images, whose files follow each other and differ in what comes after the first dot."""
     with tarfile.open(file) as tar:
         names = [member.name for member in tar if member.isreg()]
     seen = [name for name in names if not os.path.basename(name).startswith((".", "__"))]  # as `datasets` does

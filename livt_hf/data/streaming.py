@@ -1,9 +1,9 @@
-"""Batches of a stream, for pretraining on data that fits neither on disk nor in memory.
+"""Loader of a stream, for pretraining on data that fits neither on disk nor in memory.
 
 An epoch sees each image at most once, over all processes and workers, and a run resumes bit for bit: each worker reads
 again at most a shard and a block. What a stream gives up: shards are shuffled, and images within blocks of consecutive
-ones, but not over the whole set; the order depends on the number of processes and workers, so a run that goes on with
-another number in the middle of an epoch sees some of its images twice and others not; there are no labels.
+ones, but not over the whole set; the order depends on the number of processes and workers, so a run that is resumed
+with another number in the middle of an epoch sees some of its images twice and others not; there are no labels.
 """
 
 import itertools
@@ -28,7 +28,7 @@ BLOCK = 1000  # consecutive images of a stream that are shuffled; a worker keeps
 
 
 class StreamLoader(torch.utils.data.IterableDataset):
-    """The interface of `TrainLoader` over an `IterableDataset`, without labels.
+    """Loader with the interface of `TrainLoader` over an `IterableDataset`, without labels.
 
     The shards of an epoch, in the order that is drawn for it, are one long row of images. Each process takes a part of
     it, of which each of its workers takes a part, a lane. A ragged end of the row, less than a batch, is dropped.
@@ -53,13 +53,13 @@ class StreamLoader(torch.utils.data.IterableDataset):
         self._lanes = max(1, self._num_workers)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[dict]:
-        """The micro-batches of this process, `accumulation` per update, from `start_update` on."""
+        """Yield the micro-batches of this process, `accumulation` per update, from `start_update` on."""
         self._epoch, self._start = epoch, start_update * self._batches.accumulation
         # A new loader for each epoch: workers that persist would keep the number of the first.
         return iter(Loader(self, batch_size=None, num_workers=self._num_workers))
 
     def __iter__(self) -> Iterator[dict | LiVTError]:
-        """The micro-batches of one worker: number b of a process is the next of lane b modulo the lanes."""
+        """Yield the micro-batches of one worker: number b of a process is the next of lane b modulo the lanes."""
         worker = get_worker_info()
         # A loader asks its workers in turn, so this is the first batch that is asked of this one.
         first = self._start + (0 if worker is None else worker.id)
@@ -73,7 +73,7 @@ class StreamLoader(torch.utils.data.IterableDataset):
             yield error
 
     def _images(self, lane: int, done: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Decoded images of a lane after the first `done`; consecutive blocks are shuffled, each by its own key."""
+        """Yield decoded images of a lane after the first `done`; blocks are shuffled, each by its own key."""
         numbers = [len(range(number, self._total, self._lanes)) for number in range(self._lanes)]  # of each lane
         begin = (self._batches.rank * self._total + sum(numbers[:lane])) * self._batches.micro_size
         end = begin + numbers[lane] * self._batches.micro_size
@@ -92,7 +92,7 @@ class StreamLoader(torch.utils.data.IterableDataset):
             block, place, skipped = coming, place + BLOCK, 0
 
     def _readable(self, rows: Iterable[tuple[int, dict]]) -> tuple[int, torch.Tensor]:
-        """The first of the rows; where that is broken and may be left out, the next that is not stands in for it."""
+        """Return the first of the rows; where that is broken and may be dropped, the next readable one."""
         for number, (index, encoded) in enumerate(rows):
             try:
                 return index, read_image(encoded, index)
@@ -113,9 +113,9 @@ class _ShardRow:
         self.lengths, self.seed = lengths, seed
 
     def images(self, epoch: int, begin: int, end: int) -> Iterator[tuple[int, dict]]:
-        """(index, encoded image) of places `begin` to `end`; shards that lie outside are not opened.
+        """Yield (index, encoded image) from position `begin` to `end`; shards that lie outside are not opened.
 
-        The index is unique: shard number and place within the shard.
+        The index is unique: shard number and position within the shard.
         """
         seed = keyed_seed(purpose_seed(self.seed, "shards"), epoch)
         order = np.random.RandomState(seed).permutation(len(self.lengths))

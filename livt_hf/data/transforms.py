@@ -1,4 +1,4 @@
-"""The augmentation of the two stages, the evaluation processor, and what is left for the training device.
+"""Augmentation of the two stages, the evaluation processor, and what is done on the training device.
 
 Crops, flips and colour policies map uint8 to uint8 on the CPU. Their randomness is keyed by (seed, epoch, image), so
 an image looks the same whichever worker, process or micro-batch it lands in. Normalisation, erasing and mixing happen
@@ -34,14 +34,14 @@ Images = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """MGP: random resized crop (bicubic) and flip."""
+    """Augmentation of MGP: random resized crop (bicubic) and flip."""
 
     image_size: int
     scale: tuple[float, float] = (0.2, 1.0)
     flip: bool = True
 
     def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
-        """uint8 images under the keys (seed, epoch, index) as uint8 images (B, 3, image_size, image_size)."""
+        """Augment uint8 images by the keys (seed, epoch, index) to uint8 images (B, 3, image_size, image_size)."""
         numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, CROP_NUMBERS)
         return _resized_crops(images, numbers, self.image_size, self.scale, self.flip)
 
@@ -51,7 +51,7 @@ PretrainAugmentation = Augmentation
 
 @dataclass(frozen=True)
 class FinetuneAugmentation(Augmentation):
-    """BFT: random resized crop (bicubic) and flip, then a colour policy of timm.
+    """Augmentation of BFT: random resized crop (bicubic) and flip, then a colour policy of timm.
 
     `policy="pad-crop"` is the light one for CIFAR-size images: 4 pixels of zero padding, a crop, a flip.
     `rand_augment` is a policy string of timm or None; "3a" is DeiT III's 3-Augment, with its colour jitter.
@@ -96,9 +96,9 @@ class FinetuneAugmentation(Augmentation):
             images = _pad_crops(images, numbers, self.image_size, self.flip)
         else:
             images = super().batch(images, seed, epoch, indices)
-        return self._recoloured(images, seed, epoch, indices) if self._colour_steps else images
+        return self._recolour(images, seed, epoch, indices) if self._colour_steps else images
 
-    def _recoloured(self, images: torch.Tensor, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
+    def _recolour(self, images: torch.Tensor, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
         pictures = images.permute(0, 2, 3, 1).contiguous().numpy()
         result = np.empty_like(pictures)
         with preserve_rng_state():  # timm and torchvision draw from the global generators
@@ -112,7 +112,7 @@ class FinetuneAugmentation(Augmentation):
 
 
 def _posterize(picture: Image.Image, bits: int, **_) -> Image.Image:
-    """timm's, whose strongest magnitudes keep 0 bits: black until Pillow 12, refused by Pillow 13, and black here."""
+    """Posterize as timm, whose strongest magnitudes keep 0 bits: black until Pillow 12 and here, an error in 13."""
     return posterize(picture, bits) if bits > 0 else Image.new(picture.mode, picture.size)
 
 
@@ -121,7 +121,7 @@ def _offsets(numbers: np.ndarray, choices: np.ndarray | int) -> np.ndarray:
 
 
 def _crop_boxes(numbers: np.ndarray, height: np.ndarray, width: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
-    """Boxes (B, 4) of top, left, height, width by the rule of torchvision's RandomResizedCrop.
+    """Return boxes (B, 4) of top, left, height, width by the rule of torchvision's RandomResizedCrop.
 
     Area uniform in `scale`, aspect ratio log-uniform in 3/4 .. 4/3, the first of ten tries that fits; failing all, the
     largest central box whose ratio is allowed.
@@ -144,7 +144,7 @@ def _crop_boxes(numbers: np.ndarray, height: np.ndarray, width: np.ndarray, scal
 
 
 def _resized_crops(images: Images, numbers: np.ndarray, size: int, scale, flip: bool) -> torch.Tensor:
-    """Crops and flips by the numbers (B, CROP_NUMBERS) of the images."""
+    """Crop and flip images by their numbers (B, CROP_NUMBERS)."""
     mirrored = (numbers[:, -1] < 0.5) & flip
     boxes = _crop_boxes(numbers[:, :-1], *np.array([image.shape[-2:] for image in images]).T, scale)
     result = torch.empty(len(images), 3, size, size, dtype=torch.uint8)
@@ -158,7 +158,7 @@ def _resized_crops(images: Images, numbers: np.ndarray, size: int, scale, flip: 
 
 
 def _pad_crops(images: Images, numbers: np.ndarray, size: int, flip: bool) -> torch.Tensor:
-    """Shifts and flips by the numbers (B, 3) of the images."""
+    """Shift and flip images by their numbers (B, 3)."""
     if not isinstance(images, torch.Tensor):
         single = zip(images, numbers, strict=True)
         return torch.cat([_pad_crops(image[None], number[None], size, flip) for image, number in single])
@@ -181,7 +181,7 @@ def _pad_crops(images: Images, numbers: np.ndarray, size: int, flip: bool) -> to
 def eval_processor(
     image_size: int, mean: Sequence[float], std: Sequence[float], native: bool = False
 ) -> ViTImageProcessor:
-    """The image processor that is published with the model.
+    """Return the image processor that is published with the model.
 
     Shorter side to image_size / 0.875 (bicubic), centre crop; above 224 pixels without the margin. `native` is for
     small images at their own size: no margin either, so these stay as they are and others come to that size.
@@ -201,7 +201,7 @@ def eval_processor(
 
 @dataclass
 class DeviceTransform:
-    """What happens to a whole micro-batch on the training device: normalise, erase, mix.
+    """Normalise, erase and mix a whole micro-batch on the training device.
 
     Erasing ("pixel") is keyed by image, mixing by (epoch, update, micro-batch, process): an image is mixed with one of
     its own micro-batch. `mixup` and `cutmix` are the alphas of timm's Mixup, always applied, half and half when both
@@ -226,7 +226,7 @@ class DeviceTransform:
             raise LiVTError("mixup and cutmix make soft labels: pass num_classes.")
 
     def __call__(self, batch: dict, *, epoch: int, update: int, micro: int = 0, rank: int = 0) -> dict:
-        """A batch of the train loader, already on its device, to model inputs."""
+        """Turn a batch of the train loader, already on its device, into model inputs."""
         images = batch["pixel_values"]
         if self._mean.device != images.device:
             self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
@@ -237,11 +237,11 @@ class DeviceTransform:
         if self._mixes:
             self.check_batch(len(images))
             with keyed_rng(purpose_seed(self.seed, "mix"), epoch, update, micro, rank):
-                batch["pixel_values"], batch["labels"] = self._mixed(images, batch["labels"])
+                batch["pixel_values"], batch["labels"] = self._mix(images, batch["labels"])
         return batch
 
     def check_batch(self, size: int) -> None:
-        """Refuse a micro-batch that cannot be mixed."""
+        """Raise an error for a micro-batch that cannot be mixed."""
         if self._mixes and size % 2:
             raise LiVTError(
                 f"mixup pairs the images of a micro-batch, but this one has {size}: choose a batch_size that gives "
@@ -254,7 +254,7 @@ class DeviceTransform:
             with keyed_rng(seed, epoch, int(indices[i]), 1):
                 self._erase(images[i])  # in place
 
-    def _mixed(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mix(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         multi_hot = labels.ndim == 2
         num_classes = len(images) if multi_hot else self.num_classes
         mix = Mixup(mixup_alpha=self.mixup, cutmix_alpha=self.cutmix, label_smoothing=0.0, num_classes=num_classes)

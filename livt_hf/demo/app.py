@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from livt_hf.classifiers import is_pretraining
 from livt_hf.data import load_dataset
-from livt_hf.data.decoding import some_images
+from livt_hf.data.decoding import read_images
 from livt_hf.data.labels import labels_of
 from livt_hf.demo import serving, tabs
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
@@ -109,7 +109,7 @@ def _written_examples(data: DatasetDict) -> list[Path]:
     rows = test.images[[np.flatnonzero(test.values == label)[0] for label in chosen]].tolist()
     folder = private_folder()
     paths = [folder / f"test-{row}.png" for row in rows]
-    for path, image in zip(paths, some_images(data["test"], rows), strict=True):
+    for path, image in zip(paths, read_images(data["test"], rows), strict=True):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
     return paths
 

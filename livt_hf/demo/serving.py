@@ -15,7 +15,7 @@ from torch import Tensor
 
 from livt_hf.classifiers import choose_device, get_head, is_multi_label, load_model, load_processor
 from livt_hf.data import read_rgb
-from livt_hf.data.decoding import BrokenImageError, some_images
+from livt_hf.data.decoding import BrokenImageError, read_images
 from livt_hf.data.labels import labels_of
 from livt_hf.demo.classes import Classes
 from livt_hf.errors import LiVTError
@@ -83,7 +83,7 @@ class ServedClassifier:
         rows = np.concatenate([np.flatnonzero(known == label)[:share] for label in labels])
         if not len(rows):
             return []
-        features = [self.features(some_images(train, rows[i : i + 64])) for i in range(0, len(rows), 64)]
+        features = [self.features(read_images(train, rows[i : i + 64])) for i in range(0, len(rows), 64)]
         cosines = torch.cat(features) @ self.features([image])[0]
         best = cosines.argsort(descending=True)[:count].tolist()
         return [(int(rows[i]), int(known[rows[i]]), cosines[i].item()) for i in best]

@@ -12,7 +12,7 @@ import numpy as np
 from datasets import DatasetDict
 from gradio.utils import get_upload_folder
 
-from livt_hf.data.decoding import some_images
+from livt_hf.data.decoding import read_images
 from livt_hf.demo import classes, unlabelled
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.errors import LiVTError
@@ -225,7 +225,7 @@ def world_tab(shown: Shown, tried: TryTab) -> None:
 
 
 def gallery(data: DatasetDict, split: str, rows: Sequence[int], captions: list[str]) -> list[tuple]:
-    pictures = (picture.permute(1, 2, 0).numpy() for picture in some_images(data[split], rows))
+    pictures = (picture.permute(1, 2, 0).numpy() for picture in read_images(data[split], rows))
     return list(zip(pictures, captions, strict=True))
 
 
@@ -284,7 +284,7 @@ class ErrorsTab:
         """Training images of the true and of the predicted class nearest to a wrong image."""
         predictions, data, names = self.shown.predictions[rule], self.shown.data, self.served.names
         row = predictions.wrong(label)[place]
-        [image] = some_images(data[predictions.split], [predictions.index[row]])
+        [image] = read_images(data[predictions.split], [predictions.index[row]])
         classes = [label, int(predictions.predicted[row])]
         found = self.served.nearest(data["train"], image, classes, NEIGHBOURS)
         captions = [f"{cosine:.2f} {names[label]}" for _, label, cosine in found]

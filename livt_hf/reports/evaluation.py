@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
-from livt_hf.data.decoding import some_images
+from livt_hf.data.decoding import read_images
 from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.files import write_values
@@ -85,7 +85,7 @@ def _of_one_label(folder: Path, report: EvaluationReport, dataset: Dataset) -> t
 
     def samples(label: int) -> list[np.ndarray]:
         rows = np.flatnonzero(labels == label)[:SAMPLES].tolist()
-        return [image.permute(1, 2, 0).numpy() for image in some_images(dataset, rows)]
+        return [image.permute(1, 2, 0).numpy() for image in read_images(dataset, rows)]
 
     pictures = {
         "Accuracy against class frequency": accuracy_by_frequency(per_class, folder / "frequency.png"),

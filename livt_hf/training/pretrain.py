@@ -14,7 +14,7 @@ from transformers import BaseImageProcessor
 
 from livt_hf.configuration_livit import encoder_preset
 from livt_hf.data.batches import Batches, build_train_batches
-from livt_hf.data.decoding import refuse_broken, spread_rows, without_broken
+from livt_hf.data.decoding import check_readable, drop_broken, spread_rows
 from livt_hf.data.loading import eval_loader, train_loader
 from livt_hf.data.spec import AugmentationSpec
 from livt_hf.data.transforms import DeviceTransform, PretrainAugmentation
@@ -84,8 +84,8 @@ def select_eval_images(data: DatasetDict | IterableDatasetDict, count: int, on_b
     else:
         chosen = split.select(spread_rows(split, count))
     if on_broken == "skip":
-        return without_broken(chosen)
-    refuse_broken(chosen, "of the held-out images, ")
+        return drop_broken(chosen)
+    check_readable(chosen, "of the held-out images, ")
     return chosen
 
 
