@@ -187,7 +187,7 @@ def _select_classes(counts: np.ndarray, names: list[str], spec: DataSpec) -> tup
     rare = [c for c in np.flatnonzero(counts < (spec.min_images or 0)).tolist() if c not in reasons]
     merged = rare if spec.rare_classes == "merge" else []
     if spec.rare_classes == "merge" and spec.min_images is None:
-        raise LiVTError("rare_classes merge needs to know which classes are rare: pass min_images, such as 5.")
+        raise LiVTError("rare_classes merge needs to know which classes are rare: pass min_images.", "min_images")
     if merged:
         few = f"{len(merged)} classes with fewer than {spec.min_images} training images"
         logger.warning('made one class, "%s", of %s: %s', MERGED, few, format_class_names([names[c] for c in merged]))

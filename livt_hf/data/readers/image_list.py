@@ -3,6 +3,7 @@
 import gzip
 import logging
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -87,6 +88,7 @@ def class_names_of_lists(lists: Mapping[str, ImageList]) -> list[str]:
 
 def tables_of_lists(lists: Mapping[str, ImageList], root: Path, skip_missing: bool = False) -> dict[str, ImageTable]:
     """Return the images of lists, below `root`. A missing file is an error, or dropped with `skip_missing`."""
+    root = Path(os.path.abspath(root))
     class_names, files, labels, splits = class_names_of_lists(lists), [], [], []
     for split, images in lists.items():
         found = locate_files(relative_paths(pa.array(images.paths), root, images.file).to_pylist(), root)
