@@ -49,8 +49,8 @@ def test_a_wrong_name_is_refused_by_that_name():
 
 def test_the_command_takes_the_data_options_of_the_stages(capsys):
     with pytest.raises(SystemExit):
-        main(["--help"])
-    options = {word.strip("[],") for word in capsys.readouterr().out.split()}
+        main(["--help_all"])
+    options = {word.strip("[],").partition("/")[0] for word in capsys.readouterr().out.split()}
     assert {f"--{name}" for name in DataSpec.names() if name != "dataset"} <= options
 
 
@@ -95,5 +95,6 @@ def test_the_command_ends_with_the_training_of_the_same_images(tmp_path, capsys)
     main(["glyphs", *said, "--output", str(tmp_path / "my look")])
     livt, train, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     told = TrainSettings.parse(words)
-    assert (livt, train, told.dataset, told.hours) == ("livt", "train", "glyphs", 0.5)
-    assert (told.images_per_class, told.imbalance_factor, told.cap, told.test_fraction) == (60, 3.0, True, 0.3)
+    assert (livt, train, told.data.dataset, told.hours) == ("livt", "train", "glyphs", 0.5)
+    data = told.data
+    assert (data.images_per_class, data.imbalance_factor, data.cap, data.test_fraction) == (60, 3.0, True, 0.3)

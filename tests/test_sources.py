@@ -232,7 +232,7 @@ def test_of_a_registered_dataset_images_are_held_out_and_a_licence_is_asked_for_
     register_dataset("mine")(lambda settings: DatasetDict(train=named_rows([0, 1] * 20, ["a", "b"])))
     monkeypatch.setattr("livt_hf.data.splitting.MIN_IMAGES_TO_SPLIT", 20)
     assert is_made_split(load_long_tailed("mine", validation_fraction=None), "validation")
-    with pytest.raises(LiVTError, match="mine holds images of your own; name their licence"):
+    with pytest.raises(LiVTError, match="license"):
         PublishDataSettings.build(dataset="mine", repo_id="org/mine")
 
 
