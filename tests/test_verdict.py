@@ -218,6 +218,6 @@ def test_reports_of_other_data_or_classes_are_not_compared(tmp_path, monkeypatch
     write_report(tmp_path / "other" / "report", 0.5, thresholds={"many_above": 50, "few_below": 20})
     with pytest.raises(LiVTError, match="not of the same thresholds .* --few_below"):
         main(["--compare", "one", "other"])
-    with pytest.raises(LiVTError, match="--compare puts two runs side by side, not 1"):
+    with pytest.raises(LiVTError, match="compare puts two runs side by side, not 1"):
         main(["--compare", "one"])
     assert not (tmp_path / "comparison").exists()

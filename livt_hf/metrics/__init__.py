@@ -1,4 +1,4 @@
-"""What a model does to head and tail: accuracy and F1 by shot group, calibration, confusions, rankings, intervals."""
+"""Metrics of long-tailed classification; they live in `livt_hf.predictions`."""
 
 from livt_hf.predictions.bootstrap import bootstrap_intervals
 from livt_hf.predictions.metrics import LongTailMetrics, confusions, long_tail_metrics

@@ -1,4 +1,4 @@
-"""Bootstrap intervals: how far another test set of the same kind would move the numbers."""
+"""Bootstrap intervals of accuracies and macro F1."""
 
 from collections.abc import Callable
 
@@ -22,18 +22,24 @@ def bootstrap_intervals(
     *,
     resamples: int = 1000,
 ) -> dict[str, tuple[float, float] | None]:
-    """95% intervals of the accuracies and of macro F1; None where a shot group has no test image, or where all its
-    images are right, or all wrong: no resample then differs, which tells nothing of another test set.
+    """Compute 95 % intervals of the accuracies and of macro F1.
 
-    `labels` and `predictions` are class ids of all test images; a prediction of -1 is none. `shots` says the group of
-    each class. Images of one cluster (patient, site, sequence) resemble each other, so whole clusters are drawn where
-    they are given. Without them images are drawn class by class, for classes are the task and no sample of it.
-    n - 1 of n are drawn and weighted by n / (n - 1): with n the variance would come out (n - 1) / n of what it is,
-    which matters at three test images per class (iNat18). A class with one image has no measurable variance.
+    Whole clusters are resampled where they are given, else images within their class. n - 1 of n are drawn and
+    weighted by n / (n - 1): n draws would give (n - 1) / n of the variance, which matters at three images per class.
+
+    Args:
+        labels: class ids of the test images.
+        predictions: class ids; -1 is none.
+        shots: shot group of each class.
+        clusters: what each image belongs to (patient, site, sequence): such images resemble each other.
+        resamples: number of resamples.
+
+    Returns:
+        Low and high by metric; None where a group has no test image or no resample differs (all right, all wrong).
     """
     draw = _by_class(labels) if clusters is None else _by_cluster(clusters)
     rng = np.random.default_rng(0)
-    values = np.array([_measured(labels, predictions, shots, *draw(rng)) for _ in range(resamples)], dtype=np.float64)
+    values = np.array([_measure(labels, predictions, shots, *draw(rng)) for _ in range(resamples)], dtype=np.float64)
     finite = {name: column[np.isfinite(column)] for name, column in zip(NAMES, values.T, strict=True)}
     return {
         name: tuple(np.quantile(column, TAILS).tolist()) if len(np.unique(column)) > 1 else None
@@ -62,10 +68,10 @@ def _by_cluster(clusters: np.ndarray) -> Callable[[np.random.Generator], Drawn]:
     return draw
 
 
-def _measured(
+def _measure(
     labels: np.ndarray, predictions: np.ndarray, shots: Tensor, rows: np.ndarray, weights: np.ndarray
 ) -> list[float | None]:
-    """The numbers in the order of `NAMES`, of some images that count so much each."""
+    """Return the metrics in the order of `NAMES` of some images with weights."""
     labels, predictions, classes = labels[rows], predictions[rows], len(shots)
     hits, made = predictions == labels, predictions >= 0
     images = np.bincount(labels, weights, classes)

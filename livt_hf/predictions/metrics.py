@@ -1,4 +1,4 @@
-"""Accuracy, precision and F1 by shot group and calibration as sums and counts, which any number of processes add up.
+"""Accuracy, precision, F1 and calibration by shot group, counted so that any number of processes can add them up.
 
 Conventions are those of the paper's released evaluation: accuracy counts images; a group's accuracy is the mean of the
 accuracies of its classes that have test images; calibration uses 15 equal bins (a, b] of the confidence in the
@@ -84,7 +84,7 @@ class LongTailMetrics(ClassMetrics):
         self._predicted += torch.bincount(predicted[valid], minlength=self.num_classes)
 
     def _count_scores(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """What only scores have: the first five, and confidences. Returns predictions, and which are valid. (B,)"""
+        """Count top five and confidences, which need scores. Return predictions, and which are valid. (B,)"""
         rows = max(1, _BLOCK // self.num_classes)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         scratch = logits.new_empty((min(rows, len(logits)), self.num_classes), dtype=dtype)
@@ -108,7 +108,7 @@ class LongTailMetrics(ClassMetrics):
         return predicted, valid
 
     def _read(self, scores: Tensor, labels: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a block of rows: prediction, its confidence, and whether the label is among the first five."""
+        """Return prediction, confidence, and whether the label is among the first five, for a block of rows."""
         scores, labels, scratch = scores.to(scratch.dtype), labels.to(scores.device), scratch[: len(scores)]
         best, predicted = scores.max(dim=1)
         if self.confidence == "softmax":
@@ -126,7 +126,7 @@ class LongTailMetrics(ClassMetrics):
         return predicted, confidence, ahead < 5
 
     def _check_range(self, confidence: Tensor) -> None:
-        """Refuse logits passed as probabilities; a rounding error above 1 is let through."""
+        """Raise an error for logits passed as probabilities; a rounding error above 1 is allowed."""
         wrong = confidence[(confidence < 0) | (confidence > 1.001)]
         if len(wrong):
             raise LiVTError(
@@ -135,11 +135,11 @@ class LongTailMetrics(ClassMetrics):
             )
 
     def state_tensor(self) -> Tensor:
-        """All that was counted as one flat int64 tensor; the sum over processes is the state of all their images."""
+        """Return the counts as one flat int64 tensor; the sum over processes is the state of all their images."""
         return self._state.clone()
 
     def load_state_tensor(self, state: Tensor) -> None:
-        """Replace all that was counted, for instance by `accelerator.reduce(state.to(accelerator.device), "sum")`."""
+        """Replace the counts, for instance by `accelerator.reduce(state.to(accelerator.device), "sum")`."""
         if state.shape != self._state.shape or state.dtype != torch.int64:
             raise LiVTError(
                 f"a {state.dtype} state of shape {tuple(state.shape)} does not belong to {self.num_classes} classes "
@@ -152,7 +152,7 @@ class LongTailMetrics(ClassMetrics):
         return int(self._images.sum())
 
     def compute(self) -> dict[str, float | int | None]:
-        """All metrics as fractions; what has no image to be measured on is None."""
+        """Return all metrics as fractions; None where there is no image to measure on."""
         images = self.num_images
         if images == 0:
             raise LiVTError("no image was counted; call update first.")
@@ -179,11 +179,11 @@ class LongTailMetrics(ClassMetrics):
         }
 
     def by_class(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Recall, precision and F1 of each class; NaN where it has no test image."""
+        """Return recall, precision and F1 of each class; NaN where it has no test image."""
         return recall_precision_f1(self._images, self._correct, self._predicted)
 
     def per_class(self, names: Sequence[str] | None = None, **further: Tensor) -> list[dict]:
-        """One row per class: training images, group, test images, accuracy (its recall), precision, F1, confidence.
+        """Return one row per class: training images, group, test images, accuracy (recall), precision, F1, confidence.
 
         `further` columns are numbers of the classes (C,), NaN where there is none.
         """
@@ -194,7 +194,7 @@ class LongTailMetrics(ClassMetrics):
 
     @property
     def bins(self) -> list[dict]:
-        """The reliability diagram: one row per bin (low, high] with its images, accuracy and mean confidence."""
+        """Return the reliability diagram: a row per bin (low, high] with images, accuracy and mean confidence."""
         edges = torch.arange(self.num_bins + 1, dtype=torch.float64) / self.num_bins
         accuracy = self._bin_correct.double() / self._bin_images
         confidence = self._bin_confidence.double() / _ONE / self._bin_images
@@ -203,7 +203,7 @@ class LongTailMetrics(ClassMetrics):
 
 
 def recall_precision_f1(images: Tensor, correct: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each class, from its test images, those predicted right, and how often it is predicted.
+    """Compute recall, precision and F1 of each class from its test images, right predictions and predictions.
 
     NaN for a class without test images; the precision of one that is never predicted is 0.
     """
@@ -213,9 +213,20 @@ def recall_precision_f1(images: Tensor, correct: Tensor, predicted: Tensor) -> t
 
 
 def long_tail_metrics(predictions, labels, class_counts, **settings) -> dict[str, float | int | None]:
-    """All metrics of a whole test set at once, from logits or class ids (torch or numpy).
+    """Compute all metrics of a test set.
 
-    `settings` are those of `LongTailMetrics`.
+    Args:
+        predictions: logits (images, classes) or class ids, torch or numpy.
+        labels: class ids.
+        class_counts: training images of each class.
+        **settings: those of `LongTailMetrics`: `bins`, `confidence`, `many_above`, `few_below`.
+
+    Returns:
+        Fractions by name; None where there is no image to measure on.
+
+    Example:
+        >>> long_tail_metrics([[2.0, 0.0], [0.0, 1.0]], [0, 0], [500, 5])["many"]
+        0.5
     """
     metrics = LongTailMetrics(class_counts, **settings)
     metrics.update(predictions, labels)
@@ -225,7 +236,7 @@ def long_tail_metrics(predictions, labels, class_counts, **settings) -> dict[str
 def confusions(
     predictions: Tensor, labels: Tensor, class_counts: Sequence[int] | Tensor, names: Sequence[str] | None = None
 ) -> list[dict]:
-    """Pairs of a label and a wrong prediction, the most frequent first, without a table of classes by classes.
+    """List pairs of a label and a wrong prediction, the most frequent first, without a table of classes by classes.
 
     Each with the images so confused, and their share of the label's images; -1 is an image without a prediction.
     """

@@ -1,4 +1,4 @@
-"""Rankings of images with several labels: they have to keep their scores."""
+"""Metrics of images with several labels, and the thresholds from which on labels are given."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ ENOUGH = 5  # images with a label that choose its threshold; classes with fewer 
 
 
 def best_thresholds(scores: Tensor, targets: Tensor, weights: Tensor | float = 1.0) -> list[float]:
-    """The probability from which on each label should be given: that of the highest F1 on held-out images.
+    """Choose the probability from which on each label is given: that of the highest F1 on held-out images.
 
-    `scores` are probabilities (N, C) and `targets` 0 and 1. A label that too few images have would learn a threshold
-    by heart, so such labels share one. Where there is nothing to learn from, it is 0.5.
+    `scores` are probabilities (N, C) and `targets` 0 and 1. Labels that too few images
+    have share one threshold. Where there is nothing to learn from, it is 0.5.
     `weights` (C,) say how often an image with a label counts, where the label will be more frequent than it is here.
     """
     hits = targets.double() * weights
@@ -32,7 +32,7 @@ def best_thresholds(scores: Tensor, targets: Tensor, weights: Tensor | float = 1
 
 
 def _best_threshold(scores: Tensor, hits: Tensor) -> float:
-    """Midway between the last score that should be given and the next one; the highest of equally good ones.
+    """Return the middle between the last score to give and the next one; the highest of equally good ones.
 
     `hits` are the weights of images with the label, and 0 for the others.
     """
@@ -48,7 +48,7 @@ def _best_threshold(scores: Tensor, hits: Tensor) -> float:
 
 
 class MultiLabelMetrics(ClassMetrics):
-    """Macro and per-group mAP, and AUROC; where labels are given, macro precision, recall and F1 too.
+    """Mean average precision overall and by group, AUROC and, where labels are given, macro precision, recall and F1.
 
     Keeps 5 or 6 bytes per image and class. Classes without a positive test image take no part, and in AUROC those
     without a negative one. A NaN score ranks last.
@@ -77,12 +77,12 @@ class MultiLabelMetrics(ClassMetrics):
             self._given.append(given.cpu())
 
     def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
-        """One row per class: training images, group, positive test images, and what was measured on them."""
+        """Return one row per class: training images, group, positive test images, and its metrics."""
         _, targets = self._all()
         return self.rows(names, targets.sum(dim=0), self._by_class())
 
     def compute(self) -> dict[str, float | int | None]:
-        """`map` over all classes with positive images, and over those of each group; fractions, None where empty."""
+        """Return `map` over all classes with positive images and by group, as fractions; None where empty."""
         (scores, _), values = self._all(), self._by_class()
         precisions = values.pop("average_precision")
         metrics = {"map": class_mean(precisions)} | group_means(precisions, self.groups)
@@ -91,7 +91,7 @@ class MultiLabelMetrics(ClassMetrics):
         return metrics | {"num_images": len(scores), "num_nan": int(scores.isnan().any(dim=1).sum())}
 
     def _by_class(self) -> dict[str, Tensor]:
-        """Rankings and, where labels were given, what they are worth; NaN for a class without a positive image."""
+        """Return metrics by class; NaN for a class without a positive image."""
         scores, targets = self._all()
         rankings = one_against_rest(scores, targets)
         values = {name: rankings[name] for name in ("average_precision", "auroc")}

@@ -1,4 +1,4 @@
-"""Shot groups of classes, and the checks all metrics share."""
+"""Shot groups of classes (many, medium, few), and the checks that all metrics share."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,33 +15,34 @@ THRESHOLDS = {"many_above": MANY_ABOVE, "few_below": FEW_BELOW}
 def shot_groups(
     class_counts: Sequence[int] | Tensor, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW
 ) -> Tensor:
-    """The group of each class, as an index into `GROUPS`; classes at the thresholds themselves are medium."""
+    """Return the group of each class as an index into `GROUPS`; classes at the thresholds are medium."""
     if few_below > many_above + 1:
         raise LiVTError(
-            f"few_below={few_below} is above many_above={many_above}, so a class would be in both groups; lower it."
+            f"few_below={few_below} is above many_above={many_above}, so a class would be in both groups; lower it.",
+            "few_below",
         )
     counts = as_counts(class_counts)
     return 1 - (counts > many_above).long() + (counts < few_below).long()
 
 
 def group_sizes(class_counts: Sequence[int] | Tensor) -> dict[str, int]:
-    """How many classes are in each group."""
+    """Return the number of classes in each group."""
     return dict(zip(GROUPS, torch.bincount(shot_groups(class_counts), minlength=len(GROUPS)).tolist(), strict=True))
 
 
 def class_mean(values: Tensor) -> float | None:
-    """The mean over the classes that have a value, which is NaN for the others; None where no class has one."""
+    """Return the mean over the classes whose value is not NaN, or None where there is none."""
     found = values[~values.isnan()]
     return found.mean().item() if len(found) else None
 
 
 def group_means(values: Tensor, groups: Tensor, suffix: str = "") -> dict[str, float | None]:
-    """That mean within each group."""
+    """Return the mean over the classes of each group, by the name of the group and a suffix."""
     return {f"{name}{suffix}": class_mean(values[groups == place]) for place, name in enumerate(GROUPS)}
 
 
 class ClassMetrics:
-    """What metrics know of the classes: their training images and shot groups."""
+    """Base of metrics that know the training images and shot groups of the classes."""
 
     def __init__(self, class_counts: Sequence[int] | Tensor, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW):
         self.class_counts = as_counts(class_counts)
@@ -50,7 +51,7 @@ class ClassMetrics:
         self.num_classes = len(self.class_counts)
 
     def rows(self, names: Sequence[str] | None, images: Tensor, measured: dict[str, Tensor]) -> list[dict]:
-        """One row per class: its id, name, training images, group, test images, and what was measured."""
+        """Return one row per class: its id, name, training images, group, test images, and its metrics."""
         ids = torch.arange(self.num_classes)
         known: dict[str, Sequence | Tensor] = {
             "class": ids,
@@ -63,7 +64,7 @@ class ClassMetrics:
 
 
 def as_rows(columns: Mapping[str, Sequence | Tensor]) -> list[dict]:
-    """A table by columns as one by rows; a number that is NaN becomes None."""
+    """Return the rows of a table given by columns; NaN becomes None."""
     lists = (column.tolist() if isinstance(column, Tensor) else column for column in columns.values())
     return [
         {name: None if value != value else value for name, value in zip(columns, row, strict=True)}
@@ -72,12 +73,17 @@ def as_rows(columns: Mapping[str, Sequence | Tensor]) -> list[dict]:
 
 
 def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:
-    """Training images of each class as a 1-D int64 tensor; a class may have none."""
+    """Return the training images of each class as a 1-D int64 tensor; a class may have none."""
     counts = torch.as_tensor(class_counts).cpu()
     if counts.ndim != 1 or len(counts) == 0:
-        raise LiVTError(f"class_counts has shape {tuple(counts.shape)}; give one number of training images per class.")
+        raise LiVTError(
+            f"class_counts has shape {tuple(counts.shape)}; give one number of training images per class.",
+            "class_counts",
+        )
     if (counts < 0).any() or counts.is_floating_point() and (counts != counts.round()).any():
-        raise LiVTError("class_counts must be whole numbers of images, none below 0; pass counts, not shares.")
+        raise LiVTError(
+            "class_counts must be whole numbers of images, none below 0; pass counts, not shares.", "class_counts"
+        )
     return counts.long()
 
 
@@ -90,7 +96,7 @@ def check_scores(scores: Tensor, num_classes: int) -> None:
 
 
 def check_labels(labels: Tensor, num_images: int, num_classes: int, what: str = "label") -> None:
-    """Refuse labels, or predictions, that are not one class of `class_counts` per image."""
+    """Raise an error for labels, or predictions, that are not one class of `class_counts` per image."""
     if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise LiVTError(
             f"{what}s are {labels.dtype} of shape {tuple(labels.shape)}, not one class id per image; "
