@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
+from recipe_runs import TINY, RecipeRun, assert_same_weights, flat, make_pictures
 from transformers import (
     ResNetConfig,
     ResNetForImageClassification,
@@ -70,7 +70,11 @@ def test_cifar_gets_the_batches_and_rates_of_its_own_config():
     options = choice.options(hours=0.25).values()
     first, second = (settings.parse(format_words(said)) for settings, said in zip(STAGES, options, strict=True))
     assert (first.optimization.hours, second.optimization.hours) == (0.15, 0.1)
-    assert (second.optimization.batch_size, second.model.patch_size, second.augmentation) == (64, 8, "pad_crop")
+    assert (second.optimization.batch_size, second.model.patch_size, second.augmentation.augmentation) == (
+        64,
+        8,
+        "pad_crop",
+    )
     assert (second.optimization.keep_ratio, second.augmentation.mixup) == (
         0.5,
         0.0,
@@ -103,10 +107,10 @@ def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
     options = autotune.ScratchPlan(10_847, 32, 2 * 3600 * autotune.CORE_FLOPS).options(hours=2.0)
     fitted = {"hours", "epochs", "warmup_epochs", "eval_epochs", "compile"}
     for cls, said in zip(STAGES, options.values(), strict=True):
-        config = cls.parse(["--config", str(CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml")])
+        config = cls.parse(["--config", str(CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml")]).to_dict()
         given = read_config(cls, CONFIGS / f"{cls.stage}-cifar100-lt-long.yaml").keys() - fitted
-        asked = cls.parse([*format_words(said), "--dataset", "cifar100-lt", "--imbalance_factor", "100"])
-        assert {name: getattr(asked, name) for name in given} == {name: getattr(config, name) for name in given}
+        asked = cls.parse([*format_words(said), "--dataset", "cifar100-lt", "--imbalance_factor", "100"]).to_dict()
+        assert {name: asked[name] for name in given} == {name: config[name] for name in given}
 
 
 def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
@@ -201,7 +205,7 @@ def test_a_loss_of_hard_labels_is_trained_without_mixing_and_said_to_be(commands
     assert "without mixup, for the loss wants hard labels." in capsys.readouterr().out
     train.main(["--resume", str(tmp_path / "out")])
     second = FinetuneSettings.parse(commands[2][1:])
-    assert (second.loss, second.augmentation.mixup, second.augmentation.cutmix) == (loss, 0, 0)
+    assert (second.loss.loss, second.augmentation.mixup, second.augmentation.cutmix) == (loss, 0, 0)
 
 
 def test_a_loss_that_does_not_fit_the_labels_is_refused_before_the_first_stage(commands, tmp_path):
@@ -277,7 +281,9 @@ def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, 
         monkeypatch.setattr(train, "read_seconds", lambda *_, answer=read: answer)
         with contextlib.suppress(Interrupted):
             train.main([*words, "--loss", "ib"])
-    full, *_, head, late = (FinetuneSettings.parse(words[1:], CONFIGS) for words in commands if words[0] == "finetune")
+    full, *_, head, late = (
+        flat(FinetuneSettings.parse(words[1:], CONFIGS)) for words in commands if words[0] == "finetune"
+    )
     assert (full.tune, full.hours, head.tune, head.hours, late.tune) == ("full", 1.0, "head", None, "head")
     assert (full.loss, full.mixup) == ("ib", 0)  # it wants hard labels, and the config of --tune full mixes
     first, second, third = [line for line in capsys.readouterr().out.splitlines() if "where everything" in line]
@@ -306,7 +312,7 @@ def test_compiling_pays_on_a_gpu_and_after_half_an_hour_of_a_cpu():
 
 def test_compile_is_a_truth_or_auto():
     words = {"": False, "--compile": True, "--compile false": False, "--compile auto": "auto"}
-    assert {text: PretrainSettings.parse(text.split()).compile for text in words} == words
+    assert {text: PretrainSettings.parse(text.split()).optimization.compile for text in words} == words
     with pytest.raises(LiVTError, match="'maybe'; choose one of true, false, auto"):
         PretrainSettings.parse(["--compile=maybe"])
 
@@ -333,7 +339,7 @@ def test_a_time_too_short_for_one_epoch_is_said_to_be(monkeypatch, capsys):
         settings, loader = PretrainSettings.build(hours=seconds / 3600), SimpleNamespace(updates_per_epoch=10)
         task = TrainingTask(None, loader)
         chosen = autotune.resolve_auto_options(settings.optimization, task, Accelerator(cpu=True), autotune.clock())
-        assert chosen.optimization.epochs == epochs
+        assert chosen.epochs == epochs
         assert ("one epoch takes longer than that" in capsys.readouterr().err) == (epochs == 1)
 
 

@@ -301,7 +301,7 @@ def test_the_paper_is_quoted_only_beside_its_own_experiment(changes, arguments, 
 def test_a_run_records_the_imbalance_of_its_benchmark_where_none_was_given(options, factor):
     model = SimpleNamespace(config=SimpleNamespace(model_type="livit"), parameters=list)
     settings = FinetuneSettings.build(**{"dataset": "cifar100-lt"} | options)
-    loop = SimpleNamespace(progress=Progress(update=1, seconds=1.0), optimization=settings)
+    loop = SimpleNamespace(progress=Progress(update=1, seconds=1.0), optimization=settings.optimization)
     assert build_common_results("finetune", settings.data, "base", loop, model)["imbalance_factor"] == factor
 
 

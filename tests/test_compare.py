@@ -53,16 +53,16 @@ def test_each_way_gets_the_same_time_and_both_stages_from_scratch_share_theirs(p
         32,
         None,
     )  # as large as the images are
-    assert {run.tune: run.hours for run in backbones} == {"head": None, "lora": 1, "full": 1}
-    assert {(run.pretrained, run.image_size) for run in backbones} == {(str(place / "backbone"), 16)}
-    assert {run.min_images for run in (first, second, *backbones)} == {2}
+    assert {run.model.tune: run.optimization.hours for run in backbones} == {"head": None, "lora": 1, "full": 1}
+    assert {(run.model.pretrained, run.model.image_size) for run in backbones} == {(str(place / "backbone"), 16)}
+    assert {run.data.min_images for run in (first, second, *backbones)} == {2}
 
 
 def test_no_way_mixes_images_where_the_loss_wants_hard_labels(place, capsys):
     compared(place, "--dry_run", "--loss", "lade")
     printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     seconds = [FinetuneSettings.parse(words[2:], CONFIGS) for words in printed if words[1] == "finetune"]
-    assert len(seconds) == 4 and all(run.mixup == run.cutmix == 0 for run in seconds)
+    assert len(seconds) == 4 and all(run.augmentation.mixup == run.augmentation.cutmix == 0 for run in seconds)
 
 
 def test_a_way_that_cannot_be_gone_is_refused_before_any_other_is(place, monkeypatch):

@@ -203,7 +203,7 @@ def test_every_row_of_the_paper_s_tables_stands_beside_a_listed_sweep(mae_base):
     found = []
     for _, command, _ in listed():
         asked = sweep.SweepSettings.parse(shlex.split(command)[2:])
-        asked.model_size = asked.model_size or (asked.pretrained and "base")
+        asked = asked.replace(model_size=asked.model_size or (asked.pretrained and "base"))
         variants = sweep.chosen(SWEEPS[asked.sweep].variants, asked.only)
         plan = sweep.Plan(asked, variants)
         found += [row for variant in variants for row in plan.paper_rows(SWEEPS[asked.sweep], variant)]
