@@ -1,11 +1,12 @@
-"""Which way for your images? From scratch against three ways to start from a pretrained backbone, at one budget.
+"""Compare strategies on your images: from scratch, and three ways to start from a backbone, in the same time each.
 
     livt compare FOLDER --pretrained org/any-classifier --minutes 30
     livt compare FOLDER --pretrained org/any-classifier --ways head full --seeds 0 1 2
     livt compare cifar100-lt --source FOLDER --pretrained org/any-classifier --image_size 128
 
-Foundation models do not always win: this shows it on your own images. Every way is a run of its own, which goes on
-where it was stopped; what is done is skipped. It ends with a table, a picture and compare.json in the output folder.
+Foundation models do not always win: this shows it on your own images. Every strategy is a run of its own, which is
+resumed where it was stopped; finished runs are skipped. It ends with a table, a picture and compare.json in the output
+folder.
 """
 
 import statistics
@@ -24,7 +25,7 @@ from livt_hf.files import write_values
 from livt_hf.pretrained import read_config
 from livt_hf.recipes.ablations import Variant, summarise, table_rows
 from livt_hf.recipes.sweep import Plan, carried_out
-from livt_hf.recipes.train import plan_scratch_training, unmixed
+from livt_hf.recipes.train import mixing_options, plan_scratch_training
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import difference
 from livt_hf.results import Results
@@ -34,83 +35,88 @@ from livt_hf.training.lora import check_lora
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
 
 
-class Ways(Plan):
-    """The runs of a comparison, which has a folder of its own: they are told apart by their ways."""
+class StrategyPlan(Plan):
+    """Runs of a comparison, named by their strategies."""
 
     def changes(self, stage: str, options: dict, base: dict | None = None) -> list[str]:  # noqa: ARG002
         return [] if stage == "pretrain" else [options.get("tune", "scratch")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run all strategies and report which is best."""
     settings = CompareSettings.parse(argv)
-    train, _ = (
-        load_dataset(settings.data)["train"],
-        read_config(settings.pretrained),
-    )  # checked before the first run
+    train = load_dataset(settings.data)["train"]
+    read_config(settings.pretrained)  # checked before the first run
     if is_multi_label(train):
         raise LiVTError(
-            "ways are compared by accuracy, which images with several labels do not have; train each way "
-            "with livt finetune and compare their reports."
+            "strategies are compared by accuracy, which images with several labels do not have; train each with livt "
+            "finetune and compare their reports."
         )
     ways = settings.ways or list(LABELS)
     if "lora" in ways and not settings.dry_run:
-        check_lora(or_else=" Or go the other ways: --ways scratch head full")
-    plan = Ways(as_sweep(settings), [variant_of(way, settings, train) for way in ways])
+        check_lora(or_else=" Or compare the others: --ways scratch head full")
+    plan = StrategyPlan(build_sweep(settings), [build_variant(way, settings, train) for way in ways])
     if carried_out(plan):
-        report(settings, plan)
+        write_report(settings, plan)
 
 
-def as_sweep(settings: CompareSettings) -> SweepSettings:
-    """The runs of a comparison are those of a sweep; both stages see the same images."""
+def build_sweep(settings: CompareSettings) -> SweepSettings:
+    """Return the settings of the sweep that a comparison is; both stages see the same images."""
     values, common = settings.to_dict(), ("dataset", "source", "imbalance_factor", "plugin")
-    said = {name: value for name, value in settings.non_defaults("data").items() if name not in common}
-    of_images = {name: value for name, value in said.items() if name != "validation_fraction"}
+    finetune = {name: value for name, value in settings.non_defaults("data").items() if name not in common}
+    pretrain = {name: value for name, value in finetune.items() if name != "validation_fraction"}
     return SweepSettings.build(
         **{name: values[name] for name in (*common, "pretrained", "seeds", "dry_run")},
-        pretrain=shell_line(format_words(of_images)),
-        finetune=shell_line(format_words(said)),
+        pretrain=shell_line(format_words(pretrain)),
+        finetune=shell_line(format_words(finetune)),
         output_dir=str(settings.folder),
     )
 
 
-def variant_of(way: str, settings: CompareSettings, train: Dataset) -> Variant:
-    """A way with its share of the time. A frozen head has its own number of epochs: it takes seconds."""
+def build_variant(way: str, settings: CompareSettings, train: Dataset) -> Variant:
+    """Return a strategy with its time. A frozen head has its own number of epochs: it takes seconds."""
     hours, loss = settings.minutes / 60, {"loss": settings.loss}
     if way == "scratch":
         stages = plan_scratch_training(hours, train, settings.loss).options(hours)
         return Variant(LABELS[way], stages["finetune"] | loss, stages["pretrain"], from_own_images=True)
-    options = {"tune": way, "image_size": settings.image_size} | loss | unmixed(settings.loss)
+    options = {"tune": way, "image_size": settings.image_size} | loss | mixing_options(settings.loss)
     return Variant(LABELS[way], options if way == "head" else options | {"hours": round(hours, 4)})
 
 
-def report(settings: CompareSettings, plan: Plan) -> None:
-    """The table, the picture and compare.json, and which way was best."""
+def write_report(settings: CompareSettings, plan: Plan) -> None:
+    """Write the table, the picture and compare.json, and print which strategy was best."""
     results, first = plan.results(), plan.first_stages()
     rows = summarise(results)
     for row in rows:
         second = results[row["variant"]]
         row["epochs"] = " + ".join(f"{runs[0].epochs:g}" for runs in (first[row["variant"]], second) if runs)
-        row["minutes"] = statistics.fmean(map(spent, second)) + sum(map(spent, first[row["variant"]])) / len(second)
+        row["minutes"] = statistics.fmean(map(minutes_spent, second)) + sum(
+            map(minutes_spent, first[row["variant"]])
+        ) / len(second)
     folder = settings.folder
     table = [
         line | {"epochs": row["epochs"], "minutes": f"{row['minutes']:.1f}"}
         for line, row in zip(table_rows(rows), rows, strict=True)
     ]
-    said = {"title": f"Ways to train on {Path(settings.data.dataset).name}", "minutes": settings.minutes, "rows": rows}
-    write_values(folder / "compare.json", said)
+    summary = {
+        "title": f"Ways to train on {Path(settings.data.dataset).name}",
+        "minutes": settings.minutes,
+        "rows": rows,
+    }
+    write_values(folder / "compare.json", summary)
     (folder / "table.md").write_text(markdown_table(table) + "\n", encoding="utf-8")
-    sweep_plot(rows, folder / "plot.png", "way", title=f"{said['title']}, {settings.minutes:g} minutes each")
-    print(f"{said['title']}, {settings.minutes:g} minutes each, percent\n\n{markdown_table(table)}\n")
-    print(f"{verdict(results)}\nPicture: {folder / 'plot.png'}")
+    sweep_plot(rows, folder / "plot.png", "way", title=f"{summary['title']}, {settings.minutes:g} minutes each")
+    print(f"{summary['title']}, {settings.minutes:g} minutes each, percent\n\n{markdown_table(table)}\n")
+    print(f"{format_verdict(results)}\nPicture: {folder / 'plot.png'}")
 
 
-def spent(run: Results) -> float:
-    """Minutes from the start of a run to its last update."""
+def minutes_spent(run: Results) -> float:
+    """Return the minutes from the start of a run to its last update."""
     return (run.seconds + (run.preparation_seconds or 0)) / 60
 
 
-def verdict(results: dict[str, list[Results]]) -> str:
-    """The two best ways, by the mean of their seeds, and whether the number of test images can tell them apart."""
+def format_verdict(results: dict[str, list[Results]]) -> str:
+    """Return the two best strategies by the mean of their seeds, and whether the test images can tell them apart."""
     means = {
         label: runs[0].metrics | {"accuracy": statistics.fmean(run.metrics["accuracy"] for run in runs)}
         for label, runs in results.items()

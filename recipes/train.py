@@ -2,10 +2,11 @@
 
     livt train FOLDER --hours 2                                        # from scratch: MGP, then BFT
     livt train FOLDER --hours 0.5 --pretrained org/any-classifier      # all of a backbone or its head, as time allows
-    livt train --resume runs/train-FOLDER/1                            # go on with what was interrupted
+    livt train --resume runs/train-FOLDER/1                            # resume what was interrupted
 
-It says what it chose and why before it starts; the rules are in livt_hf/autotune.py. The folder of the run ends up
-holding plan.json and the runs of its stages, that of the last with its report. Evaluation comes on top of the hours.
+It says what it chose and why before it starts; the rules are in livt_hf/training/autotune.py. The folder of the run
+ends up holding plan.json and the runs of its stages, that of the last with its report. Evaluation comes on top of the
+hours.
 """
 
 import contextlib
@@ -44,24 +45,27 @@ from livt_hf.training.start import build_classifier, build_head_config, build_la
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    asked = TrainSettings.explicit_options(argv)
-    settings = TrainSettings.resolve(asked)
-    if settings.resume is not None and (other := asked.keys() - {"resume", "threads", "launch", "plugin"}):
-        raise LiVTError(f"{settings.resume} goes on with its own plan; leave --{min(other)} out, or begin a new run.")
-    folder = begin(settings) if settings.resume is None else Path(settings.resume)
+    """Plan the stages, or read the plan to resume; run them, and evaluate the result."""
+    explicit = TrainSettings.explicit_options(argv)
+    settings = TrainSettings.resolve(explicit)
+    if settings.resume is not None and (other := explicit.keys() - {"resume", "threads", "launch", "plugin"}):
+        name = min(other)
+        message = f"{settings.resume} is resumed with its own plan; leave {name} out, or start a new run."
+        raise LiVTError(message, argument=name)
+    folder = write_plan(settings) if settings.resume is None else Path(settings.resume)
     if not (folder / PLAN).exists():
         what = f"has no {PLAN}" if folder.exists() else "does not exist"
-        raise LiVTError(f"{folder} {what}; give the folder that livt train began.")
+        raise LiVTError(f"{folder} {what}; give the folder of a livt train run.", argument="resume")
     hints = {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]]}
     plan = read_record(folder / PLAN, hints, required=hints)
     trained = all(Run(folder / stage).finished for stage in plan["stages"])
-    print(f"{folder} is trained; it is measured again." if trained else plan["why"], flush=True)
+    print(f"{folder} is trained; it is evaluated again." if trained else plan["why"], flush=True)
     threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
     launcher = shell_words(settings.launch)
     for stage, words in plan["stages"].items():
-        place = ["--output_dir", str(folder / stage), "--resume", "auto"]
-        with forgotten_unless_begun(folder, next(iter(plan["stages"]))):
-            stopped = not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *place, *threads])
+        output = ["--output_dir", str(folder / stage), "--resume", "auto"]
+        with delete_plan_unless_started(folder, next(iter(plan["stages"]))):
+            stopped = not Run(folder / stage).finished and run_livt([*launcher, stage, *words, *output, *threads])
         if stopped:
             raise Interrupted("train", "--resume", folder)
     plugin = FinetuneSettings.explicit_options(plan["stages"]["finetune"]).get("plugin")
@@ -70,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def forgotten_unless_begun(folder: Path, first_stage: str) -> Iterator[None]:
-    """A plan whose first stage is refused before it begins is no run: the folder is free for another try."""
+def delete_plan_unless_started(folder: Path, first_stage: str) -> Iterator[None]:
+    """Delete the plan if its first stage fails before it starts, so that the folder is free for another try."""
     try:
         yield
     except SystemExit as ended:
@@ -85,55 +89,57 @@ def forgotten_unless_begun(folder: Path, first_stage: str) -> Iterator[None]:
 
 
 def run_livt(words: list[str]) -> bool:
-    """Run a command; whether it was stopped and saved. It gets every wish to stop that this process gets."""
+    """Run a command in a process of its own, which may launch several; return True if it was stopped and saved.
+
+    It gets every signal to stop that this process gets.
+    """
     environment = os.environ | {WITHIN_TRAIN: "1"}
     command = subprocess.Popen([sys.executable, "-m", "livt_hf.cli.main", *words], env=environment)
-    wishes = signal.SIGINT, signal.SIGTERM
-
-    def pass_on(wish: int, _frame) -> None:
-        command.send_signal(wish)
-
-    before = {wish: signal.signal(wish, pass_on) for wish in wishes}
+    signals = signal.SIGINT, signal.SIGTERM
+    before = {number: signal.signal(number, lambda sent, _frame: command.send_signal(sent)) for number in signals}
     status = command.wait()
-    for wish in wishes:
-        signal.signal(wish, before[wish])
+    for number in signals:
+        signal.signal(number, before[number])
     if status not in (0, EXIT_UNFINISHED):
         exit_as(status)
     return status == EXIT_UNFINISHED
 
 
-def begin(settings: TrainSettings) -> Path:
-    """Choose, and write down what was chosen, so that going on does not choose again."""
+def write_plan(settings: TrainSettings) -> Path:
+    """Choose the stages and their options and write them to a new folder; a resumed run does not choose again."""
     data = load_dataset(settings.data)
     check_several_classes(data["train"])
     if settings.pretrained is not None:
-        why, stages = plan_backbone(settings, data["train"])
+        reason, stages = plan_backbone(settings, data["train"])
     else:
-        why, stages = plan_scratch(settings, data)
+        reason, stages = plan_scratch(settings, data)
     if settings.output_dir is None:
         folder = next_run(runs_folder() / f"train-{Path(settings.data.dataset).name}").folder
     else:
         folder = Path(settings.output_dir)
     if "pretrain" in stages:
-        stages["finetune"] += ["--pretrained", str(folder / "pretrain")]
+        stages["finetune"]["pretrained"] = str(folder / "pretrain")
     with claim_file(folder / PLAN) as path:
-        write_values(path, {"why": why, "stages": stages})
+        words = {stage: format_words(options) for stage, options in stages.items()}
+        write_values(path, {"why": reason, "stages": words})
     return folder
 
 
-def stage_words(settings: TrainSettings, stage: str) -> list[str]:
+def stage_options(settings: TrainSettings, stage: str) -> dict:
     """Return the options of a stage besides those that are chosen for it."""
     options = settings.non_defaults("data") | {"dataset": settings.data.dataset, "plugin": settings.plugin}
     options |= {"seed": settings.seed, "flip": settings.flip}
-    return format_words(options | ({"loss": settings.loss} if stage == "finetune" else {}))
+    options |= {"loss": settings.loss} if stage == "finetune" else {}
+    return {name: value for name, value in options.items() if value is not None}
 
 
-def plan_scratch(settings: TrainSettings, data: DatasetDict) -> tuple[str, dict[str, list[str]]]:
+def plan_scratch(settings: TrainSettings, data: DatasetDict) -> tuple[str, dict[str, dict]]:
+    """Return the reason and the options of both stages of a training from scratch."""
     choice = plan_scratch_training(settings.hours, data["train"], settings.loss, settings.threads)
-    options = choice.options(settings.hours)
-    stages = {stage: [*stage_words(settings, stage), *format_words(said)] for stage, said in options.items()}
-    # What the second stage would refuse is refused now, not after the first.
-    second = FinetuneSettings.parse([*stages["finetune"], "--pretrained", "none"], CONFIGS)
+    chosen = choice.options(settings.hours)
+    stages = {stage: stage_options(settings, stage) | options for stage, options in chosen.items()}
+    # What the second stage would not accept raises an error now, not after the first.
+    second = FinetuneSettings.parse(stages["finetune"] | {"pretrained": "none"}, CONFIGS)
     check_finetune_options(
         data, second.model, second.optimization, second.loss, second.augmentation, second.checkpoints
     )
@@ -143,7 +149,7 @@ def plan_scratch(settings: TrainSettings, data: DatasetDict) -> tuple[str, dict[
 
 
 def plan_scratch_training(hours: float, train: Dataset, loss: str, threads: int | None = None) -> autotune.ScratchPlan:
-    """What this machine, or so many of its cores, can train from scratch on these images."""
+    """Choose what this machine, or `threads` of its cores, can train from scratch on these images."""
     sizes = sample_image_sizes(train)
     side = int(np.median([min(size) for size in sizes]))
     per_second = (threads or available_cores()) * autotune.CORE_FLOPS
@@ -153,26 +159,21 @@ def plan_scratch_training(hours: float, train: Dataset, loss: str, threads: int 
     return autotune.ScratchPlan(len(train), side, 3600 * hours * per_second, **facts)
 
 
-def unmixed(loss: str) -> dict[str, float]:
-    """What a fine-tuning is told where its loss does not take the labels of mixed images."""
+def mixing_options(loss: str) -> dict[str, float]:
+    """Return the options that turn mixing off where a loss does not accept soft labels."""
     return {} if LOSSES[loss].soft_labels else {"mixup": 0.0, "cutmix": 0.0}
 
 
-def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, list[str]]]:
-    words = [
-        *stage_words(settings, "finetune"),
-        *format_words(unmixed(settings.loss)),
-        "--pretrained",
-        settings.pretrained,
-    ]
-    head = FinetuneSettings.parse([*words, "--tune", "head"], inherit=inherit_from_checkpoint)
+def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[str, dict]]:
+    """Return the reason and the options of a fine-tuning: of a whole backbone or of its head, as time allows."""
+    options = stage_options(settings, "finetune") | mixing_options(settings.loss) | {"pretrained": settings.pretrained}
+    head = FinetuneSettings.parse(options | {"tune": "head"}, inherit=inherit_from_checkpoint)
     model = build_classifier(train, head.model, head.loss, head.optimization, head.augmentation).eval()
     processor = build_processor(model, train, head.model, settings.data.dataset)
     size, budgeted = read_input_spec(processor).size, 3600 * settings.hours
-    forward, read = forward_seconds(model, size, settings.threads), read_seconds(train, processor)
-    batch = FinetuneSettings.parse(
-        [*words, "--tune", "full"], CONFIGS, inherit_from_checkpoint
-    ).optimization.batch_size
+    forward, read = measure_forward_seconds(model, size, settings.threads), measure_read_seconds(train, processor)
+    full = FinetuneSettings.parse(options | {"tune": "full"}, CONFIGS, inherit_from_checkpoint)
+    batch = full.optimization.batch_size
     features, epoch = ((times * forward + read) * len(train) for times in (1, 3))  # a step is three forward passes
     tune = autotune.choose_tuning(budgeted, epoch, len(train), batch)
     late = " That is longer than asked for; a smaller backbone or fewer images fit." if features > budgeted else ""
@@ -182,16 +183,16 @@ def plan_backbone(settings: TrainSettings, train: Dataset) -> tuple[str, dict[st
         "head": f"do not hold {enough}: its classifier is trained on frozen features, which take about "
         f"{format_duration(features)} to compute.{late}",
     }
-    why = (
+    reason = (
         f"{settings.pretrained}: an epoch of {len(train):,} images at {size} pixels takes about "
         f"{format_duration(epoch)} where everything is trained, and {settings.hours:g} hours {chosen[tune]}"
     )
-    limit = ["--hours", f"{settings.hours:g}"] if tune == "full" else []  # on its features, a head is done in seconds
-    return why, {"finetune": [*words, "--tune", tune, *limit]}
+    limit = {"hours": settings.hours} if tune == "full" else {}  # on its features, a head is done in seconds
+    return reason, {"finetune": options | {"tune": tune} | limit}
 
 
-def read_seconds(train: Dataset, processor: BaseImageProcessor) -> float:
-    """Of one image by one process, decoded and resized."""
+def measure_read_seconds(train: Dataset, processor: BaseImageProcessor) -> float:
+    """Return the time to decode and resize one image."""
     some = train.select(spread_rows(train, SAMPLE_SIZE))
     began = time.perf_counter()
     list(eval_loader(some, processor, Batches(len(some))))
@@ -199,8 +200,8 @@ def read_seconds(train: Dataset, processor: BaseImageProcessor) -> float:
 
 
 @torch.inference_mode()
-def forward_seconds(model: torch.nn.Module, size: int, threads: int | None, images: int = 8) -> float:
-    """Of one image, by the second of two batches."""
+def measure_forward_seconds(model: torch.nn.Module, size: int, threads: int | None, images: int = 8) -> float:
+    """Return the time of the forward pass of one image, by the second of two batches."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     configure_threads(device, threads)
     model, pixels = model.to(device), torch.randn(images, 3, size, size, device=device)

@@ -146,7 +146,7 @@ def test_ways_are_ranked_and_described_by_the_mean_of_their_seeds():
         metrics = [{"accuracy": accuracy, "num_images": 1000} for accuracy in accuracies]
         return [Results(stage="finetune", dataset="birds", metrics=one) for one in metrics]
 
-    said = recipe.verdict({"full": runs(0.6, 0.5), "head": runs(0.5, 0.7)})
+    said = recipe.format_verdict({"full": runs(0.6, 0.5), "head": runs(0.5, 0.7)})
     assert said.startswith(
         "Best: 'head', then 'full'. The first is right for 60.0 % of the test images, the second for"
     )

@@ -31,7 +31,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import read_values
 from livt_hf.long_tail.loss_table import LOSSES
 from livt_hf.plugins import find_module, load_plugin
-from livt_hf.recipes.train import stage_words
+from livt_hf.recipes.train import stage_options
 from livt_hf.results import Results
 from livt_hf.runs import PLAN, Run, new_run
 from livt_hf.specs import REQUIRED, Spec, option, part
@@ -171,7 +171,7 @@ def test_a_word_that_cannot_be_the_value_of_an_option_is_a_positional(words, imb
 
 def test_options_written_as_words_are_parsed_again():
     settings = TrainSettings.parse(["images", *format_words({"exclude_labels": "-1,-2", "validation_fraction": 0.0})])
-    again = FinetuneSettings.parse(stage_words(settings, "finetune")).data
+    again = FinetuneSettings.parse(format_words(stage_options(settings, "finetune"))).data
     assert (again.dataset, again.exclude_labels, again.validation_fraction) == ("images", "-1,-2", 0.0)
     assert format_words({"launch": "--multi_gpu", "seeds": [0, 1]}) == ["--launch=--multi_gpu", "--seeds", "0", "1"]
 

@@ -279,10 +279,10 @@ def test_a_part_of_kept_features_that_is_damaged_counts_for_nothing(tmp_path):
 def test_a_process_without_images_computes_nothing(frozen, tmp_path, monkeypatch):
     _, train, _, backbone = frozen
     monkeypatch.setattr("livt_hf.training.frozen.build_eval_batches", lambda *_: Batches(64, rank=0, world_size=2))
-    monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
     with pytest.raises(FileNotFoundError):  # the other process would have made the folder
         backbone.features(train.select([0]))
-    assert not list(tmp_path.rglob("*.safetensors"))
+    assert not list((tmp_path / "runs").rglob("*.safetensors"))
 
 
 def test_weights_in_half_precision_are_trained_and_served_in_full(pictures, tmp_path):

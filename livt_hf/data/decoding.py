@@ -26,6 +26,7 @@ from datasets import Image as ImageColumn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm.auto import tqdm
 
+from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.labels import MAX_NAMED, embedded_sizes, image_paths
 from livt_hf.errors import LiVTError
 
@@ -283,6 +284,12 @@ def describe_copies(splits: Mapping[str, Dataset]) -> str | None:
     number = "1 image is" if len(pairs) == 1 else f"{len(pairs)} images are"
     findings = f"{number} in two splits:{format_findings(' = '.join(pair) for pair in pairs)}"
     return f"{findings}\nRemove one of each pair, or give both the same group, so that no training image is tested."
+
+
+def warn_about_duplicates(splits: Mapping[str, Dataset], name: str) -> None:
+    """Warn about identical images on both sides of a split; those of the benchmarks are known."""
+    if name not in PUBLIC and (message := describe_copies(splits)):
+        logger.warning(message)
 
 
 def stored_paths(dataset: Dataset) -> list[str]:

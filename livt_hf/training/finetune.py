@@ -19,7 +19,7 @@ from livt_hf.data.batches import build_eval_batches, build_train_batches
 from livt_hf.data.labels import is_multi_label, number_of_classes
 from livt_hf.data.load import check_several_classes
 from livt_hf.data.sampling import Sampler
-from livt_hf.data.spec import FinetuneAugmentationSpec
+from livt_hf.data.spec import DataSpec, FinetuneAugmentationSpec
 from livt_hf.data.splitting import is_made_split
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
@@ -42,7 +42,7 @@ from livt_hf.training.frozen import FeatureClassifier, FeatureLoader, FrozenBack
 from livt_hf.training.loop import StepKey, TrainingLoop, TrainingTask
 from livt_hf.training.lora import add_lora, merge_lora
 from livt_hf.training.optim import make_optimizer
-from livt_hf.training.results import is_local, is_own, summarize_class_counts
+from livt_hf.training.results import build_common_results, is_local, is_own, summarize_class_counts
 from livt_hf.training.spec import FinetuneCheckpointSpec, FinetuneModelSpec, FinetuneOptimizationSpec
 from livt_hf.training.start import freeze_unused_parameters
 
@@ -339,6 +339,12 @@ class EpochEvaluator:
             tqdm.write(f"epoch {epoch + 1}  {format_accuracy(metrics)}", file=sys.stderr)  # above the progress bar
         return metrics
 
+    def evaluate_test(self, loop: TrainingLoop) -> dict:
+        """Evaluate the final model on the test images and keep their predictions in the folder of the run."""
+        batches, counts = self.task.eval_batches("test"), class_counts(self.dataset["train"])
+        store = keep_predictions(loop.run.folder, self.dataset["test"], loop.accelerator)
+        return compute_metrics(loop.final_model, batches, loop.accelerator, counts, store)
+
     def restore_best(self, loop: TrainingLoop) -> None:
         """Load the best weights into the final model where `select` is "best"."""
         if self.spec.select == "best":
@@ -381,25 +387,29 @@ class BestCheckpoint:
 
 
 def build_finetune_results(
-    fields: dict,
     loop: TrainingLoop,
     evaluator: EpochEvaluator,
     model: PreTrainedModel,
     processor: BaseImageProcessor,
-    pretrained: str,
+    metrics: dict,
+    data: DataSpec,
+    spec: FinetuneModelSpec,
+    preparation_seconds: float,
 ) -> Results:
-    """Collect the results of a fine-tuning."""
+    """Collect the results of a fine-tuning; `metrics` are those of `EpochEvaluator.evaluate_test`."""
     dataset, long_tail, best = evaluator.dataset, model.config.long_tail, loop.progress.best_epoch
     held_out = is_made_split(dataset, "validation")
     split = "held-out training images" if held_out else "the validation split"
     return Results(
-        **fields,
+        **build_common_results("finetune", data, spec.model_size, loop, model),
+        **metrics,
+        preparation_seconds=preparation_seconds,
         image_size=read_input_spec(processor).size,
         default_rule=PredictionsInfo.from_model(model).default_rule.name,
         split="test",
         test_carved=is_made_split(dataset, "test"),
         validation_carved=held_out,
-        num_images=fields["metrics"]["num_images"],
+        num_images=metrics["metrics"]["num_images"],
         num_train_images=long_tail.num_images,
         num_classes=model.config.num_labels,
         class_counts=summarize_class_counts(class_counts(dataset["train"])),
@@ -407,8 +417,8 @@ def build_finetune_results(
         tau=long_tail.tau,
         epoch=loop.progress.update / loop.per_epoch if best is None else best,
         selection="last epoch" if best is None else f"epoch of the best {evaluator.metric} on {split}",
-        pretrained=pretrained,
-        pretrained_local=is_local(pretrained),
-        pretrained_own=is_own(pretrained),
+        pretrained=spec.pretrained,
+        pretrained_local=is_local(spec.pretrained),
+        pretrained_own=is_own(spec.pretrained),
         calibrated_on=None if long_tail.calibration is None else long_tail.calibration["num_images"],
     )

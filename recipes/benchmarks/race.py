@@ -229,8 +229,7 @@ def run_ours(row: Row, **changed) -> dict:
 
     for module, names in (
         (pretrain, ("compute_reconstruction_loss", "reconstruct_examples")),
-        (finetune, ("compute_metrics",)),
-        (livt_hf.training.finetune, ("compute_metrics",)),  # after the last epoch
+        (livt_hf.training.finetune, ("compute_metrics",)),
     ):
         for name in names:
             setattr(module, name, uncounted(getattr(module, name)))
