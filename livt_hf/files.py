@@ -63,6 +63,13 @@ def read_records(path: Path, hints: Hints | None = None, required: Iterable[str]
     return records
 
 
+def read_log(path: str | Path) -> list[dict[str, Any]]:
+    """Read the lines of a training log (log.jsonl)."""
+    number = float | None
+    hints = {"update": int, "epoch": float, "loss": number, "lr": number, "eval": dict[str, number]}
+    return read_records(Path(path), hints, required=["update"])
+
+
 def _check_record(record: Any, hints: Hints, required: Iterable[str], origin: str) -> None:
     """Raise an error for what is no dictionary, lacks a required name, or has a value of another type."""
     if not isinstance(record, dict):

@@ -14,7 +14,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from livt_hf.errors import LiVTError
-from livt_hf.files import read_record, read_records, replace_text
+from livt_hf.files import read_log, read_record, replace_text
 from livt_hf.results import Results
 
 ARGUMENTS, LOG, RESULTS, CHECKPOINTS = "arguments.yaml", "log.jsonl", "results.json", "checkpoints"
@@ -122,10 +122,6 @@ class Run:
             kept = [line for line in read_log(path) if line["update"] <= update]
             replace_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
 
-    def reports(self, name: str) -> list[Path]:
-        """Return the files of this name in the reports on the run, the newest first."""
-        return sorted(self.folder.glob(f"report*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
-
     def write_results(self, results: Results) -> None:
         """Write the results, last of all: a run with results is a finished run."""
         replace_text(self.folder / RESULTS, results.to_json())
@@ -152,13 +148,6 @@ def _argument_types() -> dict[str, Any]:
     ):  # fmt: skip
         types |= get_type_hints(spec)
     return types
-
-
-def read_log(path: str | Path) -> list[dict]:
-    """Read the lines of a log.jsonl, without a last line that a killed process left unfinished."""
-    number = float | None
-    hints = {"update": int, "epoch": float, "loss": number, "lr": number, "eval": dict[str, number]}
-    return read_records(Path(path), hints, required=["update"])
 
 
 def new_run(name: str, output_dir: str | Path | None = None) -> Run:

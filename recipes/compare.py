@@ -27,7 +27,7 @@ from livt_hf.recipes.ablations import Variant, summarise, table_rows
 from livt_hf.recipes.sweep import Plan, carried_out
 from livt_hf.recipes.train import mixing_options, plan_scratch_training
 from livt_hf.reports import markdown_table, sweep_plot
-from livt_hf.reports.comparison import difference
+from livt_hf.reports.comparison import describe_difference
 from livt_hf.results import Results
 from livt_hf.text import shell_line
 from livt_hf.training.lora import check_lora
@@ -124,7 +124,7 @@ def format_verdict(results: dict[str, list[Results]]) -> str:
     best, *others = sorted(means, key=lambda label: -means[label]["accuracy"])
     if not others:
         return f"Only {best!r} was run."
-    return f"Best: {best!r}, then {others[0]!r}. {difference(means[best], means[others[0]])}"
+    return f"Best: {best!r}, then {others[0]!r}. {describe_difference(means[best], means[others[0]])}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from livt_hf.predictions.evaluate import EvaluationReport
 from livt_hf.predictions.record import FOLDER
 from livt_hf.recipes.finetune import finetune
 from livt_hf.reports import markdown_table
-from livt_hf.reports.evaluation import fold_rows, write_report
+from livt_hf.reports.report import fold_rows, write_report
 from livt_hf.runs import Run, check_same_images
 from livt_hf.training.folds import (
     evaluate_cross_validation,

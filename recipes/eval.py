@@ -16,6 +16,7 @@
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -59,9 +60,10 @@ from livt_hf.pretrained import load_backbone
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
 from livt_hf.reports.curves import shift_rows
-from livt_hf.reports.evaluation import choose_folder, write_report
+from livt_hf.reports.report import write_report
 from livt_hf.results import provenance
 from livt_hf.run_data import check_split_unseen, was_trained_on
+from livt_hf.runs import Run, runs_folder
 from livt_hf.text import format_accuracy, format_percent, shell_line
 from livt_hf.threads import configure_threads
 from livt_hf.training.device import LONG_TIMEOUT, check_processes
@@ -70,7 +72,7 @@ from livt_hf.training.device import LONG_TIMEOUT, check_processes
 def main(argv: Sequence[str] | None = None) -> None:
     settings = resolve_settings(EvalSettings, argv)
     accelerator = Accelerator(kwargs_handlers=LONG_TIMEOUT)
-    folder = choose_folder(settings.report, settings.model, settings.compare)
+    folder = choose_folder(settings.report, settings.model, settings.compare is not None)
     if settings.compare is not None:
         if accelerator.is_main_process:
             sentence, page = compare(*settings.compare, folder)
@@ -122,6 +124,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if ESTIMATED in report.summary["rules"]:
         command = shell_line(["livt", "predict", settings.model, "IMAGE...", "--prior", folder / "prior.json"])
         print(f"Estimated prior: {folder / 'prior.json'}; to serve under it:\n  {command}")
+
+
+def choose_folder(report: str | None, model: str, is_comparison: bool) -> Path:
+    """Return where a report goes: `report`, which must not exist, or report, report-2, ... in the folder of a run.
+
+    The report on any other model, which may be a download, goes where runs go.
+    """
+    if report is not None:
+        if Path(report).exists():
+            raise LiVTError(f"the report folder {report} exists; pass another --report.", "report")
+        return Path(report)
+    if is_comparison:
+        folder = runs_folder() / "comparison"
+    else:
+        is_run = Run(Path(model)).started
+        folder = Path(model, "report") if is_run else runs_folder() / f"report-{Path(model).name}"
+    numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
+    return next(path for path in itertools.chain([folder], numbered) if not path.exists())
 
 
 def thresholds_of(settings: EvalSettings) -> dict[str, int]:

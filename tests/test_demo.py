@@ -330,8 +330,8 @@ def test_classes_are_listed_from_worst_to_best_with_what_they_are_taken_for():
     rows = predictions.class_rows(NAMES, np.array(COUNTS))
     assert rows[0] == [1, "dog", 90, 3, 0.0, 63.3, "newt <b> (2)"]
     assert [row[4] for row in rows] == [0, 100, 100]
-    assert predictions.taken_for(1) == [(2, 2), (0, 1)]
-    assert predictions.wrong(1).tolist() == [4, 2, 3]  # the surest mistake first
+    assert predictions.predicted_as(1) == [(2, 2), (0, 1)]
+    assert predictions.errors_of(1).tolist() == [4, 2, 3]  # the surest mistake first
     bins = predictions.bins(0)
     assert sum(row["images"] for row in bins) == 2 and bins[13]["confidence"] == pytest.approx(0.9)
 

@@ -640,7 +640,7 @@ def test_a_report_has_the_predictions_that_the_demo_shows(workplace, evaluate):
     for rule in predictions.info.rules:
         found, metrics = Mistakes.of(predictions, rule), result.summary["rules"][rule.name]
         assert found.belong_to(load_long_tailed(str(workplace.pictures))) and len(found.label) == 44
-        assert found.right.mean() == pytest.approx(metrics["accuracy"])
+        assert found.correct.mean() == pytest.approx(metrics["accuracy"])
         assert ((found.confidence > 0.2) & (found.confidence <= 1)).all()  # of four classes, the most probable
 
 

@@ -167,7 +167,7 @@ def test_every_image_is_predicted_once_by_the_model_that_did_not_see_its_group(r
     assert summary["folds"]["deviation"]["accuracy"] == pytest.approx(np.std(each, ddof=1))
     assert run.results.folds == summary["folds"]
     page = (run.folder / "report" / "report.html").read_text()
-    assert "mean ± deviation" in page and ">pooled<" in page
+    assert "mean ± std" in page and ">pooled<" in page
     with pytest.raises(LiVTError, match="no finished fine-tuning"):  # there is no model to evaluate
         evaluation.main([])
     with pytest.raises(LiVTError, match="is a cross-validation; its models are in fold-1"):

@@ -45,7 +45,7 @@ def test_three_commands_lead_from_the_table_to_a_report_of_five_folds(export, mo
     pretrain.main(["--dataset", *OF_PATIENTS, "--on_broken", "skip", *smaller, *sizes])
     finetune.main([*smaller, "--folds", "5"])
     printed = capsys.readouterr().out
-    assert "diagnosis 13 (4)" in caplog.text and "mean ± deviation" in printed
+    assert "diagnosis 13 (4)" in caplog.text and "mean ± std" in printed
     (folder,) = (export.parent / "runs").glob("finetune-*/1")
     run = Run(folder)
     assert run.finished and (folder / "report" / "report.html").exists()

@@ -111,7 +111,7 @@ def test_several_labels_are_cross_validated_too(options, tmp_path, monkeypatch, 
     run = Run(tmp_path / "run")
     assert run.results.metrics["num_images"] == 96 and 0 < run.results.folds["mean"]["map"] <= 1
     assert "| pooled | 96 |" in capsys.readouterr().out
-    assert "mean ± deviation" in (run.folder / "report" / "report.md").read_text()
+    assert "mean ± std" in (run.folder / "report" / "report.md").read_text()
 
 
 def test_a_threshold_is_the_one_of_the_highest_f1():

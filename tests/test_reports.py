@@ -12,10 +12,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 from livt_hf import reports
+from livt_hf.files import read_log
 from livt_hf.metrics import LongTailMetrics, confusions
 from livt_hf.reports import style
-from livt_hf.reports.page import plain_markdown
-from livt_hf.runs import read_log
+from livt_hf.reports.page import escape_markdown
 
 
 def size_of(path):
@@ -295,13 +295,13 @@ def test_a_markdown_table_has_one_column_per_key_and_dashes_for_what_is_absent()
     ],
 )
 def test_markdown_shows_a_name_as_it_is(name, written):
-    assert plain_markdown(name) == written and f"| {written} |" in reports.markdown_table([{"class": name}])
+    assert escape_markdown(name) == written and f"| {written} |" in reports.markdown_table([{"class": name}])
 
 
 def test_numbers_stand_right_under_their_heading_and_names_left_also_where_digits_are_fixed(tmp_path):
     rows = [{"name": "ant", "few": "44.0"}, {"name": "7", "few": "-"}]
     assert reports.markdown_table(rows).splitlines()[1] == "| --- | ---: |"
-    page = reports.html_report(tmp_path, "", {"Classes": rows}, {}).read_text()
+    page = reports.write_page(tmp_path, "", {"Classes": rows}, {}).read_text()
     assert '<th class="text">name</th><th>few</th>' in page
     assert '<td class="text">7</td><td>-</td>' in page
 
@@ -309,7 +309,7 @@ def test_numbers_stand_right_under_their_heading_and_names_left_also_where_digit
 def magenta_report(folder):
     Image.new("RGB", (300, 200), (255, 0, 255)).save(folder / "magenta.png")
     tables = {"Results": [{"rule": "<b>argmax</b>", "few": 0.25}], "Classes": [{"class": i} for i in range(60)]}
-    page = reports.html_report(folder, "Report & <title>", tables, {"a picture": folder / "magenta.png"})
+    page = reports.write_page(folder, "Report & <title>", tables, {"a picture": [folder / "magenta.png"]})
     (folder / "magenta.png").unlink()  # what the page shows is in the page
     return page
 
@@ -320,7 +320,7 @@ def test_the_html_page_refers_to_nothing_outside_itself_and_runs_no_script(tmp_p
     assert "<script" not in text and "http://" not in text and "https://" not in text
     assert "&lt;b&gt;argmax&lt;/b&gt;" in text and "<title>Report &amp; &lt;title&gt;</title>" in text
     with pytest.raises(ValueError, match="not a picture"):
-        reports.html_report(tmp_path, "", {}, {"a table": tmp_path / "results.csv"})
+        reports.write_page(tmp_path, "", {}, {"a table": [tmp_path / "results.csv"]})
 
 
 @pytest.mark.slow

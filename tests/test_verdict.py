@@ -1,4 +1,4 @@
-"""The first screen of a report, and two reports side by side."""
+"""The verdict of a report, and the comparison of two reports."""
 
 import json
 import shutil
@@ -15,16 +15,17 @@ from livt_hf.predictions import Predictions
 from livt_hf.predictions.evaluate import EvaluationReport
 from livt_hf.predictions.rules import ARGMAX, UNIFORM
 from livt_hf.recipes.eval import main
-from livt_hf.reports.comparison import difference, write_classes
-from livt_hf.reports.page import plain_markdown
-from livt_hf.reports.verdict import actions, doubtful, first_screen, first_screen_text, groups
+from livt_hf.reports.comparison import describe_difference
+from livt_hf.reports.page import escape_markdown, render
+from livt_hf.reports.report import write_classes
+from livt_hf.reports.verdict import find_unreliable_classes, judge, recommend, summarize_groups
 
 NAMES = ["common <b>", "usual", "rare", "rarer"]
 COUNTS = [500, 200, 12, 6]
 
 
 def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> EvaluationReport:
-    """Of rules given as (label, prediction, confidence) of every image."""
+    """Return the report of rules given as (label, prediction, confidence) of every image."""
     metrics, pairs = {}, None
     for number, rows in enumerate(rules):
         label, predicted, confidence = (torch.tensor(column) for column in zip(*rows, strict=True))
@@ -33,10 +34,10 @@ def measured(*rules, counts=COUNTS, names=NAMES, **thresholds) -> EvaluationRepo
         metrics[f"rule {number}"].update(scores, label)
         if pairs is None:
             pairs = confusions(predicted, label, counts, names)
-    return findings(metrics, pairs, names)
+    return report_of(metrics, pairs, names)
 
 
-def findings(metrics, pairs, names) -> EvaluationReport:
+def report_of(metrics, pairs, names) -> EvaluationReport:
     intervals = {rule: dict.fromkeys(GROUPS, (0.1, 0.9)) for rule in metrics}
     per_class = next(iter(metrics.values())).per_class(names)
     labels, default = {rule: rule for rule in metrics}, list(metrics)[0]
@@ -44,68 +45,78 @@ def findings(metrics, pairs, names) -> EvaluationReport:
     return EvaluationReport(summary, per_class, metrics, confusions=pairs)
 
 
-# Ten images per class: the frequent ones right, of the rare ones most are taken for a frequent one.
+def render_verdict(report: EvaluationReport) -> tuple[str, str]:
+    """Return the verdict in HTML and the report in Markdown."""
+    verdict = judge(report)
+    return render("verdict.html", verdict=verdict), render("report.md", verdict=verdict, title="", tables={})
+
+
+# Ten images per class: the frequent ones right, most of the rare ones predicted as a frequent class.
 WEAK = [(0, 0, 0.9)] * 10 + [(1, 1, 0.9)] * 9 + [(1, 0, 0.5)] + [(2, 0, 0.8)] * 7 + [(2, 2, 0.6)] * 3
 WEAK += [(3, 1, 0.2)] * 4 + [(3, 0, 0.2)] * 2 + [(3, 3, 0.3)] * 4
+BETTER = [(label, label, 0.9) for label, _, _ in WEAK]
 
 
-def test_groups_are_right_as_often_as_their_classes_are_on_average():
-    many, few = groups(measured(WEAK))
-    assert (many["group"], many["classes"], many["accuracy"]) == ("many", 2, pytest.approx(0.95))
-    assert (few["group"], few["classes"], few["accuracy"]) == ("few", 2, pytest.approx(0.35))
+def test_the_verdict_opens_with_accuracy_images_and_decision_rule():
+    assert judge(measured(WEAK)).lead == "Accuracy 65.0 % on 40 test images (decision rule: rule 0)."
+    imbalanced = judge(measured(WEAK[:10] + [(3, 0, 0.5)] * 2)).lead
+    assert imbalanced.startswith("Accuracy 83.3 % on 12 test images, mean class accuracy 50.0 % (")
 
 
-def test_frequent_and_rare_are_what_the_thresholds_say_that_were_asked_for():
+def test_the_accuracy_of_a_group_is_the_mean_of_its_classes():
+    many, few = summarize_groups(measured(WEAK))
+    assert (many["name"], many["accuracy"]) == ("many", pytest.approx(0.95))
+    assert (few["name"], few["accuracy"]) == ("few", pytest.approx(0.35))
+    assert many["description"] == "2 classes with more than 100 training images"
+
+
+def test_groups_follow_the_given_thresholds():
     found = measured(WEAK, many_above=300, few_below=10)
-    assert [row["words"].removesuffix(" training images") for row in groups(found)] == [
-        "more than 300",
-        "10 to 300",
-        "fewer than 10",
-    ]
-    rare, rarer = doubtful(found)
-    assert "training images" not in rare["why"] and "only 6 training images" in rarer["why"]
-    assert any(step.startswith("Label more images of rarer: classes with fewer than 10 ") for step in actions(found))
-    assert not any("Label more" in step for step in actions(measured(WEAK, few_below=5)))  # 6 images are no longer few
+    for group, size in zip(summarize_groups(found), ("more than 300", "10 to 300", "fewer than 10"), strict=True):
+        assert f" with {size} training images" in group["description"]
+    rare, rarer = find_unreliable_classes(found)
+    assert "training images" not in rare["reason"] and "only 6 training images" in rarer["reason"]
+    assert any(text.startswith("Label more images of rarer: classes with fewer than 10 ") for text in recommend(found))
+    assert not any("Label more" in text for text in recommend(measured(WEAK, few_below=5)))  # 6 images are not few
 
 
-def test_a_class_is_doubted_for_few_images_for_a_class_it_is_taken_for_and_for_overconfidence():
-    rare, rarer = doubtful(measured(WEAK))
-    assert rare["why"] == "only 12 training images; 70.0 % are taken for common <b>; overconfident (74.0 % sure)"
-    assert rarer["why"] == "only 6 training images; 40.0 % are taken for usual"
-    assert doubtful(measured([(label, label, 0.95) for label in range(4) for _ in range(10)])) == []
+def test_a_class_is_unreliable_for_few_images_for_a_confusion_and_for_overconfidence():
+    rare, rarer = find_unreliable_classes(measured(WEAK))
+    reasons = "only 12 training images; 70.0 % are predicted as common <b>; overconfident (mean confidence 74.0 %)"
+    assert rare["reason"] == reasons
+    assert rarer["reason"] == "only 6 training images; 40.0 % are predicted as usual"
+    assert find_unreliable_classes(measured([(label, label, 0.95) for label in range(4) for _ in range(10)])) == []
 
 
-def test_one_class_and_one_image_are_spoken_of_in_the_singular():
+def test_one_class_and_one_image_are_singular():
     found = measured(WEAK, counts=[500, 200, 30, 1])
-    assert doubtful(found)[1]["why"].startswith("only 1 training image;")
-    assert "few: 1 class with fewer" in first_screen(found) and "- few (1 class, fewer" in first_screen_text(found)
+    assert find_unreliable_classes(found)[1]["reason"].startswith("only 1 training image;")
+    assert all("few" in text and "1 class with fewer than 20" in text for text in render_verdict(found))
 
 
-def test_more_images_are_asked_for_of_classes_that_are_right_less_often_than_frequent_ones():
+def test_more_images_are_recommended_of_classes_below_the_accuracy_of_frequent_ones():
     rows = [(label, 2 if label == 3 else label, 0.9) for label, _, _ in WEAK]
-    assert any(step.startswith("Label more images of rarer: ") for step in actions(measured(rows)))
+    assert any(text.startswith("Label more images of rarer: ") for text in recommend(measured(rows)))
 
 
-def test_what_is_to_be_done_is_what_promises_most():
-    better = [(label, label, 0.9) for label, _, _ in WEAK]
-    steps = actions(measured(WEAK, better))
-    assert steps[0].startswith("Serve by another rule: rule 1 is right for 100.0 %")
-    assert steps[1].startswith("Label more images of rare, rarer: ")
-    assert len(steps) == 3
-    assert not any("another rule" in step for step in actions(measured(WEAK)))
+def test_the_most_promising_recommendation_comes_first():
+    texts = recommend(measured(WEAK, BETTER))
+    assert "“rule 1” reaches a mean class accuracy of 100.0 %, “rule 0” 65.0 %." in texts[0]
+    assert texts[1].startswith("Label more images of rare, rarer: ")
+    assert len(texts) == 3
+    assert not any("another decision rule" in text for text in recommend(measured(WEAK)))
 
 
-def test_rules_are_compared_under_the_prior_that_was_asked_for():
-    better = [(label, label, 0.9) for label, _, _ in WEAK]
-    found = measured(WEAK, better)
+def test_rules_are_compared_under_the_given_prior():
+    found = measured(WEAK, BETTER)
     accuracy = {"rule 0": 0.9, "rule 1": 0.8}
     found.summary["under_prior"] = {"prior": "training prior", "accuracy": accuracy}
-    assert not any("another rule" in step for step in actions(found))
+    assert not any("another decision rule" in text for text in recommend(found))
     accuracy["rule 1"] = 0.95
-    assert "rule 1 is right for 95.0 % of the images where classes are as frequent" in " ".join(actions(found))
+    assert "“rule 1” reaches an accuracy of 95.0 % under the training prior" in " ".join(recommend(found))
 
 
-def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
+def test_calibration_is_recommended_for_an_uncalibrated_model_only():
     """A cross-validation has no model of its own."""
     found = measured(WEAK, WEAK)
     metrics = dict(zip((ARGMAX, UNIFORM), found.metrics.values(), strict=True))
@@ -113,25 +124,24 @@ def test_only_a_model_that_is_not_calibrated_is_told_to_calibrate():
     named = replace(found, metrics=metrics, summary=summary | {"intervals": dict.fromkeys(metrics, {})})
     calibrated = replace(named, summary=named.summary | {"default_rule": UNIFORM})
     told = [
-        any("livt calibrate 'runs/my model' --dataset" in words for words in actions(one))
+        any("livt calibrate 'runs/my model' --dataset" in text for text in recommend(one))
         for one in (named, calibrated, replace(named, summary=named.summary | {"folds": {}}))
     ]
     assert told == [True, False, False]
 
 
-def test_a_perfect_model_has_nothing_to_be_done():
+def test_a_perfect_model_has_no_unreliable_class_and_no_recommendation():
     perfect = measured([(label, label, 1.0) for label in range(4) for _ in range(10)])
-    assert actions(perfect) == []
-    assert "No class stands out" in first_screen(perfect) and "Nothing stands out" in first_screen(perfect)
+    assert recommend(perfect) == [] and find_unreliable_classes(perfect) == []
+    assert [text.count("None.") for text in render_verdict(perfect)] == [2, 2]
 
 
-def test_names_are_never_read_as_html_and_the_text_says_the_same():
-    page, text = first_screen(measured(WEAK)), first_screen_text(measured(WEAK))
+def test_names_are_never_read_as_html_and_both_texts_agree():
+    page, text = render_verdict(measured(WEAK))
     assert "common &lt;b&gt;" in page and "<b>common" not in page
-    assert "70.0 % are taken for common &lt;b&gt;" in text
-    for step in actions(measured(WEAK)):
-        assert plain_markdown(step) in text
-    assert "- few (2 classes, fewer than 20 training images): 35.0 % right" in text
+    assert "70.0 % are predicted as common &lt;b&gt;" in text
+    assert all(escape_markdown(item) in text for item in recommend(measured(WEAK)))
+    assert "- few (2 classes with fewer than 20 training images): accuracy 35.0 %" in text
 
 
 def test_thousands_of_classes_still_fit_one_screen():
@@ -145,8 +155,8 @@ def test_thousands_of_classes_still_fit_one_screen():
         rows[torch.arange(len(rows)), torch.from_numpy(predicted[start : start + 1000])] = 0.5
         metric.update(rows, torch.from_numpy(label[start : start + 1000]))
     pairs = confusions(torch.from_numpy(predicted), torch.from_numpy(label), counts, names)
-    page = first_screen(findings({"rule": metric}, pairs, names))
-    assert page.count("<li>") <= 9 and "more, in the table of classes" in page
+    page, _ = render_verdict(report_of({"rule": metric}, pairs, names))
+    assert page.count("<li>") <= 9 and "more are in the table of classes" in page
 
 
 def write_report(folder, accuracy, dataset="glyphs", names=("a", "b"), **more):
@@ -175,19 +185,20 @@ def test_two_reports_stand_side_by_side_with_their_differences(tmp_path, monkeyp
     page = (tmp_path / "runs" / "comparison" / "report.html").read_text()
     assert page.count("data:image/png") == 2 and "<script" not in page
     assert "50.0" in page and "75.0" in page and "+25.0" in page
-    assert "the second is better, by more than chance" in page
+    assert "the second is significantly better" in page
     main(["--compare", "other/report-2", "one", "--report", "again"])
     assert "-25.0" in (tmp_path / "again" / "report.html").read_text()
 
 
-def test_what_chance_can_make_is_called_so():
-    assert "no more apart than chance" in difference(
-        {"accuracy": 0.50, "num_images": 100}, {"accuracy": 0.55, "num_images": 100}
+def test_a_difference_within_the_margin_is_not_significant():
+    first, second = {"accuracy": 0.50, "num_images": 100}, {"accuracy": 0.55, "num_images": 100}
+    assert "the difference is not significant (95 % margin if their errors are independent: 13.8 points)" in (
+        describe_difference(first, second)
     )
 
 
-def test_two_models_on_the_same_images_differ_by_chance_only_where_one_of_them_is_right(tmp_path, monkeypatch, capsys):
-    """1000 images, 700 and 735 right: 35 mended and none spoiled are no chance, but independent models differ so."""
+def test_models_on_the_same_images_are_compared_by_those_that_only_one_has_right(tmp_path, monkeypatch, capsys):
+    """1000 images, 700 and 735 right: significant for the same images, not for independent errors."""
     monkeypatch.chdir(tmp_path)
     index = torch.arange(1000)
     for name, right in {"one": 700, "other": 735}.items():
@@ -195,29 +206,33 @@ def test_two_models_on_the_same_images_differ_by_chance_only_where_one_of_them_i
         write_report(tmp_path / name, right / 1000)
         Predictions.from_arrays(logits, [0] * 1000, class_names="ab").save(tmp_path / name / "predictions")
     main(["--compare", "one", "other", "--report", "paired"])
-    assert "the second is better, by more than chance could make (1.1 points)." in capsys.readouterr().out
+    assert "the second is significantly better (95 % margin: 1.1 points)." in capsys.readouterr().out
     shutil.rmtree(tmp_path / "one" / "predictions")
     main(["--compare", "one", "other", "--report", "independent"])
-    said = capsys.readouterr().out
-    assert "no more apart than chance could make them if they err independently (3.9 points)." in said
+    printed = capsys.readouterr().out
+    assert "not significant (95 % margin if their errors are independent: 3.9 points)." in printed
 
 
-def test_reports_of_other_data_or_classes_are_not_compared(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        (None, ["other"]),
+        ({"dataset": "birds"}, ["glyphs", "birds"]),
+        ({"names": ("a", "c")}, ["one", "other"]),
+        ({"thresholds": {"many_above": 50, "few_below": 20}}, ["50"]),
+    ],
+)
+def test_reports_of_other_data_or_classes_are_not_compared(tmp_path, monkeypatch, changes, values):
     monkeypatch.chdir(tmp_path)
     write_report(tmp_path / "one" / "report", 0.5)
-    with pytest.raises(LiVTError, match="other has no report .*livt eval other"):
+    if changes is not None:
+        write_report(tmp_path / "other" / "report", 0.5, **changes)
+    with pytest.raises(LiVTError) as error:
         main(["--compare", "one", "other"])
-    write_report(tmp_path / "other" / "report", 0.5, dataset="birds")
-    with pytest.raises(LiVTError, match="not of the same dataset .glyphs and birds."):
-        main(["--compare", "one", "other"])
-    shutil.rmtree(tmp_path / "other")
-    write_report(tmp_path / "other" / "report", 0.5, names=("a", "c"))
-    with pytest.raises(LiVTError, match="one and other have other classes"):
-        main(["--compare", "one", "other"])
-    shutil.rmtree(tmp_path / "other")
-    write_report(tmp_path / "other" / "report", 0.5, thresholds={"many_above": 50, "few_below": 20})
-    with pytest.raises(LiVTError, match="not of the same thresholds .* --few_below"):
-        main(["--compare", "one", "other"])
-    with pytest.raises(LiVTError, match="compare puts two runs side by side, not 1"):
-        main(["--compare", "one"])
+    assert error.value.argument == "compare" and all(value in str(error.value) for value in values)
     assert not (tmp_path / "comparison").exists()
+
+
+def test_two_runs_are_compared_not_one():
+    with pytest.raises(LiVTError, match="compare"):
+        main(["--compare", "one"])

@@ -17,7 +17,7 @@ from livt_hf.demo import classes, unlabelled
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.errors import LiVTError
 from livt_hf.reports import mistakes, reliability_diagram
-from livt_hf.reports.page import plain_markdown
+from livt_hf.reports.page import escape_markdown
 
 SHOWN = 24  # wrong images of a class
 NEIGHBOURS = 6
@@ -265,14 +265,14 @@ class ErrorsTab:
         label = int(event.row_value[0])
         chosen = rule, label
         predictions, names, data = self.shown.predictions[rule], self.served.names, self.shown.data
-        taken = ", ".join(f"{names[other]} ({images})" for other, images in predictions.taken_for(label)[:8])
+        taken = ", ".join(f"{names[other]} ({images})" for other, images in predictions.predicted_as(label)[:8])
         said = f"Taken for {taken}." if taken else "Every test image is right."
-        words = f"### {plain_markdown(names[label])}\n\n{plain_markdown(said)}"
+        words = f"### {escape_markdown(names[label])}\n\n{escape_markdown(said)}"
         picture = private_folder() / "reliability.png"
         diagram = reliability_diagram(predictions.bins(label), picture, f"Images of {names[label]}")
         if data is None:
             return chosen, words + "\n\nIts images are not shown here.", [], diagram, []
-        rows = predictions.wrong(label)[:SHOWN]
+        rows = predictions.errors_of(label)[:SHOWN]
         captions = [names[predictions.predicted[row]] for row in rows]
         wrong = gallery(data, predictions.split, predictions.index[rows], captions)
         return chosen, words, wrong, diagram, self._near(*chosen, 0) if len(rows) else []
@@ -283,7 +283,7 @@ class ErrorsTab:
     def _near(self, rule: str, label: int, place: int) -> list[tuple]:
         """Training images of the true and of the predicted class nearest to a wrong image."""
         predictions, data, names = self.shown.predictions[rule], self.shown.data, self.served.names
-        row = predictions.wrong(label)[place]
+        row = predictions.errors_of(label)[place]
         [image] = read_images(data[predictions.split], [predictions.index[row]])
         classes = [label, int(predictions.predicted[row])]
         found = self.served.nearest(data["train"], image, classes, NEIGHBOURS)

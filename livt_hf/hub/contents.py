@@ -23,8 +23,8 @@ TEXT_OPTIONS = (
     "tune", "optimizer", "pooling", "loss", "bias", "head_start", "sampler", "augmentation", "select", "select_metric",
 )  # fmt: skip
 PATH_OPTIONS = ("dataset", "pretrained", "test_prior", "class_weights")
-EVALUATION_FIELDS = ("split", "thresholds", "versions", "git_revision", "rankings", "folds", "classes")
-EVALUATION_TEXTS = ("split", "name", "group", "torch", "python", "livt-hf", "git_revision")
+EVALUATION_FIELDS = ("split", "default_rule", "thresholds", "versions", "git_revision", "rankings", "folds", "classes")
+EVALUATION_TEXTS = ("split", "default_rule", "name", "group", "torch", "python", "livt-hf", "git_revision")
 EVALUATION_TEXTS += ("torchvision", "transformers", "datasets", "accelerate", "timm")
 CLASS_COLUMNS = ("class", "name", "count", "group", "images", "accuracy", "precision", "recall", "f1", "auroc")
 CLASS_COLUMNS += ("average_precision", "confidence")

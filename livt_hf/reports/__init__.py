@@ -1,4 +1,4 @@
-"""Pictures and pages that show what a model does to the tail. Each function writes one file and returns its path.
+"""Pictures and pages of evaluations and sweeps. Each function writes one file and returns its path.
 
 Names are looked up when they are first used.
 """
@@ -6,32 +6,13 @@ Names are looked up when they are first used.
 import importlib
 
 _NAMES = {
-    "biases": (
-        "bias_by_gamma",
-        "bias_curves",
-        "class_distribution",
-    ),
-    "classes": (
-        "accuracy_by_frequency",
-        "best_and_worst",
-        "best_and_worst_classes",
-        "confused_classes",
-        "reliability_diagram",
-    ),
-    "curves": (
-        "sweep_plot",
-        "training_curves",
-    ),
-    "page": (
-        "html_report",
-        "markdown_table",
-    ),
-    "sheets": (
-        "contact_sheet",
-        "reconstruction_sheet",
-    ),
+    "biases": "bias_by_gamma bias_curves class_distribution",
+    "classes": "accuracy_by_frequency best_and_worst best_and_worst_classes confused_classes reliability_diagram",
+    "curves": "sweep_plot training_curves",
+    "page": "markdown_table write_page",
+    "sheets": "contact_sheet reconstruction_sheet",
 }
-_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 
 

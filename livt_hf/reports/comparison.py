@@ -1,4 +1,4 @@
-"""Two reports side by side: what the second model gains and loses against the first, by group and by class."""
+"""Compare two reports: what the second model gains and loses against the first, by group and by class."""
 
 import csv
 import math
@@ -13,20 +13,19 @@ from livt_hf.predictions.decide import decide
 from livt_hf.predictions.evaluate import upgrade_summary
 from livt_hf.predictions.record import FOLDER, Predictions
 from livt_hf.predictions.shot_groups import THRESHOLDS
-from livt_hf.reports.page import html_report
-from livt_hf.runs import Run
+from livt_hf.reports import files
+from livt_hf.reports.page import write_page
 from livt_hf.text import format_error, format_percent, shell_line
 
-NUMBERS, CLASSES = "evaluation.json", "classes.csv"
 METRICS = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece")
-PICTURES = {"Accuracy against class frequency": "frequency.png", "Reliability": "reliability-0.png"}
-PICTURES |= {"Most confused classes": "confused.png", "Training": "training.png"}
-LISTED = 20  # classes that differ most
+PICTURES = {"Accuracy against class frequency": files.FREQUENCY, "Reliability": files.RELIABILITY.format(number=0)}
+PICTURES |= {"Most confused classes": files.CONFUSED, "Training": files.TRAINING}
+MAX_CLASSES = 20  # listed: those that differ most
 
 
 @dataclass(frozen=True)
-class Report:
-    """What `livt eval` left in a folder."""
+class SavedReport:
+    """A report of `livt eval` on disk."""
 
     name: str
     folder: Path
@@ -34,35 +33,36 @@ class Report:
     classes: list[dict]
 
     @classmethod
-    def of(cls, place: str) -> "Report":
-        """The report in a folder, or the newest one in the folder of a run."""
-        again, own = shell_line([place]), Path(place, NUMBERS)
-        folder = next(iter([own] * own.is_file() + Run(Path(place)).reports(NUMBERS)), own).parent
-        if not (folder / NUMBERS).is_file() or not (folder / CLASSES).is_file():
-            raise LiVTError(f"{place} has no report of a classifier to compare; write one: livt eval {again}")
+    def load(cls, path: str) -> "SavedReport":
+        """Load the report in a folder, or the newest one of a run."""
+        command, own = f"livt eval {shell_line([path])}", Path(path, files.NUMBERS)
+        found = [own] if own.is_file() else files.find_reports(Path(path), files.NUMBERS)
+        folder = found[0].parent if found else Path(path)
+        if not found or not (folder / files.CLASSES).is_file():
+            raise LiVTError(f"{path} has no report of a classifier to compare; write one: {command}", "compare")
         hints = {"dataset": str, "split": str, "rules": dict[str, dict[str, float | None]]}
-        summary = upgrade_summary(read_record(folder / NUMBERS, hints))
+        summary = upgrade_summary(read_record(folder / files.NUMBERS, hints))
         rules = summary.get("rules", {}).values()
-        if not hints.keys() <= summary.keys() or not rules or not all(map(_comparable, rules)):
+        if not hints.keys() <= summary.keys() or not rules or not all(map(_is_comparable, rules)):
             raise LiVTError(
-                f"{folder / NUMBERS} has no accuracies to compare; write the report again: livt eval {again}"
+                f"{folder / files.NUMBERS} has no accuracies to compare; write the report again: {command}"
             )
-        return cls(place, folder, {"thresholds": THRESHOLDS} | summary, _read_classes(folder / CLASSES))
+        return cls(path, folder, {"thresholds": THRESHOLDS} | summary, _read_classes(folder / files.CLASSES))
 
     @property
     def metrics(self) -> dict:
-        """Under the rule that the model is judged by."""
+        """Return the metrics of the default rule."""
         return self.summary["rules"][self.summary["default_rule"]]
 
 
-def _comparable(metrics: dict) -> bool:
-    """Whether a rule was measured on images, in fractions."""
+def _is_comparable(metrics: dict) -> bool:
+    """Return True if a rule was measured on images, in fractions."""
     known = {*METRICS, "num_images"} <= metrics.keys() and None not in (metrics["accuracy"], metrics["num_images"])
     return known and 0 <= metrics["accuracy"] <= 1 <= metrics["num_images"] < math.inf
 
 
 def _read_classes(path: Path) -> list[dict]:
-    """What is compared of the table that `write_classes` wrote; the accuracy of a class without images is None."""
+    """Read the table of classes; the accuracy of a class without test images is None."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return [
@@ -76,57 +76,64 @@ def _read_classes(path: Path) -> list[dict]:
         ) from error
 
 
-def write_classes(rows: list[dict], path: Path) -> None:
-    """The table of classes, one line per class; what was not measured is empty."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, rows[0])
-        table.writeheader()
-        table.writerows(rows)
-
-
 def compare(first: str, second: str, folder: Path) -> tuple[str, Path]:
-    """Write the page of a comparison into a new folder. Returns its first sentence and the page."""
-    one, other = Report.of(first), Report.of(second)
+    """Write the page of a comparison into a new folder.
+
+    Args:
+        first: folder of a run or a report.
+        second: the same, of another model on the same images.
+        folder: where the page goes.
+
+    Returns:
+        The conclusion in one sentence, and the page.
+    """
+    one, other = SavedReport.load(first), SavedReport.load(second)
     for name in ("dataset", "split", "thresholds"):
         if one.summary[name] != other.summary[name]:
             raise LiVTError(
                 f"the reports are not of the same {name} ({one.summary[name]} and {other.summary[name]}); measure "
-                "both models on the same images, with the same --many_above and --few_below."
+                "both models on the same images, with the same --many_above and --few_below.",
+                "compare",
             )
     if [row["name"] for row in one.classes] != [row["name"] for row in other.classes]:
-        raise LiVTError(f"{first} and {second} have other classes; only models of the same classes can be compared.")
+        raise LiVTError(f"{first} and {second} have different classes and cannot be compared.", "compare")
     folder.mkdir(parents=True)
     tables = {
-        "Metrics (percent)": _metric_rows(one, other),
-        "All rules (percent)": [row for report in (one, other) for row in _rule_rows(report)],
-        f"The {LISTED} classes that differ most (accuracy in percent)": _class_rows(one, other),
+        "Metrics (percent)": [
+            {"metric": name} | _compare_numbers(one.metrics[name], other.metrics[name]) for name in METRICS
+        ],
+        "All decision rules (percent)": [row for report in (one, other) for row in _rule_rows(report)],
+        f"The {MAX_CLASSES} classes that differ most (accuracy in percent)": _class_rows(one, other),
     }
-    files = {caption: [report.folder / name for report in (one, other)] for caption, name in PICTURES.items()}
-    pictures = {caption: paths for caption, paths in files.items() if all(path.is_file() for path in paths)}
+    paths = {caption: [report.folder / name for report in (one, other)] for caption, name in PICTURES.items()}
+    pictures = {caption: both for caption, both in paths.items() if all(path.is_file() for path in both)}
     title = f"{first} and {second} on {one.summary['dataset']} ({one.summary['split']})"
-    sentence = difference(one.metrics, other.metrics, _paired_noise(one, other))
-    return sentence, html_report(folder, title, tables, pictures, f'<p class="lead">{sentence}</p>')
+    conclusion = describe_difference(one.metrics, other.metrics, _paired_margin(one, other))
+    return conclusion, write_page(folder, title, tables, pictures, lead=conclusion)
 
 
-def difference(first: dict, second: dict, noise: float | None = None) -> str:
-    """Which of two accuracies is higher, and whether the number of test images can tell.
+def describe_difference(first: dict, second: dict, margin: float | None = None) -> str:
+    """Return which of two accuracies is higher, and whether the number of test images suffices to tell.
 
-    `noise` is what chance makes of two models on the same images. Where nobody knows what both are right about, it is
-    that of models that err independently; those that err alike are told apart by less.
+    Args:
+        first: `accuracy` and `num_images` of a model.
+        second: the same of another model.
+        margin: 95 % margin of the difference between models on the same images; default: that of independent errors,
+            which is wider.
     """
-    a, b, if_so = first["accuracy"], second["accuracy"], ""
-    if noise is None:
-        noise = 1.96 * math.sqrt(a * (1 - a) / first["num_images"] + b * (1 - b) / second["num_images"])
-        if_so = " if they err independently"
-    words = f"The first is right for {format_percent(a)} % of the test images, the second for {format_percent(b)} %:"
-    if abs(b - a) <= noise:
-        return f"{words} no more apart than chance could make them{if_so} ({format_percent(noise)} points)."
-    better = "second" if b > a else "first"
-    return f"{words} the {better} is better, by more than chance could make{if_so} ({format_percent(noise)} points)."
+    a, b, assumption = first["accuracy"], second["accuracy"], ""
+    if margin is None:
+        margin = 1.96 * math.sqrt(a * (1 - a) / first["num_images"] + b * (1 - b) / second["num_images"])
+        assumption = " if their errors are independent"
+    text = f"Accuracy {format_percent(a)} % (first) and {format_percent(b)} % (second):"
+    bound = f"95 % margin{assumption}: {format_percent(margin)} points"
+    if abs(b - a) <= margin:
+        return f"{text} the difference is not significant ({bound})."
+    return f"{text} the {'second' if b > a else 'first'} is significantly better ({bound})."
 
 
-def _paired_noise(one: Report, other: Report) -> float | None:
-    """How far apart chance brings two models on the same images, with 95 % confidence, by those that one has right.
+def _paired_margin(one: SavedReport, other: SavedReport) -> float | None:
+    """Return the 95 % margin of the difference between two models on the same images, by those only one has right.
 
     None where a report has no predictions, or they are of other images.
     """
@@ -141,11 +148,8 @@ def _paired_noise(one: Report, other: Report) -> float | None:
     return 1.96 * math.sqrt(abs(gains).sum() - gains.sum() ** 2 / images) / images
 
 
-def _metric_rows(one: Report, other: Report) -> list[dict]:
-    return [{"metric": name} | _compared(one.metrics[name], other.metrics[name]) for name in METRICS]
-
-
-def _rule_rows(report: Report) -> list[dict]:
+def _rule_rows(report: SavedReport) -> list[dict]:
+    """Return a row per decision rule of a report."""
     return [
         {"model": report.name, "rule": report.summary["rule_labels"][rule]}
         | {name: format_percent(metrics[name]) for name in METRICS}
@@ -153,17 +157,17 @@ def _rule_rows(report: Report) -> list[dict]:
     ]
 
 
-def _class_rows(one: Report, other: Report) -> list[dict]:
+def _class_rows(one: SavedReport, other: SavedReport) -> list[dict]:
     both = zip(one.classes, other.classes, strict=True)
     pairs = [(a, b) for a, b in both if a["accuracy"] is not None and b["accuracy"] is not None]
     pairs.sort(key=lambda pair: -abs(pair[1]["accuracy"] - pair[0]["accuracy"]))
     return [
         {"class": a["name"], "training images": a["count"], "test images": a["images"]}
-        | _compared(a["accuracy"], b["accuracy"])
-        for a, b in pairs[:LISTED]
+        | _compare_numbers(a["accuracy"], b["accuracy"])
+        for a, b in pairs[:MAX_CLASSES]
     ]
 
 
-def _compared(first: float | None, second: float | None) -> dict:
+def _compare_numbers(first: float | None, second: float | None) -> dict:
     difference = "-" if first is None or second is None else f"{100 * (second - first):+.1f}"
     return {"first": format_percent(first), "second": format_percent(second), "difference": difference}

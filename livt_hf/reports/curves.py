@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from livt_hf.errors import LiVTError
+from livt_hf.files import read_log
 from livt_hf.predictions.rules import LABELS
 from livt_hf.reports.style import GROUP_COLOURS, GROUP_MARKERS, GROUP_NAMES, PALETTE, new_figure, plain, save, shorten
-from livt_hf.runs import read_log
 from livt_hf.text import format_percent
 
 _LINES = ("-", "--", ":", "-.")

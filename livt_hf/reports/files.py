@@ -12,6 +12,11 @@ PLOTS = [FREQUENCY, CONFUSED, RELIABILITY.format(number="*"), TRAINING, SHIFTS]
 PICTURES_OF_IMAGES = [BEST_AND_WORST]
 
 
+def find_logs(run: Path) -> dict[str, Path]:
+    """Return the training logs of a run, or of the folds of a cross-validation, by the names of their folders."""
+    return {path.parent.name: path for path in [*run.glob("log.jsonl"), *sorted(run.glob("fold-*/log.jsonl"))]}
+
+
 def find_reports(run: Path, name: str) -> list[Path]:
     """Return the files (or folders) of this name in the reports of a run, the newest first."""
     return sorted(run.glob(f"report*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
