@@ -2,10 +2,10 @@
 
     livt demo RUN                                # a run, a checkpoint or a model of the Hub; several are tabs
     livt demo RUN --images FOLDER --port 8000    # own images as examples
-    livt demo PRETRAINING_RUN                    # hide patches of an image and see the reconstruction
+    livt demo PRETRAINING_RUN                    # mask patches of an image and see the reconstruction
 
-Nothing is sent anywhere: no analytics, and no public link unless `--share` asks for one, which shows no images of the
-dataset. Files are served only from a temporary folder that is deleted at the end. Needs `pip install livt-hf[demo]`.
+Nothing is sent anywhere: no analytics, and no public link without `--share`, which shows no images of the dataset.
+Files are served only from a temporary folder that is deleted at the end. Needs `pip install livt-hf[demo]`.
 """
 
 import importlib.util
@@ -13,11 +13,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from datasets import DatasetDict
+
 from livt_hf.cli.console import run_command
 from livt_hf.cli.inherit import inherit_plugin
 from livt_hf.cli.settings import DemoSettings
+from livt_hf.data import load_dataset
 from livt_hf.errors import LiVTError
 from livt_hf.plugins import load_plugin
+from livt_hf.run_data import data_spec_from_run
+from livt_hf.runs import Run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,11 +38,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         if settings.plugin is None:
             load_plugin(inherit_plugin(Path(path)))
     with private_files():
-        chosen = {"images": settings.images, "report": settings.report, "device": settings.device}
-        models = [show(path, **chosen, private=not settings.share) for path in settings.models]
-        for note in (note for shown in models for note in shown.notes):
+        models = []
+        for path in settings.models:
+            data = load_run_data(path, settings.images is not None, settings.share)
+            options = {"data": data, "private": not settings.share}
+            models.append(show(path, settings.images, settings.report, settings.device, **options))
+        for note in (note for model in models for note in model.notes):
             print(note)
         serve(start(models, settings.port, settings.share, settings.browser))
+
+
+def load_run_data(path: str, has_examples: bool, is_public: bool) -> DatasetDict | None:
+    """Load the dataset of a finished run; print why where there is none, or where it must not be shown."""
+    run, hint = Run(Path(path)), "" if has_examples else "; choose examples with --images FOLDER"
+    if is_public:
+        reason = "" if has_examples else f"No images of the dataset are shown on a public link{hint}."
+    elif not run.finished:
+        reason = f"No images of the dataset are shown: {path} is not the folder of a finished run{hint}."
+    elif run.arguments.get("streaming"):
+        reason = f"No images of the dataset are shown: {path} was trained on a stream{hint}."
+    else:
+        try:
+            return load_dataset(data_spec_from_run(run))
+        except LiVTError as error:
+            reason = f"No images of the dataset are shown: {error}"
+    print(reason, end="\n" if reason else "")
+    return None
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class Commit:
 
 @dataclass
 class Repo:
+    kind: str  # "models", "datasets" or "spaces"
     id: str
     private: bool
     commits: list[Commit] = field(default_factory=list)
@@ -150,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
         if (kind, repo_id) in self.server.repos:
             raise HubError(409, "You already created this repo", body={"url": url, "error": "exists"})
         private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-        self.server.repos[kind, repo_id] = Repo(repo_id, private)
+        self.server.repos[kind, repo_id] = Repo(kind, repo_id, private)
         self.server.repos[kind, repo_id].add_commit({".gitattributes": b""})
         return reply({"url": url, "name": repo_id, "id": repo_id})
 
@@ -224,7 +225,8 @@ class Handler(BaseHTTPRequestHandler):
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         commit = repo.add_commit(files)
-        url = f"{self.server.endpoint}/{repo.id}/commit/{commit.oid}"
+        path = repo.id if repo.kind == "models" else f"{repo.kind}/{repo.id}"
+        url = f"{self.server.endpoint}/{path}/commit/{commit.oid}"
         return reply({"success": True, "commitOid": commit.oid, "commitUrl": url, "hookOutput": ""})
 
     def resolve(self, commit: Commit, path: str) -> tuple:

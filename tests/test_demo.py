@@ -27,18 +27,17 @@ from test_hub import make_run
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
-from livt_hf.cli.options import write_config
-from livt_hf.cli.training_settings import PretrainSettings
-from livt_hf.data import eval_processor, load_dataset
+from livt_hf.data import eval_processor
 from livt_hf.demo.classes import ROWS, Classes
-from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier, ServedPretraining
-from livt_hf.demo.unlabelled import World, interval, read_world
+from livt_hf.demo.serving import ARGMAX, DEPLOYMENT, UNIFORM, ServedClassifier, ServedPretraining
+from livt_hf.demo.unlabelled import UnlabelledImages, interval, read_unlabelled
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.priors import class_prior, estimate_prior
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.decide import load_prior
 from livt_hf.predictions.record import FOLDER, as_lists
+from livt_hf.recipes.demo import load_run_data
 from livt_hf.recipes.demo import main as demo_command
 from livt_hf.recipes.publish import main as publish_command
 from livt_hf.reports.mistakes import Mistakes, find_newest_predictions, load_predictions
@@ -50,7 +49,7 @@ COUNTS = [900, 90, 10]
 
 @pytest.fixture
 def three() -> Classes:
-    return Classes(NAMES, np.array(COUNTS, dtype=float), 1000, several=False)
+    return Classes(NAMES, np.array(COUNTS, dtype=float), 1000, multi_label=False)
 
 
 def save_model(folder, tiny, counts=COUNTS, names=NAMES, **settings):
@@ -79,50 +78,50 @@ def served(tmp_path, tiny) -> ServedClassifier:
 
 
 def test_the_slider_goes_from_the_training_prior_over_equal_classes_to_its_reverse(three):
-    assert three.tilted(1).tolist() == pytest.approx(COUNTS)
-    assert three.tilted(0).tolist() == pytest.approx([1000 / 3] * 3)
-    reversed_shares = three.prior(three.tilted(-1))
+    assert three.tilt(1).tolist() == pytest.approx(COUNTS)
+    assert three.tilt(0).tolist() == pytest.approx([1000 / 3] * 3)
+    reversed_shares = three.prior(three.tilt(-1))
     assert reversed_shares[2] / reversed_shares[0] == pytest.approx(90)
-    assert three.tilted(-1).sum() == pytest.approx(1000)
+    assert three.tilt(-1).sum() == pytest.approx(1000)
 
 
 def test_an_edited_cell_changes_its_class_alone_and_the_shares_of_all(three):
-    rows = three.rows(three.tilted(1))
+    rows = three.rows(three.tilt(1))
     assert [row[1] for row in rows] == NAMES
     rows[2][3] = "1000"  # newts, as somebody types it
-    edited = three.edited(three.tilted(1), rows)
+    edited = three.apply_edits(three.tilt(1), rows)
     assert edited.tolist() == pytest.approx([900, 90, 1000])
     assert [row[4] for row in three.rows(edited)] == pytest.approx([45.2261, 4.52261, 50.2513])
 
 
 def test_numbers_that_the_table_rounds_are_kept_exactly_when_another_is_edited(three):
-    frequencies = three.tilted(1 / 3)
+    frequencies = three.tilt(1 / 3)
     rows = three.rows(frequencies)
     rows[0][3] = 5
-    assert three.edited(frequencies, rows)[1:].tolist() == frequencies[1:].tolist()
+    assert three.apply_edits(frequencies, rows)[1:].tolist() == frequencies[1:].tolist()
 
 
 @pytest.mark.parametrize("cell", ["many", "", None, -1, "nan", "inf"])
 def test_a_frequency_that_is_no_number_is_refused_by_the_name_of_its_class(three, cell):
-    rows = three.rows(three.tilted(1))
+    rows = three.rows(three.tilt(1))
     rows[1][3] = cell
     with pytest.raises(LiVTError, match="the frequency of dog is"):
-        three.edited(three.tilted(1), rows)
+        three.apply_edits(three.tilt(1), rows)
 
 
 def test_the_table_of_thousands_of_classes_shows_the_frequent_ones_and_those_searched_for():
-    many = Classes([f"species {i}" for i in range(8142)], np.arange(1.0, 8143), 8142 * 8143 // 2, several=False)
-    rows = many.rows(many.tilted(0))
+    many = Classes([f"species {i}" for i in range(8142)], np.arange(1.0, 8143), 8142 * 8143 // 2, multi_label=False)
+    rows = many.rows(many.tilt(0))
     assert len(rows) == ROWS and rows[0][:2] == [8141, "species 8141"]
-    assert [row[0] for row in many.rows(many.tilted(0), " SPECIES 777")] == [7779, *range(7778, 7769, -1), 777]
+    assert [row[0] for row in many.rows(many.tilt(0), " SPECIES 777")] == [7779, *range(7778, 7769, -1), 777]
 
 
-def test_the_file_of_a_world_is_read_back_and_is_what_the_option_prior_takes(three, tmp_path, served):
+def test_the_file_of_a_prior_is_read_back_and_is_what_the_option_prior_takes(three, tmp_path, served):
     path = tmp_path / "prior.json"
-    path.write_text(three.to_json(three.tilted(-0.5)))
-    assert three.read(path).tolist() == pytest.approx(three.tilted(-0.5).tolist())
+    path.write_text(three.to_json(three.tilt(-0.5)))
+    assert three.read_file(path).tolist() == pytest.approx(three.tilt(-0.5).tolist())
     assert load_prior(str(path), served.predictor.info).tolist() == pytest.approx(
-        three.prior(three.tilted(-0.5)).tolist()
+        three.prior(three.tilt(-0.5)).tolist()
     )
 
 
@@ -130,12 +129,12 @@ def test_a_file_of_another_model_is_refused_with_the_classes_that_differ(three, 
     path = tmp_path / "prior.json"
     path.write_text('{"cat": 1, "dog": 2, "wolf": 3}')
     with pytest.raises(LiVTError, match="lacks the classes .*newt.*unknown .*wolf"):
-        three.read(path)
+        three.read_file(path)
 
 
 def test_classes_that_share_a_name_are_saved_in_order(tmp_path):
-    twins = Classes(["a", "a"], np.array([3.0, 1.0]), 4, several=False)
-    assert json.loads(twins.to_json(twins.tilted(1))) == [0.75, 0.25]
+    twins = Classes(["a", "a"], np.array([3.0, 1.0]), 4, multi_label=False)
+    assert json.loads(twins.to_json(twins.tilt(1))) == [0.75, 0.25]
 
 
 # Posteriors from logits that are kept
@@ -145,11 +144,11 @@ def test_each_rule_says_what_probabilities_says_and_no_forward_pass_is_needed_ag
     path = save_image(tmp_path / "image.png")
     logits = served.logits(path)
     pixels = served.predictor.finish(served.predictor.read(path)[None])
-    frequencies = served.classes.tilted(-1)
+    frequencies = served.classes.tilt(-1)
     expected = {
         ARGMAX: served.model(pixels).logits.softmax(-1),
         UNIFORM: served.model.probabilities(pixels, prior="uniform"),
-        YOURS: served.model.probabilities(pixels, prior=served.classes.prior(frequencies)),
+        DEPLOYMENT: served.model.probabilities(pixels, prior=served.classes.prior(frequencies)),
     }
     served.predictor.model = served.model.forward = None
     scores = served.scores(logits, frequencies)
@@ -160,9 +159,9 @@ def test_each_rule_says_what_probabilities_says_and_no_forward_pass_is_needed_ag
 
 def test_bars_carry_the_probabilities_and_names_are_never_read_as_html(served, tmp_path):
     logits = served.logits(save_image(tmp_path / "image.png"))
-    text = served.panels(logits, served.classes.tilted(1))
+    text = served.panels(logits, served.classes.tilt(1))
     assert text.count('class="panel"') == 3
-    assert f'data-value="{served.scores(logits, served.classes.tilted(1))[YOURS].max():.6f}"' in text
+    assert f'data-value="{served.scores(logits, served.classes.tilt(1))[DEPLOYMENT].max():.6f}"' in text
     assert "newt &lt;b&gt;" in text and "<b>" not in text
     assert "few: 10 in training" in text
 
@@ -171,7 +170,7 @@ def test_a_model_without_class_counts_works_and_says_what_is_missing(tmp_path, t
     ViTForImageClassification(ViTConfig(**tiny, num_labels=3)).save_pretrained(tmp_path)
     eval_processor(16, (0.5,) * 3, (0.5,) * 3).save_pretrained(tmp_path)
     served = ServedClassifier(str(tmp_path))
-    assert served.classes is None and "does not know its training prior" in served.caveat
+    assert served.classes is None and "does not know its training prior" in served.warning
     assert list(served.scores(torch.zeros(3), None)) == [ARGMAX]
     assert served.panels(torch.zeros(3), None).count('class="bar"') == 3
 
@@ -179,10 +178,10 @@ def test_a_model_without_class_counts_works_and_says_what_is_missing(tmp_path, t
 def test_a_model_that_needs_calibration_says_so_and_estimates_no_prior(tmp_path, tiny):
     save_model(tmp_path, tiny, trained_with={"mixup": 0.8})
     served = ServedClassifier(str(tmp_path))
-    assert "Beware of the probabilities: it was trained with mixup 0.8" in served.caveat
-    assert list(served.scores(torch.zeros(3), served.classes.tilted(1))) == [ARGMAX, UNIFORM, YOURS]
+    assert "it was trained with mixup 0.8" in served.warning
+    assert list(served.scores(torch.zeros(3), served.classes.tilt(1))) == [ARGMAX, UNIFORM, DEPLOYMENT]
     with pytest.raises(LiVTError, match="mixup 0.8.*livt calibrate"):
-        read_world(served, [tmp_path / "image.png"])
+        read_unlabelled(served, [tmp_path / "image.png"])
 
 
 def test_a_stock_model_that_was_balanced_is_served_under_any_prior(tmp_path, tiny):
@@ -191,9 +190,9 @@ def test_a_stock_model_that_was_balanced_is_served_under_any_prior(tmp_path, tin
     eval_processor(16, (0.5,) * 3, (0.5,) * 3).save_pretrained(tmp_path)
     served = ServedClassifier(str(tmp_path))
     logits = torch.tensor([1.0, 2.0, 3.0])
-    frequencies = served.classes.tilted(1)
+    frequencies = served.classes.tilt(1)
     expected = model.head.posterior(logits[None], class_prior(COUNTS))[0]
-    torch.testing.assert_close(served.scores(logits, frequencies)[YOURS], expected)
+    torch.testing.assert_close(served.scores(logits, frequencies)[DEPLOYMENT], expected)
 
 
 def test_several_labels_per_image_are_judged_one_by_one(tmp_path, tiny):
@@ -203,12 +202,12 @@ def test_several_labels_per_image_are_judged_one_by_one(tmp_path, tiny):
     served = ServedClassifier(str(tmp_path))
     logits = torch.tensor([0.5, -1.0, 2.0])
     scores = served.scores(logits, served.classes.counts)
-    assert list(scores) == [ARGMAX, YOURS]
-    torch.testing.assert_close(scores[YOURS], (logits + served.model.head.logit_bias).sigmoid())
+    assert list(scores) == [ARGMAX, DEPLOYMENT]
+    torch.testing.assert_close(scores[DEPLOYMENT], (logits + served.model.head.logit_bias).sigmoid())
     rows = served.classes.rows(served.classes.counts)
     rows[0][3] = 1001
     with pytest.raises(LiVTError, match="1001 is more than the 1,000 images"):
-        served.classes.edited(served.classes.counts, rows)
+        served.classes.apply_edits(served.classes.counts, rows)
 
 
 # Bad files
@@ -235,7 +234,7 @@ def test_an_image_of_100_megapixels_is_classified_and_one_of_200_is_refused(serv
 def test_a_folder_without_images_is_refused(served, tmp_path):
     (tmp_path / "notes.txt").write_text("nothing to see")
     with pytest.raises(LiVTError, match="there is no image among these files"):
-        read_world(served, [tmp_path / "notes.txt"])
+        read_unlabelled(served, [tmp_path / "notes.txt"])
 
 
 def sure_posteriors(shares, images, rng):
@@ -256,25 +255,25 @@ def test_the_estimate_finds_the_shares_of_clear_images_within_its_interval():
 def test_an_estimate_that_the_images_do_not_bear_out_is_warned_of(tmp_path, tiny):
     save_model(tmp_path, tiny, counts=[9] * 50, names=[f"class {i}" for i in range(50)])
     noise = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))  # of a model that knows nothing
-    world = World(ServedClassifier(str(tmp_path)), [], noise, {})
-    assert not world.estimate.reliable and "Do not trust this estimate" in world.words()
+    found = UnlabelledImages(ServedClassifier(str(tmp_path)), [], noise, {})
+    assert not found.estimate.reliable and "not reliable" in found.describe()
 
 
-def test_a_world_names_the_images_whose_class_changes_and_leaves_out_what_it_cannot_read(served, tmp_path):
+def test_unlabelled_images_name_those_whose_class_changes_and_leaves_out_what_it_cannot_read(served, tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
     for seed in range(12):
         save_image(folder / f"{seed}.png", seed)
     (folder / "broken.png").write_text("broken")
     (folder / "notes.txt").write_text("not meant")
-    world = read_world(served, sorted(folder.iterdir()))
-    assert len(world.files) == 12 and [path.name for path in world.broken] == ["broken.png"]
-    assert "the first is broken.png" in world.words()
-    logits = torch.stack([served.logits(path) for path in world.files])
-    before, after = (served.posterior(logits, prior).argmax(-1) for prior in ("uniform", world.estimate.prior))
-    assert sum(row[-1] == "yes" for row in world.change_rows()) == (before != after).sum()
-    lines = world.to_csv().splitlines()
-    assert len(lines) == 13 and lines[0].startswith("file,class,probability")
+    found = read_unlabelled(served, sorted(folder.iterdir()))
+    assert len(found.files) == 12 and [path.name for path in found.broken] == ["broken.png"]
+    assert "the first is broken.png" in found.describe()
+    logits = torch.stack([served.logits(path) for path in found.files])
+    before, after = (served.posterior(logits, prior).argmax(-1) for prior in ("uniform", found.estimate.prior))
+    assert sum(row[-1] == "yes" for row in found.change_rows()) == (before != after).sum()
+    lines = found.to_csv().splitlines()
+    assert len(lines) == 13 and lines[0].startswith("file,class (uniform prior),probability")
 
 
 # Errors
@@ -340,9 +339,9 @@ def test_names_of_classes_are_no_markup_in_the_words_about_their_errors(served):
     gradio, tabs = pytest.importorskip("gradio"), pytest.importorskip("livt_hf.demo.tabs")
     predictions = {"rule": Mistakes(np.arange(2), np.array([1, 2]), np.array([2, 2]), np.array([0.5, 0.6]), "test")}
     with gradio.Blocks():
-        tab = tabs.ErrorsTab(tabs.Shown(served, "model", predictions=predictions))
+        tab = tabs.ErrorsTab(tabs.DemoModel(served, "model", predictions=predictions))
     taken, right = (tab.choose("rule", None, SimpleNamespace(row_value=[label]))[1] for label in (1, 2))
-    assert "Taken for newt &lt;b&gt; (1)." in taken and right.startswith("### newt &lt;b&gt;\n")
+    assert "Misclassified as newt &lt;b&gt; (1)." in taken and right.startswith("### newt &lt;b&gt;\n")
 
 
 def test_an_image_that_is_clicked_is_the_one_shown_whatever_rule_was_chosen_since(served, tmp_path):
@@ -357,7 +356,7 @@ def test_an_image_that_is_clicked_is_the_one_shown_whatever_rule_was_chosen_sinc
     }
     with gradio.Blocks():
         data = DatasetDict(train=split, test=split)
-        tab = tabs.ErrorsTab(tabs.Shown(served, "model", data=data, predictions=predictions))
+        tab = tabs.ErrorsTab(tabs.DemoModel(served, "model", data=data, predictions=predictions))
     chosen, _, wrong, _, near = tab.choose("one", None, SimpleNamespace(row_value=[1]))
     tab.rows("other")  # under which no image is wrong
     again = tab.neighbours(chosen, SimpleNamespace(index=0))
@@ -438,8 +437,8 @@ def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_s
     example = save_image(tmp_path / "given" / "image.png")
     (tmp_path / "secret.txt").write_text("secret")
     with app.private_files():
-        shown = app.show(str(tmp_path / "model"), images=str(tmp_path / "given"))
-        blocks = app.start([shown])
+        demo = app.show(str(tmp_path / "model"), images=str(tmp_path / "given"))
+        blocks = app.start([demo])
         try:
             url = blocks.local_url
 
@@ -453,7 +452,7 @@ def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_s
             assert status("/etc/passwd") == 403
             assert status(tmp_path / "model" / "config.json") == 403
             assert status(f"{tmp_path}/given/../secret.txt") == 403
-            assert status(example) == 403 and status(shown.examples[0]) == 200  # a copy of it
+            assert status(example) == 403 and status(demo.examples[0]) == 200  # a copy of it
             answer = urllib.request.urlopen(url)
             assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
             page = answer.read().decode()
@@ -465,7 +464,7 @@ def test_the_server_gives_files_from_its_own_folder_only_and_tells_browsers_to_s
             assert "secret" not in json.dumps(answer.get("data")) and "not uploaded by a user" in json.dumps(answer)
         finally:
             blocks.close()
-    assert not shown.examples[0].exists()  # nothing is left
+    assert not demo.examples[0].exists()  # nothing is left
 
 
 def call(url, body):
@@ -478,19 +477,20 @@ def call(url, body):
         return json.load(error)
 
 
-def test_a_public_link_is_made_only_where_it_is_asked_for(app, tmp_path, tiny, monkeypatch):
+def test_a_public_link_is_made_only_on_request_and_shows_no_images_of_the_dataset(app, tmp_path, tiny, monkeypatch):
     save_model(tmp_path, tiny)
-    started, data = [], load_dataset(PretrainSettings().data)
+    (tmp_path / "arguments.yaml").write_text("dataset: glyphs\n")
+    (tmp_path / "results.json").write_text("{}")
+    started = []
 
     def start(models, _port, share, browser):
         started.append((share, browser, models[0].data is not None, len(models[0].examples) > 0))
 
-    monkeypatch.setattr(app, "data_of_run", lambda _path: data)
     monkeypatch.setattr(app, "start", start)
     monkeypatch.setattr(app, "serve", lambda _: None)
     demo_command([str(tmp_path)])
     demo_command([str(tmp_path), "--share", "--browser", "no"])
-    assert started == [(False, True, True, True), (True, False, False, False)]  # and shows no images of the dataset
+    assert started == [(False, True, True, True), (True, False, False, False)]
 
 
 def test_a_public_link_does_not_tell_where_the_model_lies(app, tmp_path, tiny, monkeypatch):
@@ -513,20 +513,22 @@ def test_a_folder_of_examples_without_images_is_refused(app, tmp_path, tiny):
             app.show(str(tmp_path / "model"), images=str(tmp_path / folder))
 
 
-def test_the_data_of_a_run_that_trained_on_a_stream_are_not_loaded(app, tmp_path):
-    write_config(PretrainSettings.build(dataset="larger/than-the-disk", streaming=True), tmp_path / "arguments.yaml")
-    (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(LiVTError, match="was trained on a stream, .* show images with --images"):
-        app.data_of_run(str(tmp_path))
+@pytest.mark.parametrize(("streaming", "reason"), [(True, "stream"), (None, "not the folder of a finished run")])
+def test_no_data_are_loaded_of_a_stream_or_without_a_run(tmp_path, capsys, streaming, reason):
+    if streaming:
+        (tmp_path / "arguments.yaml").write_text("dataset: larger/than-the-disk\nstreaming: true\n")
+        (tmp_path / "results.json").write_text("{}")
+    assert load_run_data(str(tmp_path), has_examples=False, is_public=False) is None
+    printed = capsys.readouterr().out
+    assert reason in printed and "--images" in printed and str(tmp_path) in printed
 
 
 def test_a_model_that_is_no_run_is_shown_with_what_is_missing(app, tmp_path, tiny):
     save_model(tmp_path, tiny)
-    shown = app.show(str(tmp_path))
-    assert shown.examples == [] and shown.predictions is None
-    assert any("not the folder of a finished run" in note for note in shown.notes)
-    assert any("no report with predictions" in note for note in shown.notes)
-    app.build([shown, shown])
+    demo = app.show(str(tmp_path))
+    assert demo.examples == [] and demo.predictions is None
+    assert any("no predictions" in note and f"livt eval {tmp_path}" in note for note in demo.notes)
+    app.build([demo, demo])
 
 
 # The Space
@@ -587,7 +589,7 @@ def test_the_published_space_runs_as_it_is_and_serves_the_published_model(finish
             app.terminate()
             app.wait()
     shown = {part["props"].get("label") for part in config["components"]}
-    assert {"Try", "Your world", "Image"} <= shown and "Errors" not in shown
+    assert {"Try", "Deployment prior", "Image"} <= shown and "Errors" not in shown
     headings = [part["props"].get("value") for part in config["components"] if part["type"] == "markdown"]
     assert "## org/livt" in headings
 

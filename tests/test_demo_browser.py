@@ -16,7 +16,7 @@ from PIL import Image
 from recipe_runs import make_pictures
 from test_demo import save_image, save_model, save_pretraining
 
-from livt_hf.demo.serving import ARGMAX, UNIFORM, YOURS, ServedClassifier
+from livt_hf.demo.serving import ARGMAX, DEPLOYMENT, UNIFORM, ServedClassifier
 from livt_hf.predictions import Predictions
 
 pytest.importorskip("gradio")
@@ -153,7 +153,7 @@ def expected(served: ServedClassifier, path: Path, frequencies: np.ndarray) -> d
     return {
         ARGMAX: served.model(pixels).logits.softmax(-1)[0],
         UNIFORM: served.model.probabilities(pixels, prior="uniform")[0],
-        YOURS: served.model.probabilities(pixels, prior=prior)[0],
+        DEPLOYMENT: served.model.probabilities(pixels, prior=prior)[0],
     }
 
 
@@ -164,20 +164,20 @@ def test_the_bars_follow_the_image_the_slider_the_table_and_the_file(tmp_path, t
     with demo(tmp_path, tmp_path / "model") as page:
         page.one("#tilt")
         page.upload("#image", first)
-        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilted(1)), TEN))
+        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilt(1)), TEN))
 
         slider = page.one("#tilt input[type=range]")
         slider.send_keys(Keys.END)  # rare things are common
-        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilted(-1)), TEN))
+        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilt(-1)), TEN))
         ActionChains(page.driver).drag_and_drop_by_offset(slider, 0, 0).perform()  # to its middle: all are equal
         place = float(slider.get_attribute("value"))
         assert abs(place) < 0.1
-        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilted(-place)), TEN))
+        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilt(-place)), TEN))
         slider.send_keys(Keys.HOME)
-        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilted(1)), TEN))
+        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilt(1)), TEN))
 
         page.type_into(9, "2500")  # the frequency of the rarest class
-        edited = served.classes.tilted(1).copy()
+        edited = served.classes.tilt(1).copy()
         edited[9] = 2500
         assert page.wait(lambda: page.shows(expected(served, first, edited), TEN))
 
@@ -187,7 +187,7 @@ def test_the_bars_follow_the_image_the_slider_the_table_and_the_file(tmp_path, t
         assert list(shares) == TEN and shares["truck"] == pytest.approx(2500 / edited.sum())
 
         slider.send_keys(Keys.END)
-        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilted(-1)), TEN))
+        assert page.wait(lambda: page.shows(expected(served, first, served.classes.tilt(-1)), TEN))
         page.upload("#open", saved)
         assert page.wait(lambda: page.shows(expected(served, first, edited), TEN))
 
@@ -217,9 +217,9 @@ def test_what_cannot_be_used_is_said_and_the_demo_goes_on(tmp_path, tiny):
         assert page.wait(page.bars)
         page.clear()
         page.upload("#image", good)
-        assert page.wait(lambda: page.shows(expected(served, good, served.classes.tilted(1)), TEN))
-        page.tab("Your world")
-        page.upload("#world-folder", tmp_path / "empty")
+        assert page.wait(lambda: page.shows(expected(served, good, served.classes.tilt(1)), TEN))
+        page.tab("Deployment prior")
+        page.upload("#deployment-folder", tmp_path / "empty")
         assert page.message("there is no image among these files")
 
 
@@ -229,10 +229,10 @@ def test_a_folder_gives_a_world_that_can_be_tried_and_downloaded(tmp_path, tiny)
     images = [save_image(tmp_path / f"{seed}.png", seed) for seed in range(20)]
     with demo(tmp_path, tmp_path / "model") as page:
         page.one("#tilt")
-        page.tab("Your world")
-        page.upload("#world-files", *images)
-        assert page.wait(lambda: "20 images" in page.one("#world-words").text)
-        links = page.wait(lambda: page.all("#world-downloads a"))
+        page.tab("Deployment prior")
+        page.upload("#deployment-files", *images)
+        assert page.wait(lambda: "20 images" in page.one("#deployment-words").text)
+        links = page.wait(lambda: page.all("#deployment-downloads a"))
         table = page.download(links[0], "predictions.csv")
         assert len(table.read_text().splitlines()) == 21
         if len(links) == 2:
@@ -252,15 +252,15 @@ def test_a_thousand_classes_fit_a_phone_and_are_found_by_name(tmp_path, tiny):
     with demo(tmp_path, tmp_path / "model", width=390, height=844) as page:
         page.one("#tilt")
         page.upload("#image", image)
-        assert page.wait(lambda: page.shows(expected(served, image, served.classes.tilted(1)), names))
+        assert page.wait(lambda: page.shows(expected(served, image, served.classes.tilt(1)), names))
         assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390
         page.one("#tilt input[type=range]").send_keys(Keys.END)
-        assert page.wait(lambda: page.shows(expected(served, image, served.classes.tilted(-1)), names))
+        assert page.wait(lambda: page.shows(expected(served, image, served.classes.tilt(-1)), names))
         page.one("button.label-wrap").click()  # the table starts folded
         page.one("#search input, #search textarea").send_keys("species 777")
         assert page.wait(lambda: len(page.all('#frequencies [data-testid$="-1"][role=gridcell]')) == 1)
         page.type_into(0, "100000")
-        edited = served.classes.tilted(-1).copy()
+        edited = served.classes.tilt(-1).copy()
         edited[777] = 100000
         assert page.wait(lambda: page.shows(expected(served, image, edited), names))
 

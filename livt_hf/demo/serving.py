@@ -25,9 +25,9 @@ from livt_hf.predictions.predict import Predictor
 from livt_hf.reports.style import GROUP_COLOURS
 
 TOP = 5
-COMPARED = 400  # training images, at most, that an image is compared with: a few seconds on a laptop
+COMPARED = 400  # training images, at most, to search for neighbours: a few seconds on a laptop
 SIDE = 256  # pixels that a small image is enlarged to
-GREY = "#777777"  # of a model that does not know how many training images a class had
+GREY = "#777777"  # bars of a model without class counts
 STYLE = """
 .panels { display: flex; flex-wrap: wrap; gap: 1rem; }
 .panel { flex: 1 1 12rem; min-width: 0; }
@@ -42,11 +42,11 @@ STYLE = """
 .bar .note { font-size: .75rem; opacity: .75; }
 @media (max-width: 600px) { .panel:last-child { order: -1; } }  /* a phone shows first what the slider moves */
 """
-ARGMAX, UNIFORM, YOURS = "argmax z", "All classes equal", "Your world"
-WORDS = {
-    ARGMAX: "The paper's rule: rank by the logits z. Bars are a score, not a probability.",
-    UNIFORM: "Probabilities where every class is as frequent as any other.",
-    YOURS: "Probabilities where classes are as frequent as you say.",
+ARGMAX, UNIFORM, DEPLOYMENT = "Largest logit", "Uniform prior", "Deployment prior"
+DESCRIPTIONS = {
+    ARGMAX: "Classes ranked by their logits z. The bars show softmax(z), a score and not a probability.",
+    UNIFORM: "Probabilities if all classes are equally frequent.",
+    DEPLOYMENT: "Probabilities under the class frequencies set here.",
 }
 
 
@@ -56,15 +56,17 @@ class ServedClassifier:
     def __init__(self, path: str, device: str | None = None):
         self.predictor = Predictor(path, device=device)
         self.model, self.names = self.predictor.model, self.predictor.labels
-        missing, self.doubt = self.predictor.info.no_posterior, self.predictor.info.uncalibrated_because
-        # What the page says of a model that lacks something.
-        self.caveat = missing and f"No prior can be chosen: scores are no class probabilities, because {missing}."
-        if self.doubt:
-            self.caveat = f"Beware of the probabilities: {self.doubt}; `livt calibrate` does that."
-        self.classes = None if missing else Classes.of(self.model)
+        missing, self.uncalibrated_because = self.predictor.info.no_posterior, self.predictor.info.uncalibrated_because
+        # Shown on the page of a model that lacks something.
+        self.warning = (
+            missing and f"No prior can be chosen: the scores are not class probabilities, because {missing}."
+        )
+        if self.uncalibrated_because:
+            self.warning = f"The probabilities are not reliable: {self.uncalibrated_because}; run `livt calibrate`."
+        self.classes = None if missing else Classes.from_model(self.model)
 
     def logits(self, path: str | Path) -> Tensor:
-        """Of one image file. (C,)"""
+        """Compute the logits of one image file. (C,)"""
         pixels = self.predictor.read(Path(path))
         if isinstance(pixels, str):
             raise BrokenImageError(f"{Path(path).name} is not an image that can be read ({pixels}); choose another.")
@@ -72,13 +74,13 @@ class ServedClassifier:
 
     @torch.inference_mode()
     def features(self, images: Sequence[Tensor]) -> Tensor:
-        """What the classifier sees of decoded images, as directions of length 1. (B, D)"""
+        """Compute the features of decoded images, normalised to length 1. (B, D)"""
         pixels = self.predictor.processor(list(images), return_tensors="pt")["pixel_values"]
         seen = extract_features(self.model, pixels.to(self.predictor.device))
         return torch.nn.functional.normalize(seen.float(), dim=-1).cpu()
 
     def nearest(self, train: Dataset, image: Tensor, labels: Sequence[int], count: int) -> list[tuple]:
-        """The training images of some classes most like an image, as (row, label, cosine), the nearest first."""
+        """Return the training images of some classes most similar to an image, as (row, label, cosine)."""
         known, share = labels_of(train).values, max(1, COMPARED // len(labels))
         rows = np.concatenate([np.flatnonzero(known == label)[:share] for label in labels])
         if not len(rows):
@@ -89,36 +91,36 @@ class ServedClassifier:
         return [(int(rows[i]), int(known[rows[i]]), cosines[i].item()) for i in best]
 
     def posterior(self, logits: Tensor, prior: Prior) -> Tensor:
-        """Class probabilities (B, C) of logits (B, C) under a prior."""
+        """Compute class probabilities (B, C) of logits (B, C) under a prior."""
         return get_head(self.model).posterior(logits.to(self.predictor.device), prior).cpu()
 
     def training_posterior(self, logits: Tensor) -> Tensor:
-        """P_s(j|x) under the training prior. (B, C)"""
+        """Compute class probabilities under the training prior. (B, C)"""
         return get_head(self.model).training_posterior(logits.to(self.predictor.device)).exp().cpu()
 
     def scores(self, logits: Tensor, frequencies: np.ndarray | None) -> dict[str, Tensor]:
-        """What each rule says of one image's logits (C,); without classes only the paper's rule can be asked."""
-        several, row = is_multi_label(self.model), logits[None]
-        scores = {ARGMAX: row.sigmoid() if several else row.softmax(-1)}
+        """Return the scores of each decision rule for logits (C,); without classes only those of the largest logit."""
+        multi_label, row = is_multi_label(self.model), logits[None]
+        scores = {ARGMAX: row.sigmoid() if multi_label else row.softmax(-1)}
         if self.classes is not None:
-            if not several:
+            if not multi_label:
                 scores[UNIFORM] = self.posterior(row, "uniform")
-            scores[YOURS] = self.posterior(row, self.classes.prior(frequencies))
+            scores[DEPLOYMENT] = self.posterior(row, self.classes.prior(frequencies))
         return {rule: answer[0] for rule, answer in scores.items()}
 
     def panels(self, logits: Tensor | None, frequencies: np.ndarray | None) -> str:
-        """The most probable classes of an image in HTML: one panel of bars per rule."""
+        """Return the top classes of an image as HTML, one panel of bars per decision rule."""
         if logits is None:
             return "<p>Drop an image, or pick one of the examples.</p>"
         panels = []
         for rule, scores in self.scores(logits, frequencies).items():
             best = scores.topk(min(TOP, len(scores)))
             bars = "".join(map(self._bar, best.indices.tolist(), best.values.tolist()))
-            panels.append(f'<div class="panel"><h4>{rule}</h4><p>{WORDS[rule]}</p>{bars}</div>')
+            panels.append(f'<div class="panel"><h4>{rule}</h4><p>{DESCRIPTIONS[rule]}</p>{bars}</div>')
         return f'<div class="panels">{"".join(panels)}</div>'
 
     def _bar(self, label: int, score: float) -> str:
-        """The score of a class in the colour of its group."""
+        """Return the bar of a class in the colour of its shot group."""
         name, colour, note = html.escape(self.names[label]), GREY, ""
         if self.classes is not None:
             group = self.classes.groups[label]
@@ -132,17 +134,17 @@ class ServedClassifier:
 
 
 class ServedPretraining:
-    """A ViTMAE checkpoint with its image processor: hide patches of an image and see what the model makes of them."""
+    """A ViTMAE checkpoint with its image processor, which reconstructs masked patches."""
 
-    caveat = None
+    warning = None
 
     def __init__(self, path: str, device: str | None = None):
         self.device = choose_device(device)
         self.model, self.processor = load_model(path).to(self.device), load_processor(path)
-        self._one_ratio = threading.Lock()  # the share of hidden patches is a setting of the model
+        self._one_ratio = threading.Lock()  # the mask ratio is a setting of the model
 
     def reconstruct(self, path: str | Path, ratio: float, seed: int | None) -> list[np.ndarray]:
-        """The image as the model sees it, with hidden patches, and reconstructed; height x width x 3 in 0..1."""
+        """Return the processed image, the same with masked patches, and its reconstruction; (H, W, 3) in 0..1."""
         if seed is None or not 0 <= seed < 2**63:
             raise LiVTError("the seed must be a whole number from 0 to 2^63 - 1; type one into its box.")
         visible = int(self.model.num_patches * (1 - ratio))

@@ -1,4 +1,4 @@
-"""Many images without labels: the class prior they have, how sure that is, and which predictions it changes."""
+"""Estimate the class prior of unlabelled images, its uncertainty, and which predictions it changes."""
 
 import csv
 import io
@@ -19,19 +19,18 @@ from livt_hf.long_tail.priors import estimate_prior
 from livt_hf.predictions.record import Predictions
 
 PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
-CHANGE_COLUMNS = ("file", "class", "probability", "class in this world", "probability there", "changed")
-# The number of times that a prior is estimated again, from images drawn with replacement. Less often where a single
-# estimate is slow: after so many numbers in all, the posteriors of 1,000 images of 1,000 classes.
+CHANGE_COLUMNS = ("file", "class (uniform prior)", "probability", "class (estimated prior)", "probability", "changed")
+# Bootstrap resamples of the estimate; fewer where the posteriors have more numbers than this in total.
 RESAMPLES, RESAMPLED = 40, 40_000_000
 FEWEST_RESAMPLES = 5
 UNUSABLE = (
-    "Do not trust this estimate: these images do not say clearly that their classes are not equally frequent. It is "
-    "shown and not offered. Calibrate the model (livt calibrate), train longer, or count some images by hand."
+    "This estimate is not reliable: the images do not show clearly that their classes are not equally frequent. It "
+    "cannot be used below. Calibrate the model (livt calibrate), train longer, or count some images by hand."
 )
 
 
 def interval(posterior: Tensor, source: Tensor) -> Tensor:
-    """The bounds (2, C) of the middle 90 % of the priors that resampled images have, by their posteriors (B, C)."""
+    """Return the bounds (2, C) of the 90 % bootstrap interval of the prior, from posteriors (B, C)."""
     rng = np.random.default_rng(0)
     times = int(np.clip(RESAMPLED // posterior.numel(), FEWEST_RESAMPLES, RESAMPLES))
     drawn = [torch.from_numpy(rng.integers(len(posterior), size=len(posterior))) for _ in range(times)]
@@ -39,8 +38,8 @@ def interval(posterior: Tensor, source: Tensor) -> Tensor:
     return again.quantile(torch.tensor([0.05, 0.95], dtype=again.dtype), dim=0)
 
 
-class World:
-    """Images somebody dropped: their logits, and the prior that they seem to have."""
+class UnlabelledImages:
+    """Unlabelled images, their estimated prior, and their predictions under the uniform and that prior."""
 
     def __init__(self, served: ServedClassifier, files: Sequence[Path], logits: Tensor, broken: dict[Path, str]):
         self.served, self.files, self.broken = served, files, broken
@@ -56,12 +55,13 @@ class World:
 
     @property
     def changed(self) -> Tensor:
-        """Of which images the estimated prior changes the prediction. (B,)"""
+        """Return for each image whether the estimated prior changes its prediction. (B,)"""
         return self.before.indices != self.after.indices
 
-    def words(self) -> str:
-        """What was found, in Markdown."""
-        lines = [f"**{len(self.files):,} images**, {int(self.changed.sum()):,} of which change their class."]
+    def describe(self) -> str:
+        """Return a summary in Markdown."""
+        changed = f"{int(self.changed.sum()):,} predictions change under the estimated prior"
+        lines = [f"**{len(self.files):,} images**, {changed}."]
         if self.broken:
             first = next(iter(self.broken))
             lines.append(f"{len(self.broken):,} files could not be read, the first is {first.name}.")
@@ -72,7 +72,7 @@ class World:
         return "\n\n".join(lines)
 
     def prior_rows(self) -> list[list]:
-        """The classes with the largest estimated shares, in percent."""
+        """Return the classes with the largest estimated shares, in percent."""
         parts = (self.source, self.estimate.prior, *self.bounds)
         order = self.estimate.prior.argsort(descending=True, stable=True)[:ROWS]
         columns = [self.served.names[i] for i in order.tolist()], *((100 * part[order]).tolist() for part in parts)
@@ -82,7 +82,7 @@ class World:
         ]
 
     def change_rows(self) -> list[list]:
-        """Every image with its class under both priors; those that change come first."""
+        """Return every image with its class under both priors; those that change come first."""
         names, changed = self.served.names, self.changed.tolist()
         answers = [zip(top.indices.tolist(), top.values.tolist(), strict=True) for top in (self.before, self.after)]
         rows = [
@@ -97,13 +97,13 @@ class World:
         return text.getvalue()
 
 
-def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
-    """Classify files once, with a model of one label per image that gives probabilities under a prior.
+def read_unlabelled(served: ServedClassifier, files: Sequence[str | Path]) -> UnlabelledImages:
+    """Classify image files with a model that gives class probabilities, and estimate their prior.
 
-    What has no image's name is left out; what cannot be read is left out and counted.
+    Files without an image suffix are left out; those that cannot be read are left out and counted.
     """
-    if served.doubt:
-        raise LiVTError(f"no prior can be estimated with this model: {served.doubt}; calibrate it (livt calibrate).")
+    if served.uncalibrated_because:
+        raise LiVTError(f"no prior can be estimated: {served.uncalibrated_because}; calibrate it (livt calibrate).")
     suffixes = image_suffixes()
     files = [path for path in map(Path, files) if path.suffix.lower() in suffixes and not is_hidden(path.name)]
     if not files:
@@ -115,4 +115,4 @@ def read_world(served: ServedClassifier, files: Sequence[str | Path]) -> World:
     if not readable.any():
         raise LiVTError(f"none of the {len(files)} files can be read ({errors[0]}); choose others.")
     logits = torch.from_numpy(predictions.logits[readable])
-    return World(served, [path for path in files if path not in broken], logits, broken)
+    return UnlabelledImages(served, [path for path in files if path not in broken], logits, broken)

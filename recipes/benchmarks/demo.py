@@ -67,7 +67,7 @@ def on_server(folder: Path, repeats: int) -> list[dict]:
     logits, places = served.logits(image), iter(np.linspace(-1, 1, 1000))
 
     def move(logits: torch.Tensor) -> None:
-        frequencies = served.classes.tilted(next(places))
+        frequencies = served.classes.tilt(next(places))
         served.panels(logits, frequencies)
         served.classes.rows(frequencies)
 
