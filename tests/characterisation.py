@@ -73,10 +73,13 @@ ALIASES = {
     "posterior, training prior": "training",
     "posterior, the model's test prior": "own",
     "posterior, estimated prior": "estimated",
-    "posterior, prior of prior.json": "prior.json",
+    "posterior, prior of prior.json": "given",
+    "posterior, true prior": "true",
     "each class by its own logit": "sigmoid",
-    "each label by itself": "sigmoid",
+    "each label by itself": "per_label",
+    "headline": "default_rule",
 }
+RULES = ("argmax", "uniform", "training", "own", "estimated", "given", "per_label")
 # Times, versions and places, which are not results.
 IGNORED = {"seconds", "preparation_seconds", "versions", "git_revision", "images_per_second", "transformers_version"}
 IGNORED_LINES = re.compile(r"^- (duration|livt_hf revision|[a-z-]+ \d+\.\d+\.\d+)|livt[-_]hf \d")
@@ -167,6 +170,16 @@ def read_weights(folder: Path) -> dict[str, str]:
     return {name: sha256(content) for name, content in described.items()}
 
 
+def flatten_later_form(values):
+    """Return evaluation.json as 0.2 wrote it: names of rules are keys, and nothing says which is the default."""
+    if isinstance(values, dict) and "rule_labels" in values:
+        values = {key: value for key, value in values.items() if key not in ("rule_labels", "default_rule", "classes")}
+        under = values.get("under_prior", {})
+        if "accuracy" in under:
+            values["under_prior"] = {"prior": under["prior"]} | under["accuracy"]
+    return values
+
+
 def read_file(path: Path):
     """Return a record, or the lines of any other text; options of nested sections come by their own names."""
     import yaml
@@ -175,11 +188,28 @@ def read_file(path: Path):
     if path.suffix == ".jsonl":
         return [canonical(json.loads(line)) for line in text.splitlines()]
     if path.suffix == ".json":
-        return canonical(json.loads(text))
+        return canonical(flatten_later_form(json.loads(text)))
     if path.name == "arguments.yaml":
         parts = [value if isinstance(value, dict) else {name: value} for name, value in yaml.safe_load(text).items()]
         return canonical({name: value for part in parts for name, value in part.items()})
     return [line for line in text.splitlines() if not IGNORED_LINES.search(line)]
+
+
+def split_column(column: str) -> tuple[str | None, str]:
+    """Return the rule of a column (empty: the default rule; None: no rule) and what the column holds."""
+    what, _, rule = column.partition(" (")  # 0.2: "score (posterior, uniform prior)", "class name (...)"
+    if rule:
+        return ALIASES.get(rule[:-1], rule[:-1]), what
+    if column in ("labels", "label") or not column.startswith(("prediction", "score")):
+        return None, column
+    kind, _, rest = column.partition("_")  # later: "score", "score_argmax", "score_argmax_class name"
+    rule = next((name for name in RULES if rest == name or rest.startswith(f"{name}_")), "")
+    return rule, rest[len(rule) :].removeprefix("_") or kind
+
+
+def first_rule(row: dict) -> str | None:
+    """Return the first rule of a file of 0.2."""
+    return next((split_column(column)[0] for column in row if " (" in column), None)
 
 
 def read_predictions(path: Path) -> dict:
@@ -192,11 +222,12 @@ def read_predictions(path: Path) -> dict:
     for number, row in enumerate(table.to_pylist()):
         facts, rules = {}, {}
         for column, value in row.items():
-            what, _, rule = column.partition(" (")  # "score (posterior, uniform prior)"
-            if rule:
-                rules.setdefault(ALIASES.get(rule[:-1], rule[:-1]), {})[what] = value
-            elif what != "index":
-                facts[what] = value
+            rule, what = split_column(column)
+            if rule is not None:
+                # The default rule comes first in files of 0.2 and has no name in later ones.
+                rules.setdefault("default" if rule in ("", first_rule(row)) else rule, {})[what] = value
+            elif column != "index":
+                facts[column] = value
         images[row.get("file") or f"row {row.get('index', number)}"] = facts | {"rules": rules}
     return images
 
