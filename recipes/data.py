@@ -28,7 +28,7 @@ SAMPLE_ROWS, SAMPLE_COLUMNS = 5, 8
 def main(argv: list[str] | None = None) -> None:
     settings = InspectDataSettings.parse(argv)
     data = load_dataset(settings.data)
-    # Those that --on_broken skip leaves out were looked for when the data was loaded.
+    # With on_broken skip, loading has found and dropped broken images already.
     checked = settings.check_images and settings.data.on_broken == "error"
     broken = {split: find_broken(part) if checked else {} for split, part in data.items()}
     print(table(data))
@@ -40,31 +40,31 @@ def main(argv: list[str] | None = None) -> None:
         print("Repair or remove them, or leave them out with --on_broken skip.")
     elif settings.check_images:
         print("All images can be read.")
-    sound = {
+    readable = {
         split: part.select(np.setdiff1d(np.arange(len(part)), list(broken[split]))) for split, part in data.items()
     }
-    for split, part in sound.items():
+    for split, part in readable.items():
         if not len(part):
             raise LiVTError(f'no image of the split "{split}" can be read: repair or replace them.')
-    copies = describe_copies(sound) if settings.check_images else None
+    copies = describe_copies(readable) if settings.check_images else None
     if copies is not None:
         print(copies)
     output = Path(settings.output) if settings.output else runs_folder() / f"data-{Path(settings.data.dataset).name}"
-    for path in draw(sound["train"], output, settings.data.split_seed):
+    for path in draw(readable["train"], output, settings.data.split_seed):
         print(f"wrote {path}")
-    said = settings.non_defaults("data") | {"plugin": settings.plugin, "dataset": None, "hours": 0.5}
+    options = settings.non_defaults("data") | {"plugin": settings.plugin, "dataset": None, "hours": 0.5}
     if any(broken.values()):
-        said["on_broken"] = "skip"
-        if not class_counts(sound["train"]).all():
-            said["drop_empty"] = True
+        options["on_broken"] = "skip"
+        if not class_counts(readable["train"]).all():
+            options["drop_empty"] = True
     print(
         "Next, train for half an hour; with few images add --pretrained and a classifier, a folder or a Hub id:\n  "
-        + shell_line(["livt", "train", settings.data.dataset, *format_words(said)])
+        + shell_line(["livt", "train", settings.data.dataset, *format_words(options)])
     )
 
 
 def table(data: DatasetDict) -> str:
-    """What users ask of a long-tailed dataset, one column per split."""
+    """Return a table of sizes and imbalance, one column per split."""
     counts = [class_counts(part) for part in data.values()]
     facts = {
         "": list(data),
@@ -84,7 +84,7 @@ def table(data: DatasetDict) -> str:
 
 
 def draw(train: Dataset, folder: Path, seed: int = 0) -> list[Path]:
-    """The class distribution with the biases it leads to, and samples from head to tail."""
+    """Draw the class distribution with the biases it leads to, and samples from head to tail."""
     folder.mkdir(parents=True, exist_ok=True)
     counts, names = class_counts(train), class_feature(train).names
     rows, captions = sample(train, counts, names, seed)
@@ -96,7 +96,7 @@ def draw(train: Dataset, folder: Path, seed: int = 0) -> list[Path]:
 
 
 def sample(train: Dataset, counts: np.ndarray, names: list[str], seed: int) -> tuple[list[int], list[str]]:
-    """Rows of one training image of classes spread evenly from the most to the least frequent, with captions."""
+    """Return one training image each of classes spread from the most to the least frequent, as rows with captions."""
     ranked = np.argsort(-counts, kind="stable")
     ranked = ranked[counts[ranked] > 0]
     chosen = ranked[np.unique(np.linspace(0, len(ranked) - 1, SAMPLE_ROWS * SAMPLE_COLUMNS).round().astype(int))]

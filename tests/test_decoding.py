@@ -1,4 +1,5 @@
 import io
+import os
 import re
 import sys
 import zlib
@@ -181,3 +182,14 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(kind):
         data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
     with pytest.raises(BrokenImageError, match="decompression bomb"):
         read_image({"bytes": bytes(data), "path": None}, 0)
+
+
+def test_only_regular_files_are_read_whatever_they_are_called(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "device.png").symlink_to("/dev/zero")
+    for name in ("pipe.png", "device.png"):
+        with pytest.raises(BrokenImageError) as error:
+            read_rgb(tmp_path / name)
+        assert name in error.value.finding and error.value.argument == "on_broken"
+        with pytest.raises(BrokenImageError):
+            read_image({"bytes": None, "path": str(tmp_path / name)}, 0)
