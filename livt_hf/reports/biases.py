@@ -1,4 +1,4 @@
-"""Pictures of class sizes and of the two logit biases: Theorem 1 (for softmax) against Theorem 3 (for sigmoids)."""
+"""Plot class sizes and the two logit biases: Theorem 1 (softmax losses) and Theorem 3 (sigmoid losses)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _BCE = {"color": VERMILLION, "linestyle": "-", "linewidth": 3, "label": "sigmoid
 
 
 def _both(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The two biases of each class, both towards a uniform test prior."""
+    """Return the two biases of each class, both for a uniform test prior."""
     counts = counts.tolist()
     return balanced_ce_bias(counts, test_prior="uniform").numpy(), balanced_bce_bias(counts, "uniform").numpy()
 
@@ -23,7 +23,7 @@ def _both(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def class_distribution(
     counts: Sequence[int], path: str | Path, names: Sequence[str] | None = None, biases: bool = True
 ) -> Path:
-    """Number of training images of each class from head to tail, and the biases that follow from it (right axis).
+    """Plot the number of training images of each class from head to tail, and its biases (right axis).
 
     The shot groups are shaded. A class without a training image has no bias: where there is one, the right axis is
     left out. Pass `biases=False` where images have several labels, whose biases need the number of images too.
@@ -56,7 +56,7 @@ def class_distribution(
 
 
 def bias_curves(path: str | Path, num_classes: int = 1000) -> Path:
-    """Both biases over the training prior pi of a class (Fig. "val-ce-bce"): they part where a class is large."""
+    """Plot both biases over the training prior pi of a class (Fig. "val-ce-bce"); they differ for large classes."""
     # A class with share pi against the rest in equal parts, in units of 1e-9 of the images.
     shares = np.concatenate([np.geomspace(1e-5, 0.5, 120), np.linspace(0.5, 0.999, 80)[1:]])
     others = num_classes - 1
@@ -80,7 +80,7 @@ def bias_curves(path: str | Path, num_classes: int = 1000) -> Path:
 
 
 def bias_by_gamma(path: str | Path, gammas: Sequence[float] = (10, 50, 100, 200)) -> Path:
-    """Both biases and their difference over the classes of CIFAR-10-LT, one panel per imbalance (Fig. "vis-bias")."""
+    """Plot both biases and their difference for CIFAR-10-LT, one panel per imbalance (Fig. "vis-bias")."""
     ranks = np.arange(10)
     # The exponential rule from 5,000 images: int(n_max * gamma^(-i / (C - 1))).
     biases = [_both((5000 * gamma ** (-ranks / 9)).astype(np.int64)) for gamma in gammas]

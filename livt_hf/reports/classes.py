@@ -27,7 +27,7 @@ from livt_hf.reports.style import (
 
 
 def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | None = None) -> Path:
-    """Accuracy against confidence in each bin and the gap between them; below, the share of images in each bin."""
+    """Plot accuracy against confidence in each bin and, below, the share of images in each bin."""
     total = sum(row["images"] for row in bins)
     if total == 0:
         raise LiVTError("no bin holds an image; update the metrics before drawing them.")
@@ -57,7 +57,7 @@ def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | 
 
 
 def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, measure: str = "accuracy") -> Path:
-    """Accuracy, or another measure, of each class from head to tail, with groups shaded and their means marked.
+    """Plot the accuracy, or another measure, of each class from head to tail, with groups shaded and their means.
 
     Many classes also get a running mean.
     """
@@ -99,7 +99,7 @@ def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, measur
 
 
 def confused_classes(pairs: Sequence[Mapping], path: str | Path) -> Path:
-    """The most frequent confusions, "label → prediction", with the share and the number of the label's images."""
+    """Plot the most frequent confusions, "label → prediction", with the share and number of the label's images."""
     if not pairs:
         figure = new_figure(8, 1)
         figure.text(0.5, 0.5, "no test image is taken for another class", ha="center", va="center")
@@ -126,7 +126,7 @@ def confused_classes(pairs: Sequence[Mapping], path: str | Path) -> Path:
 
 
 def best_and_worst_classes(per_class: Sequence[Mapping], number: int = 5) -> tuple[list[int], list[int]]:
-    """Ids of the classes of highest and of lowest accuracy; among equals those with the most test images come first.
+    """Return ids of the classes of highest and lowest accuracy; ties go to the class with more test images.
 
     One test image says next to nothing: such classes are ranked only where there are no others. No class is on both
     lists, none that is never right is among the best, and none that is always right is among the worst.
@@ -144,7 +144,7 @@ def best_and_worst_classes(per_class: Sequence[Mapping], number: int = 5) -> tup
 
 
 def best_and_worst(per_class: Sequence[Mapping], samples: Callable[[int], Sequence], path: str | Path) -> Path:
-    """The five best and the five worst classes, with one row of images per class, which `samples(class)` gives."""
+    """Draw the five best and five worst classes with one row of images each, which `samples(class)` returns."""
     by_id, rows = {row["class"]: row for row in per_class}, []
     best, worst = best_and_worst_classes(per_class)
     for word, colour, ids in (("best", BLUE, best), ("worst", VERMILLION, worst)):

@@ -1,4 +1,4 @@
-"""Curves: of training runs over time, of results over a swept setting, and over test sets that are shifted."""
+"""Plot training runs over time, results over a swept option, and accuracy on shifted test sets."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ _LINES = ("-", "--", ":", "-.")
 
 
 def training_curves(logs: Mapping[str, str | Path], path: str | Path) -> Path:
-    """Loss, learning rate and accuracies of one or several runs from their log.jsonl.
+    """Plot loss, learning rate and accuracies of one or several runs from their log.jsonl.
 
     The groups of one run share a panel. Several runs have one panel per group, and each run has its colour and line.
     """
@@ -62,13 +62,13 @@ def training_curves(logs: Mapping[str, str | Path], path: str | Path) -> Path:
 
 
 def _series(rows: Sequence[Mapping], x: str, y: str) -> list[np.ndarray]:
-    """Two columns of a log, without the rows that have no `y`."""
+    """Return two columns of a log, without the rows that have no `y`."""
     found = [row for row in rows if row.get(y) is not None]
     return [np.array([row[name] for row in found], dtype=float) for name in (x, y)]
 
 
 def _draw_loss(ax: Axes, xs: np.ndarray, ys: np.ndarray, label: str, look: dict) -> None:
-    """The running mean of the loss over the loss itself, which is drawn faintly; a short log is drawn as it is."""
+    """Plot the running mean of the loss over the faint loss itself; a short log is drawn as it is."""
     window = len(ys) // 25
     if window < 3:
         ax.plot(xs, ys, label=label, **look)
@@ -83,7 +83,7 @@ def _draw_loss(ax: Axes, xs: np.ndarray, ys: np.ndarray, label: str, look: dict)
 
 
 def sweep_plot(rows: Sequence[Mapping], path: str | Path, xlabel: str, title: str | None = None) -> Path:
-    """Accuracies over a swept setting: overall and by group, with bars of one standard deviation.
+    """Plot accuracies over a swept option, overall and by group, with bars of one standard deviation.
 
     A row has its `variant` and its `accuracy`, `many`, `medium` and `few` in percent, None where there is none. It may
     also have their deviations (`accuracy_deviation` and so on) and, as `paper`, the same numbers of the paper, which
@@ -140,7 +140,7 @@ def _rules(shifts: Sequence[Mapping]) -> list[str]:
 
 
 def shift_rows(shifts: Sequence[Mapping]) -> list[dict]:
-    """One row per test set: its images and the accuracy of each rule; a dash where no prior could be estimated."""
+    """Return a row per test set with the accuracy of each rule; a dash where no prior could be estimated."""
     return [
         {"test set": _shift_name(shift["imbalance"]), "images": shift["num_images"]}
         | {LABELS[name]: format_percent(shift["rules"].get(name, {}).get("accuracy")) for name in _rules(shifts)}
@@ -149,7 +149,7 @@ def shift_rows(shifts: Sequence[Mapping]) -> list[dict]:
 
 
 def accuracy_by_shift(shifts: Sequence[Mapping], path: str | Path) -> Path:
-    """Accuracy on every test set, one line per rule; `shifts` are those of `evaluation.json`, forward to backward."""
+    """Plot the accuracy on every test set, one line per rule, from the `shifted` sets of `evaluation.json`."""
     figure = new_figure(8, 4.5)
     ax = plain(figure.add_subplot(), xlabel="imbalance of the test set", ylabel="accuracy (%)")
     for name, marker, colour in zip(_rules(shifts), itertools.cycle("os^Dv"), itertools.cycle(PALETTE), strict=False):
@@ -163,7 +163,7 @@ def accuracy_by_shift(shifts: Sequence[Mapping], path: str | Path) -> Path:
 
 
 def _numbers(labels: list[str]) -> list[float] | None:
-    """The labels as numbers, if they are at least two different ones."""
+    """Return the labels as numbers if they are at least two different ones, else None."""
     if len(set(labels)) < 2 or not all(re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", label) for label in labels):
         return None
     return [float(label) for label in labels]

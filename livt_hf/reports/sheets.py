@@ -1,4 +1,4 @@
-"""Sheets of images: samples with captions, and reconstructions side by side."""
+"""Draw sheets of images: samples with captions, and reconstructions side by side."""
 
 import textwrap
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _GAP = 8
 
 
 def _as_bytes(image) -> np.ndarray:
-    """An RGB image (of PIL, or H x W x 3 of bytes or of floats in [0, 1]) as H x W x 3 bytes."""
+    """Return an RGB image (PIL, or H x W x 3 of bytes or of floats in [0, 1]) as H x W x 3 bytes."""
     array = np.asarray(image)
     if array.dtype != np.uint8:  # reconstructions leave [0, 1] a little
         array = (np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).round().astype(np.uint8)
@@ -23,7 +23,7 @@ def _as_bytes(image) -> np.ndarray:
 
 
 def _fit(image, cell: int) -> np.ndarray:
-    """The image on a white square: small ones enlarged with their pixels left visible, large ones smoothly reduced."""
+    """Fit an image into a white square: small ones enlarged by whole pixels, large ones smoothly reduced."""
     picture = Image.fromarray(_as_bytes(image))
     scale = cell / max(picture.size)
     size = [max(1, round(side * scale)) for side in picture.size]
@@ -36,7 +36,7 @@ def _fit(image, cell: int) -> np.ndarray:
 def _sheet(
     rows: list[list], cell: int, above: int = 0, below: int = 0, left: int = 0
 ) -> tuple[Figure, list[list[tuple[int, int]]]]:
-    """A figure of squares in rows, with room for text beside the sheet and below each square, and their corners."""
+    """Return a figure of squares in rows, with room for text beside and below them, and their corners."""
     columns = max(len(row) for row in rows)
     width = left + columns * (cell + _GAP) + _GAP
     height = above + len(rows) * (cell + below + _GAP) + _GAP
@@ -55,7 +55,7 @@ def _sheet(
 
 
 def contact_sheet(images: Sequence, captions: Sequence[str], path: str | Path, columns: int = 8) -> Path:
-    """Images in rows of `columns`, each over its caption (two lines; a longer caption is cut in the middle)."""
+    """Draw images in rows of `columns`, each over its caption of at most two lines."""
     if len(images) == 0 or len(images) != len(captions):
         raise LiVTError(
             f"{len(images)} images and {len(captions)} captions; give at least one image, and one caption per image."
@@ -72,7 +72,7 @@ def contact_sheet(images: Sequence, captions: Sequence[str], path: str | Path, c
 
 
 def labelled_rows(rows: Sequence[tuple[str, str, Sequence]], path: str | Path) -> Path:
-    """Rows of images, each with its words to the left in its colour."""
+    """Draw rows of images, each with its text to the left in its colour."""
     cell = 112
     figure, corners = _sheet([list(images) for *_, images in rows], cell, left=230)
     for (words, colour, _), line in zip(rows, corners, strict=True):
@@ -82,7 +82,7 @@ def labelled_rows(rows: Sequence[tuple[str, str, Sequence]], path: str | Path) -
 
 
 def reconstruction_sheet(rows: Sequence[Sequence], path: str | Path, titles: Sequence[str]) -> Path:
-    """One row per image (the image, masked, its reconstruction, perhaps another model's), one title per column."""
+    """Draw one row per image (image, masked, reconstruction, perhaps another model's), one title per column."""
     widths = {len(row) for row in rows}
     if widths != {len(titles)}:
         raise LiVTError(f"rows of {sorted(widths)} images under {len(titles)} titles; give one title per column.")

@@ -1,4 +1,4 @@
-"""What all pictures share: a palette that colour-blind readers can tell apart, group colours, saving.
+"""Shared style of all figures: a palette for colour-blind readers, group colours, saving.
 
 Figures are made directly (`matplotlib.figure.Figure`), never through pyplot: no backend is chosen, no window opened,
 no global list of figures grows, and pictures can be drawn from any thread.
@@ -30,7 +30,7 @@ GROUP_NAMES = {"accuracy": "all", "many": "many", "medium": "medium", "few": "fe
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A white figure of this size in inches whose parts are kept from overlapping."""
+    """Create a white figure of this size in inches, with a layout that avoids overlaps."""
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
@@ -47,13 +47,13 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 @functools.cache
 def font_families() -> list[str]:
-    """The usual font, and after it those of this machine that have more letters."""
+    """Return the default font, followed by fonts of this machine with more letters."""
     known = set(get_font_names())
     return ["sans-serif", *(name for name in EAST_ASIAN if name in known)]
 
 
 def plain(ax: Axes, xlabel: str = "", ylabel: str = "", title: str | None = None) -> Axes:
-    """Axes without a box, with a faint grid behind the data; names from users are never read as mathematics."""
+    """Style axes without a box, with a faint grid; titles are never parsed as mathematics."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="0.9", linewidth=0.8)
     ax.set_axisbelow(True)
@@ -65,7 +65,7 @@ def plain(ax: Axes, xlabel: str = "", ylabel: str = "", title: str | None = None
 
 
 def shorten(text: object, length: int) -> str:
-    """The text, cut in the middle where it is too long: species names tend to differ at their ends."""
+    """Shorten a long text in the middle: species names tend to differ at their ends."""
     text = str(text)
     if len(text) <= length:
         return text
