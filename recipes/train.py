@@ -84,7 +84,7 @@ def delete_plan_unless_started(folder: Path, first_stage: str) -> Iterator[None]
             if not any(folder.iterdir()):
                 folder.rmdir()
         elif ended.code > SIGNALLED:
-            print(format_next_command("To go on", "train", "--resume", folder))
+            print(format_next_command("To resume", "train", "--resume", folder))
         raise
 
 

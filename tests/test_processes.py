@@ -124,7 +124,7 @@ def test_a_signal_to_one_process_stops_all(start):
     os.kill(run.processes[1].pid, signal.SIGTERM)
     assert run.wait() == 75
     assert run.processes[1].exitcode == 75
-    assert run.printed.count("Stopped and saved.\nTo go on:") == 1
+    assert run.printed.count("Stopped and saved.\nTo resume:") == 1
 
 
 def test_what_cannot_be_shared_out_is_refused_and_leaves_no_folder(start):

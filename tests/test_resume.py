@@ -28,6 +28,9 @@ from recipe_runs import (
     slow_saving,
 )
 
+from livt_hf.cli.resume import resolve_training
+from livt_hf.cli.training_settings import PretrainSettings
+
 # Twelve updates; checkpoints and lines of the log fall on different ones. Everything that keeps a state is on.
 OPTIONS = {
     "pretrain": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2",
@@ -212,7 +215,7 @@ def test_a_signal_saves_the_run_and_prints_the_command_that_goes_on(
     run.signal(number)  # launchers pass a signal on to processes that had it already
     assert run.wait() == 75
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
-    command = re.search(rf"To go on:\n  livt {stage} (.*)", run.printed)[1]
+    command = re.search(rf"To resume:\n  livt {stage} (.*)", run.printed)[1]
     assert shlex.split(command) == ["--resume", str(run.folder)]
     # The command alone: all other settings are those of the run.
     RecipeRun(stage, run.folder, "--resume").finish()
@@ -267,3 +270,9 @@ def test_launched_runs_killed_and_interrupted_end_like_one_that_was_not(workplac
         launched.communicate(timeout=120)
         assert launched.returncode == 0
     assert_same_run(folder, uninterrupted[stage])
+
+
+def test_a_stage_that_is_run_as_a_script_reads_its_own_command_line(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--epochs", "7"])
+    settings, run = resolve_training(PretrainSettings)
+    assert settings.optimization.epochs == 7 and run is None

@@ -8,6 +8,7 @@
 - A finished run cannot be resumed.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ def resolve_training(
     """Return the settings of a stage, and the run that is resumed with them, if any."""
     if isinstance(argv, Resolved):
         return argv.settings, argv.run
-    words = argv if isinstance(argv, Mapping) else parse_words(cls, argv)
+    words = argv if isinstance(argv, Mapping) else parse_words(cls, sys.argv[1:] if argv is None else argv)
     explicit = cls.explicit_options(words)
     run = find_run_to_resume(cls, explicit) if "resume" in explicit else None
     inherited = INHERIT[cls.stage](explicit) if run is None else settings_from_run(cls, run)
