@@ -77,7 +77,7 @@ class Results:
         """Read the values of a file of any version: what this one does not know is left out."""
         if "headline" in values:  # the label of the default rule, before rules had names
             several = "map" in (values.get("metrics") or {})
-            values = {"default_rule": PER_LABEL if several else rule_name(values["headline"])} | values
+            values = {"default_rule": PER_LABEL if several else rule_name(values["headline"])} | dict(values)
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 

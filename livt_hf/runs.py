@@ -140,7 +140,7 @@ def _argument_types() -> dict[str, Any]:
         PretrainModelSpec,
     )
 
-    types = {"plugin": str | None, "output_dir": str | None, "resume": str | None}
+    types: dict[str, Any] = {"plugin": str | None, "output_dir": str | None, "resume": str | None}
     types |= {"streaming": bool, "folds": int | None, "epochs": int}
     for spec in (
         PretrainModelSpec, FinetuneModelSpec, DataSpec, FinetuneOptimizationSpec, LossSpec, FinetuneAugmentationSpec,

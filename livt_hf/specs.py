@@ -75,7 +75,8 @@ def option(
 def part(spec: type["Spec"], help: Mapping[str, str] | None = None, **defaults: Any) -> Any:
     """Declare a spec as a part of another one, with defaults and help texts that differ from its own."""
     return dataclasses.field(
-        default_factory=functools.partial(spec, **defaults), metadata={"defaults": defaults, "part_help": help or {}}
+        default_factory=functools.partial(spec, **defaults),
+        metadata={"spec": spec, "defaults": defaults, "part_help": help or {}},
     )
 
 
@@ -138,7 +139,7 @@ class Spec:
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return all options by name, those of parts included."""
-        return _declared_options(cls)
+        return _declared_options(cls)  # type: ignore[arg-type]
 
     @classmethod
     def names(cls, fact: str | None = None) -> list[str]:
@@ -151,7 +152,7 @@ class Spec:
         own = {name: values.pop(name) for name, one in cls.options().items() if one.part is None and name in values}
         for declared in dataclasses.fields(cls):
             if is_part(declared):
-                spec, defaults = declared.default_factory.func, declared.metadata["defaults"]
+                spec, defaults = declared.metadata["spec"], declared.metadata["defaults"]
                 if isinstance(values.get(declared.name), Spec):
                     own[declared.name] = values.pop(declared.name)
                 else:
@@ -194,7 +195,7 @@ def _declared_options(cls: type[Spec]) -> dict[str, Option]:
     options: dict[str, Option] = {}
     for declared in dataclasses.fields(cls):
         if is_part(declared):
-            spec, defaults = declared.default_factory.func, declared.metadata["defaults"]
+            spec, defaults = declared.metadata["spec"], declared.metadata["defaults"]
             for name, inner in spec.options().items():
                 facts = dict(inner.facts) | {"help": declared.metadata["part_help"].get(name, inner.facts["help"])}
                 default = defaults.get(name, inner.default)

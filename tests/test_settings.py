@@ -114,6 +114,13 @@ def test_a_launched_process_reads_the_settings_and_the_run_that_were_resolved(ru
     assert resolve_training(PretrainSettings, resolved) == (resolved.settings, run)
 
 
+def test_a_script_without_arguments_reads_the_command_line_of_its_process(runs, configs, monkeypatch):
+    for words, epochs in ([], 30), (["--epochs", "3"], 3):
+        monkeypatch.setattr("sys.argv", ["pretrain.py", *words])
+        assert resolve_training(PretrainSettings, configs=configs)[0].optimization.epochs == epochs
+        assert PretrainSettings.parse(configs=configs).optimization.epochs == epochs
+
+
 # How a value is written
 
 

@@ -61,7 +61,7 @@ class CommandSettings(Spec):
     def explicit_options(cls, argv: Argv = None) -> dict[str, Any]:
         """Return the options that a command line names and, below them, those of the file it names as `--config`."""
         if not isinstance(argv, Mapping):
-            argv = parse_words(cls, sys.argv[1:] if argv is None else argv)
+            argv = parse_words(cls, argv)
         named = dict(argv)
         if "config" in named:
             named = read_config(cls, Path(named["config"]).expanduser()) | named
@@ -90,10 +90,10 @@ class CommandSettings(Spec):
         return f"{cls.stage}-{dataset.replace('/', '-')}.yaml"
 
 
-def parse_words(cls: type[CommandSettings], words: Sequence[str]) -> dict[str, Any]:
-    """Return the options that are named on a command line, with typed values."""
+def parse_words(cls: type[CommandSettings], words: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the options that are named on a command line, by default that of this process, with typed values."""
     options = cls.options()
-    words = list(_spell_flags(cls, map(_normalise_name, words)))
+    words = list(_spell_flags(cls, map(_normalise_name, sys.argv[1:] if words is None else words)))
     if {"-h", "--help", "--help_all"} & set(words):
         _make_parser(cls, show_all="--help_all" in words).print_help()
         sys.exit(0)
@@ -179,7 +179,7 @@ def _make_parser(cls: type[CommandSettings], show_all: bool = True) -> argparse.
         declared = cls.options()[name]
         nargs = "*" if get_origin(declared.kind) is list else "?"
         own.add_argument(name, nargs=nargs, metavar=name.upper(), help=_describe(declared))
-        shape = {"nargs": "+"} if nargs == "*" else {}
+        shape: dict[str, Any] = {"nargs": "+"} if nargs == "*" else {}
         parser.add_argument(f"--{name}", dest=_AS_OPTION + name, help=argparse.SUPPRESS, **shape)
     for name, declared in cls.options().items():
         if name in cls.positionals:
