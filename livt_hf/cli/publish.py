@@ -13,7 +13,7 @@ def check_publishing(settings: Any) -> None:
         from livt_hf.hub import Publication
         from livt_hf.training.results import is_local, is_own
 
-        start = getattr(settings.model, "pretrained", None)
+        start: Any = getattr(settings.model, "pretrained", None)
         results = Results(stage=settings.stage, dataset=settings.data.dataset, pretrained=start)
         results.pretrained_local = start in (None, "none") or is_local(start)
         results.pretrained_own = is_own(start)
