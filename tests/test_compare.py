@@ -147,7 +147,5 @@ def test_ways_are_ranked_and_described_by_the_mean_of_their_seeds():
         return [Results(stage="finetune", dataset="birds", metrics=one) for one in metrics]
 
     said = recipe.format_verdict({"full": runs(0.6, 0.5), "head": runs(0.5, 0.7)})
-    assert said.startswith(
-        "Best: 'head', then 'full'. The first is right for 60.0 % of the test images, the second for"
-    )
-    assert "55.0 %" in said
+    assert said.startswith("Best: 'head', then 'full'.")
+    assert said.index("60.0 %") < said.index("55.0 %")
