@@ -167,8 +167,10 @@ class LongTailConfig(dict):
         if self.class_counts is not None:
             self._check_counts(num_labels, multi_label)
         if self.calibration is not None:
-            numbers = [self.calibration["scale"], self.calibration["odds"], *self.calibration["offsets"]]
-            fits = len(numbers) == 2 + num_labels and all(map(math.isfinite, numbers))
+            offsets = self.calibration["offsets"]
+            errors = self.calibration.get("offset_errors") or [1.0] * num_labels  # version 0.2 kept none
+            numbers = [self.calibration["scale"], self.calibration["odds"], *offsets, *errors]
+            fits = len(offsets) == len(errors) == num_labels and all(map(math.isfinite, numbers))
             text = f"the calibration is not one of {num_labels} classes, or not of finite numbers; calibrate again."
             _require(fits, "calibration", text)
 

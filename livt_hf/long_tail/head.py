@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.calibration import Calibration, apply_calibration, calibrate_odds
+from livt_hf.long_tail.calibration import Calibration, apply_calibration, calibrate_odds, saturation_trace
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.losses import (
     ClassStatistics,
@@ -202,18 +202,32 @@ class LongTailHead(nn.Module):
             adjusted.log_softmax(-1) if self.definition.activation == "softmax" else nn.functional.logsigmoid(adjusted)
         )
 
+    def fitted_log_odds(self, logits: Tensor) -> Tensor:
+        """Return log p_j - log (1 - p_j) of the fitted posterior, exact also where p_j was rounded to 1."""
+        adjusted = logits.float() + self.logit_bias
+        if self.multi_label or self.definition.activation == "sigmoid":
+            return adjusted
+        log_posterior = adjusted.log_softmax(-1)
+        best = log_posterior.argmax(-1, keepdim=True)  # only the largest can be close to 1
+        others = log_posterior.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True)
+        log_odds = log_posterior - torch.log1p(-log_posterior.exp().clamp(max=0.75))
+        return log_odds.scatter(-1, best, log_posterior.gather(-1, best) - others)
+
     def training_posterior(self, logits: Tensor) -> Tensor:
         """Return log P_s(j|x) under the training prior, calibrated if possible (log-odds for multi-label)."""
         fitted, smooth = self.fitted_posterior(logits), self.settings.label_smoothing
         if self.settings.calibration is not None:
-            correct = calibrate_odds if self.multi_label else apply_calibration
-            return correct(fitted, Calibration(**self.settings.calibration), self.prior)
+            calibration = Calibration(**self.settings.calibration)
+            if self.multi_label:
+                return calibrate_odds(fitted, calibration, self.prior)
+            return apply_calibration(fitted, calibration, self.prior, self.fitted_log_odds(logits))
         if smooth:
             # Training fitted (1 - s) p + s / C; the share s / C would swamp a rare class once divided by its prior.
             posterior = (fitted.exp() - smooth / self.config.num_labels) / (1 - smooth)
             # Where less than that share was fitted, a trace of it stays, so that the order of such classes does too.
             return torch.maximum(posterior.clamp_min(0).log(), fitted + math.log(1e-6))
-        return fitted
+        sigmoids = self.definition.activation == "sigmoid" and not self.multi_label
+        return fitted + saturation_trace(self.fitted_log_odds(logits)) if sigmoids else fitted
 
     def posterior(self, logits: Tensor, prior: Prior = None) -> Tensor:
         """Return P(j|x) under a deployment prior; None is the config's `test_prior`, or uniform without one.

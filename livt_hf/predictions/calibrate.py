@@ -26,7 +26,8 @@ def calibrate(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accel
     pairs = [(logits.cpu(), batch["labels"].cpu()) for logits, batch in predict_batches(model, loader, accelerator)]
     logits, labels = (torch.cat(parts) for parts in zip(*gather_object(pairs), strict=True))
     logits = logits.to(accelerator.device)
-    calibration = fit_calibration(head.fitted_posterior(logits).cpu(), labels, head.prior)
+    odds = None if head.multi_label else head.fitted_log_odds(logits)
+    calibration = fit_calibration(head.fitted_posterior(logits), labels, head.prior, odds)
     _set_calibration(model, calibration)
     if head.multi_label:
         thresholds = best_thresholds(head.posterior(logits).cpu(), labels, _odds_ratio(head.settings))
