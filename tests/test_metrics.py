@@ -313,6 +313,34 @@ def test_intervals_cover_as_often_as_they_say():
     assert 89 <= covered <= 99  # 95 - 2.6 standard deviations; always would be too unsure
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rare"),
+    [
+        ([1] * 15 + [20] * 15, 0.35),  # classes of one image, taken for certain, made it 28 %
+        (np.geomspace(1, 50, 30).round().astype(int), 0.6),
+        ([3] * 30, 0.7),
+    ],
+    ids=["singles", "long tail", "three each"],
+)
+def test_intervals_of_mean_class_accuracy_cover_where_classes_have_one_image(sizes, rare):
+    labels, rng, covered = np.arange(30).repeat(sizes), np.random.default_rng(0), 0
+    truth = np.where(np.asarray(sizes) < 10, rare, 0.85)
+    shots = shot_groups([5 if size < 10 else 500 for size in sizes])
+    for _ in range(80):
+        right = rng.random(len(labels)) < truth[labels]
+        predictions = np.where(right, labels, (labels + rng.integers(1, 30, len(labels))) % 30)
+        low, high = bootstrap_intervals(labels, predictions, shots, resamples=100)["mean_class_accuracy"]
+        covered += low <= truth.mean() <= high
+    assert 70 <= covered <= 79  # of 80: 95 % are 76, and a standard deviation is 2
+
+
+def test_classes_seen_in_one_patient_only_are_not_taken_for_certain():
+    labels, patients = np.arange(20).repeat(4), np.arange(20).repeat(4)  # one patient per class
+    predictions = np.where(np.arange(20) < 10, np.arange(20), 0).repeat(4)
+    low, high = bootstrap_intervals(labels, predictions, shot_groups([50] * 20), patients)["mean_class_accuracy"]
+    assert high - low == pytest.approx(2 * 1.96 * math.sqrt(0.25 / 20), rel=0.2)  # as of 20 images, half of them right
+
+
 def test_images_of_one_patient_widen_the_interval_as_if_there_were_only_patients():
     rng = np.random.default_rng(0)
     patients = np.arange(50).repeat(20)
