@@ -30,10 +30,11 @@ from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTrainin
 from livt_hf.data import eval_processor
 from livt_hf.demo.classes import ROWS, Classes
 from livt_hf.demo.serving import ARGMAX, DEPLOYMENT, UNIFORM, ServedClassifier, ServedPretraining
-from livt_hf.demo.unlabelled import UnlabelledImages, interval, read_unlabelled
+from livt_hf.demo.unlabelled import UnlabelledImages, read_unlabelled
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
-from livt_hf.long_tail.priors import class_prior, estimate_prior
+from livt_hf.long_tail.label_shift import estimate_prior
+from livt_hf.long_tail.priors import class_prior
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.decide import load_prior
 from livt_hf.predictions.record import FOLDER, as_lists
@@ -246,7 +247,8 @@ def sure_posteriors(shares, images, rng):
 def test_the_estimate_finds_the_shares_of_clear_images_within_its_interval():
     shares = [0.2, 0.3, 0.5]
     told = sure_posteriors(shares, 2000, np.random.default_rng(0)), class_prior([1, 1, 1])
-    found, (low, high) = estimate_prior(*told), interval(*told)
+    found = estimate_prior(*told)
+    low, high = found.bounds
     assert found.prior.tolist() == pytest.approx(shares, abs=0.03)
     assert (low <= found.prior).all() and (found.prior <= high).all()
     assert found.reliable

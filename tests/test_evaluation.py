@@ -15,7 +15,7 @@ from livt_hf import LiViTConfig
 from livt_hf.data import exponential_counts
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.long_tail.priors import estimate_prior
+from livt_hf.long_tail.label_shift import estimate_prior
 from livt_hf.modeling_livit import LongTailHead
 from livt_hf.predictions import Predictions, PredictionsInfo
 from livt_hf.predictions.blocks import stack_on_disk

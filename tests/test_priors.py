@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig
+from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.label_shift import estimate_prior
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.long_tail.priors import as_prior, class_prior, estimate_prior, log_odds, shift_prior
+from livt_hf.long_tail.priors import as_prior, class_prior, log_odds, shift_prior
 
 CLASSES = 10
 COUNTS = [round(5000 * 100 ** (-i / (CLASSES - 1))) for i in range(CLASSES)]  # imbalance factor 100
@@ -155,7 +157,7 @@ def test_em_returns_the_training_prior_where_nothing_shifted():
 def test_a_shifted_prior_is_reliable_from_clear_evidence_and_not_from_a_weak_biased_model(truth):
     log_density, _ = gaussian_classes(SERVING[truth], spread=1.5)
     calibrated = (log_density + PI.log()).softmax(-1)
-    assert estimate_prior(calibrated, PI).reliable == (truth != "uniform")  # the uniform prior is no shift
+    assert estimate_prior(calibrated, PI).reliable == (truth not in ("uniform", "training"))  # these are known
     # Sees little of the image and likes some classes better than they deserve: each step of EM likes them more.
     weak = (0.01 * log_density + torch.linspace(0, 0.5, CLASSES) + PI.log()).softmax(-1)
     assert not estimate_prior(weak, PI).reliable
@@ -167,11 +169,62 @@ def test_a_class_that_looks_absent_keeps_the_share_of_one_image_added_per_class(
     assert estimate.tolist() == pytest.approx([9 / 10, 1 / 10], abs=1e-4)
 
 
+@pytest.mark.parametrize("truth", ["uniform", "training"])
+@pytest.mark.parametrize("number", [10, 30, 100, 1000])
+def test_chance_is_not_offered_as_a_prior(number, truth):
+    """Without the noise of few images in it, 10 images of a uniform prior got an offer in 92 % of the cases."""
+    log_density, _ = gaussian_classes(SERVING[truth], 20 * number, spread=0.8)
+    offers = [estimate_prior((part + PI.log()).softmax(-1), PI).reliable for part in log_density.split(number)]
+    assert sum(offers) <= 2  # of 20; at 5 % there are more in 8 of 100 cases
+
+
+def test_an_offered_prior_is_not_below_the_uniform_one():
+    log_density, labels = gaussian_classes(SERVING["reversed"], 8 * 1000, spread=0.8)
+    gains = []
+    for part, truth in zip(log_density.split(1000), labels.split(1000), strict=True):
+        estimate = estimate_prior((part + PI.log()).softmax(-1), PI)
+        if estimate.reliable:
+            gains.append(accuracy(part + estimate.prior.log(), truth) - accuracy(part, truth))
+    assert len(gains) >= 6 and min(gains) > 0.03
+
+
+def test_a_calibration_that_leaves_much_open_makes_no_offer():
+    log_density, _ = gaussian_classes(SERVING["reversed"], 1000, spread=0.8)
+    posterior = (log_density + PI.log()).softmax(-1)
+    for error, offered in ((0.1, True), (1.5, False)):
+        calibration = Calibration(1.0, 0.0, [0.0] * CLASSES, 100, offset_errors=[error] * CLASSES, scale_error=0.1)
+        assert estimate_prior(posterior, PI, calibration).reliable == offered
+
+
+def test_bounds_hold_the_estimate_and_most_of_the_truth():
+    log_density, _ = gaussian_classes(SERVING["reversed"], 2000, spread=0.8)
+    estimate = estimate_prior((log_density + PI.log()).softmax(-1), PI)
+    low, high = estimate.bounds
+    assert (low <= high).all() and ((low <= PI.flip(0)) & (PI.flip(0) <= high)).sum() >= 8
+
+
+def test_a_million_images_are_tested_by_some_thousand():
+    log_density, _ = gaussian_classes(SERVING["reversed"], 4_000, spread=1.5)
+    few = (log_density + PI.log()).softmax(-1)
+    many = few.repeat(50, 1)  # 200,000: every 50th is looked at
+    assert estimate_prior(many, PI).reliable
+    torch.testing.assert_close(estimate_prior(many, PI).prior, estimate_prior(few, PI).prior, atol=5e-3, rtol=0)
+
+
+def test_a_row_of_zeros_says_nothing():
+    log_density, _ = gaussian_classes(SERVING["reversed"], 500)
+    posterior = (log_density + PI.log()).softmax(-1)
+    with_zeros = torch.cat([posterior, torch.zeros(5, CLASSES, dtype=posterior.dtype)])
+    torch.testing.assert_close(estimate_prior(with_zeros, PI).prior, estimate_prior(posterior, PI).prior)
+    with pytest.raises(ValueError, match="zero"):
+        estimate_prior(torch.zeros(3, CLASSES), PI)
+
+
 def test_blocks_of_images_do_not_change_the_estimate(monkeypatch):
     log_density, _ = gaussian_classes(SERVING["reversed"])
     posterior = (log_density + PI.log()).softmax(-1)
     whole = estimate_prior(posterior, PI)
-    monkeypatch.setattr("livt_hf.long_tail.priors._BLOCK", 1_000 * CLASSES)
+    monkeypatch.setattr("livt_hf.long_tail.label_shift._BLOCK", 1_000 * CLASSES)
     torch.testing.assert_close(estimate_prior(posterior, PI).prior, whole.prior)
 
 

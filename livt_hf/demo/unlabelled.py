@@ -15,27 +15,16 @@ from livt_hf.data.readers.folder import is_hidden
 from livt_hf.demo.classes import ROWS
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.priors import estimate_prior
+from livt_hf.long_tail.label_shift import estimate_prior
 from livt_hf.predictions.record import Predictions
 
 PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
 CHANGE_COLUMNS = ("file", "class (uniform prior)", "probability", "class (estimated prior)", "probability", "changed")
-# Bootstrap resamples of the estimate; fewer where the posteriors have more numbers than this in total.
-RESAMPLES, RESAMPLED = 40, 40_000_000
-FEWEST_RESAMPLES = 5
 UNUSABLE = (
-    "This estimate is not reliable: the images do not show clearly that their classes are not equally frequent. It "
-    "cannot be used below. Calibrate the model (livt calibrate), train longer, or count some images by hand."
+    "This estimate is not reliable: the images do not show clearly that their classes are neither equally frequent nor "
+    "as frequent as in training. It cannot be used below. Calibrate the model with more images (livt calibrate), or "
+    "count some images by hand."
 )
-
-
-def interval(posterior: Tensor, source: Tensor) -> Tensor:
-    """Return the bounds (2, C) of the 90 % bootstrap interval of the prior, from posteriors (B, C)."""
-    rng = np.random.default_rng(0)
-    times = int(np.clip(RESAMPLED // posterior.numel(), FEWEST_RESAMPLES, RESAMPLES))
-    drawn = [torch.from_numpy(rng.integers(len(posterior), size=len(posterior))) for _ in range(times)]
-    again = torch.stack([estimate_prior(posterior[rows], source).prior for rows in drawn])  # (times, C)
-    return again.quantile(torch.tensor([0.05, 0.95], dtype=again.dtype), dim=0)
 
 
 class UnlabelledImages:
@@ -45,7 +34,7 @@ class UnlabelledImages:
         self.served, self.files, self.broken = served, files, broken
         self.source = get_head(served.model).prior.cpu()
         posterior = served.training_posterior(logits)
-        self.estimate, self.bounds = estimate_prior(posterior, self.source), interval(posterior, self.source)
+        self.estimate = estimate_prior(posterior, self.source, get_head(served.model).calibration)
         self.before = served.posterior(logits, "uniform").max(-1)
         self.after = served.posterior(logits, self.estimate.prior).max(-1)
 
@@ -73,7 +62,7 @@ class UnlabelledImages:
 
     def prior_rows(self) -> list[list]:
         """Return the classes with the largest estimated shares, in percent."""
-        parts = (self.source, self.estimate.prior, *self.bounds)
+        parts = (self.source, self.estimate.prior, *self.estimate.bounds)
         order = self.estimate.prior.argsort(descending=True, stable=True)[:ROWS]
         columns = [self.served.names[i] for i in order.tolist()], *((100 * part[order]).tolist() for part in parts)
         return [

@@ -13,6 +13,7 @@ which is exact for a head that fitted well, to 1, the log-odds, by which sigmoid
 Where an image may have several labels, each class is a question of its own, asked in log-odds.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from livt_hf.errors import LiVTError
 # Standard deviations of the Gaussian priors around the identity: of log(scale), of odds and of the offsets. The last
 # one is learned from the held-out images, as if OFFSET_WEIGHT further classes had shown this spread.
 SCALE_SPREAD, ODDS_SPREAD, OFFSET_SPREAD, OFFSET_WEIGHT = 0.5, 0.5, 0.3, 10
+ERROR_SPREAD = 0.4  # the least spread that errors of the offsets assume: few images make it look smaller than it is
 MIN_IMAGES = 20  # with fewer, even one temperature is guesswork
 # By how much the log evidence must favour a scale and odds over none. At 0, exact heads lose .02 nats on 30 images.
 # Two parameters cost 1 / images nats on average, which is nothing from _MANY images on.
@@ -43,7 +45,8 @@ class Calibration:
         scale, odds, offsets: see the formula of this module; 1, 0 and zeros change nothing.
         num_images: number of held-out images it was fitted on.
         thresholds: where an image may have several labels, the probability from which on each label is given.
-        offset_errors: standard deviation of each offset that the images leave open; None in files of version 0.2.
+        offset_errors, scale_error: standard deviations that the images leave open, of each offset and of log(scale);
+            None in files of version 0.2.
         split, fingerprint: which images these were: the name of their split, and its `fingerprint`; None if unknown.
     """
 
@@ -53,6 +56,7 @@ class Calibration:
     num_images: int
     thresholds: list[float] | None = None
     offset_errors: list[float] | None = None
+    scale_error: float | None = None
     split: str | None = None
     fingerprint: str | None = None
 
@@ -125,15 +129,17 @@ def fit_calibration(
         plain = _fit(objective, shaped=False)
         chosen = chosen if chosen.evidence > plain.evidence + _MARGIN else plain
     scale, odds = chosen.shape[0].exp().item(), chosen.shape[1].clamp(0, 1).item()
-    return Calibration(scale, odds, chosen.offsets.tolist(), len(labels), offset_errors=chosen.errors.tolist())
+    errors = dict(offset_errors=chosen.errors.tolist(), scale_error=chosen.scale_error)
+    return Calibration(scale, odds, chosen.offsets.tolist(), len(labels), **errors)
 
 
 class _Fit(NamedTuple):
-    """A maximum a posteriori: log(scale) and odds, offsets with their errors, and the log evidence of the model."""
+    """A maximum a posteriori: log(scale) and odds, offsets, errors of both, and the log evidence of the model."""
 
     shape: Tensor
     offsets: Tensor
     errors: Tensor
+    scale_error: float
     evidence: float
 
 
@@ -146,18 +152,21 @@ def _fit(objective: "_Objective", shaped: bool) -> _Fit:
         _maximise(objective, shape, offsets, spread)
         curvature = objective.curvature(shape.detach(), offsets.detach())
         variance, used = 1 / (spread**-2 + curvature["offsets"]), spread
-        # The spread that explains the offsets found and what is left open about them (MacKay, 1992).
-        total = OFFSET_WEIGHT * OFFSET_SPREAD**2 + (offsets.detach().square() + variance).sum().item()
-        spread = (total / (OFFSET_WEIGHT + len(offsets))) ** 0.5
+        # The spread that explains the offsets, by the number of them that the images determine (MacKay, 1992).
+        determined = OFFSET_WEIGHT + (1 - variance / spread**2).sum().item()
+        spread = ((OFFSET_WEIGHT * OFFSET_SPREAD**2 + offsets.detach().square().sum().item()) / determined) ** 0.5
         if abs(spread / used - 1) < 0.1:
             break
     with torch.no_grad():
         evidence = -objective.loss(shape, offsets) - _penalty(shape, offsets, used)
         evidence -= torch.log1p(used**2 * curvature["offsets"]).sum() / 2
+        precision = torch.diag(torch.tensor([SCALE_SPREAD**-2, ODDS_SPREAD**-2]).double()) + curvature["shape"]
         if shaped:
-            priors = torch.tensor([SCALE_SPREAD, ODDS_SPREAD], dtype=torch.float64)
-            evidence -= torch.logdet(torch.eye(2) + priors[:, None] * curvature["shape"] * priors) / 2
-    return _Fit(shape.detach(), offsets.detach(), variance.sqrt(), evidence.item())
+            evidence -= torch.logdet(precision) / 2 + math.log(SCALE_SPREAD * ODDS_SPREAD)
+        variance = 1 / (max(used, ERROR_SPREAD) ** -2 + curvature["offsets"])
+        precision -= (curvature["cross"] * variance) @ curvature["cross"].T
+        scale_error = precision.inverse()[0, 0].clamp(0, SCALE_SPREAD**2).sqrt().item()
+    return _Fit(shape.detach(), offsets.detach(), variance.sqrt(), scale_error, evidence.item())
 
 
 def _maximise(objective: "_Objective", shape: Tensor, offsets: Tensor, spread: float) -> None:
@@ -203,17 +212,20 @@ class _Objective:
         return total
 
     def curvature(self, shape: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-        """Return the Gauss-Newton curvature in log(scale) and odds, (2, 2), and its diagonal in the offsets, (C,)."""
-        found = {"shape": torch.zeros(2, 2, dtype=torch.float64), "offsets": torch.zeros_like(offsets)}
+        """Return the Gauss-Newton curvature: in log(scale) and odds (2, 2), in the offsets (C,), across (2, C).
+
+        Of that in the offsets it is the diagonal.
+        """
+        sizes = {"shape": (2, 2), "offsets": (len(offsets),), "cross": (2, len(offsets))}
+        found = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
         for scores, _, moved in self._scored(shape, offsets):
             chances = scores.sigmoid() if self.several else scores.softmax(-1)
             weights = chances * (1 - chances)
             found["offsets"][self._learned] += weights.sum(0)
-            if self.several:
-                found["shape"] += torch.einsum("knc,lnc,nc->kl", moved, moved, weights)
-            else:
-                moved = moved - (moved * chances).sum(-1, keepdim=True)
-                found["shape"] += torch.einsum("knc,lnc,nc->kl", moved, moved, chances)
+            if not self.several:
+                weights, moved = chances, moved - (moved * chances).sum(-1, keepdim=True)
+            found["shape"] += torch.einsum("knc,lnc,nc->kl", moved, moved, weights)
+            found["cross"][:, self._learned] += (moved * weights).sum(1)
         return found
 
     @property

@@ -67,6 +67,10 @@ class LongTailHead(nn.Module):
         return self.settings.definition
 
     @property
+    def calibration(self) -> Calibration | None:
+        return None if self.settings.calibration is None else Calibration(**self.settings.calibration)
+
+    @property
     def multi_label(self) -> bool:
         return self.config.problem_type == "multi_label_classification"
 
@@ -216,8 +220,8 @@ class LongTailHead(nn.Module):
     def training_posterior(self, logits: Tensor) -> Tensor:
         """Return log P_s(j|x) under the training prior, calibrated if possible (log-odds for multi-label)."""
         fitted, smooth = self.fitted_posterior(logits), self.settings.label_smoothing
-        if self.settings.calibration is not None:
-            calibration = Calibration(**self.settings.calibration)
+        calibration = self.calibration
+        if calibration is not None:
             if self.multi_label:
                 return calibrate_odds(fitted, calibration, self.prior)
             return apply_calibration(fitted, calibration, self.prior, self.fitted_log_odds(logits))

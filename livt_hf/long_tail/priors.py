@@ -1,4 +1,4 @@
-"""Class priors: from counts, under a change of serving prior, and estimated from unlabelled images.
+"""Class priors: from counts, from files, and under a change of serving prior.
 
 Signs, once and for all. Training adds `bias = tau * B` to the logits z, so sigma(z + bias) (or softmax(z + bias))
 estimates the posterior under the *training* prior pi. Serving under a prior q needs P_q(j|x) ~ p_j * q_j / pi_j:
@@ -7,8 +7,7 @@ for a softmax head the two agree under the uniform prior, for a sigmoid head the
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +18,6 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import read_values
 from livt_hf.specs import matches_type
 
-_BLOCK = 2**20  # posteriors looked at in one piece
-# Of EM: how often it is repeated with disturbed evidence, by which standard deviation of the log evidence for a class
-# (what calibration leaves open, see `calibration.OFFSET_SPREAD`), and when it ends.
-_DISTURBED, _DISTURBANCE = 6, 0.3
-_STEPS, _TOLERANCE = 1000, 1e-4
 _LARGEST = 1e18  # number of images that a file may claim: sums of larger ones could become infinite
 
 Prior = Literal["uniform"] | Sequence[float] | Tensor | None
@@ -123,58 +117,3 @@ def shift_odds(log_odds: Tensor, source: Tensor, target: Tensor) -> Tensor:
     """Return probabilities under another prior where images may have several labels: odds times prior odds ratio."""
     shift = (torch.logit(target.cpu().double()) - torch.logit(source.cpu().double())).to(log_odds)
     return (log_odds + shift).sigmoid()
-
-
-@dataclass(frozen=True)
-class PriorEstimate:
-    """Class prior estimated from unlabelled images, and how reliable it is.
-
-    `shift` is its distance from the uniform prior, and `variation` the mean distance of estimates from evidence that
-    was disturbed by as much as calibration leaves open; distances are sums of absolute differences over the classes.
-    """
-
-    prior: Tensor  # (C,)
-    shift: float
-    variation: float
-
-    @property
-    def reliable(self) -> bool:
-        """True if the images show clearly that their prior is not uniform."""
-        return self.shift > 3 * self.variation
-
-
-def estimate_prior(
-    posterior: Tensor, source: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums
-) -> PriorEstimate:
-    """Estimate the class prior of unlabelled images by EM (Saerens et al., 2002) from training posteriors (B, C).
-
-    The maximum a posteriori under a Dirichlet prior of one image per class, so that a class that looks absent keeps a
-    chance. Rows of `posterior` are P_s(j|x) up to a factor. They are read in blocks, so that they may lie in a mapped
-    file, and `total` adds up sums over processes that hold a part of the images each.
-    EM cannot tell a shifted prior from evidence that favours some classes. So it runs several times side by side, the
-    evidence for each class disturbed at random in all columns but the first: see `PriorEstimate.reliable`.
-    """
-    classes = len(source)
-    if posterior.ndim != 2 or posterior.shape[1] != classes or total(torch.tensor(len(posterior))) == 0:
-        raise LiVTError(f"estimating a prior needs posteriors (images, classes), got shape {tuple(posterior.shape)}.")
-    blocks = posterior.split(max(1, _BLOCK // classes))
-    if not all(torch.isfinite(block).all() for block in blocks):
-        raise LiVTError("the posteriors contain NaN or infinity; evaluate the model first and drop those images.")
-    disturbance = _DISTURBANCE * torch.randn(classes, 1 + _DISTURBED, generator=torch.Generator().manual_seed(0))
-    disturbance[:, 0] = 0
-    likelihood = disturbance.double().exp() / source.cpu().double()[:, None]  # (C, K), times the posterior of an image
-    estimates = torch.full_like(likelihood, 1 / classes)
-    for _ in range(_STEPS):
-        weights, sums = likelihood * estimates, torch.zeros_like(estimates)
-        for block in blocks:
-            block = block.double()
-            sums += block.T @ (1 / (block @ weights))  # (C, B) x (B, K)
-        updated = weights * total(sums) + 1
-        updated /= updated.sum(0)
-        moved = (updated - estimates).abs().sum(0).max()
-        estimates = updated
-        if moved < _TOLERANCE:
-            break
-    estimate, disturbed = estimates[:, 0], estimates[:, 1:]
-    shift = (estimate - 1 / classes).abs().sum().item()
-    return PriorEstimate(estimate, shift, (disturbed - estimate[:, None]).abs().sum(0).mean().item())

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.priors import PriorEstimate, estimate_prior
+from livt_hf.long_tail.label_shift import PriorEstimate, estimate_prior
 from livt_hf.predictions.blocks import Source, iterate_blocks, stack_on_disk
 from livt_hf.predictions.record import Predictions, read_parts
 
@@ -24,5 +24,5 @@ def estimate_record_prior(source: Source, rows: np.ndarray | None = None) -> Pri
     if head is None:
         raise LiVTError(f"no prior can be estimated: {info.no_posterior}.", argument="class_counts")
     blocks = (torch.from_numpy(block.logits.copy()) for block in iterate_blocks(source, rows))
-    posteriors = stack_on_disk((head.training_posterior(block).exp() for block in blocks), info.num_classes)
-    return estimate_prior(posteriors, head.prior)
+    posteriors = stack_on_disk((head.training_posterior(block).softmax(-1) for block in blocks), info.num_classes)
+    return estimate_prior(posteriors, head.prior, head.calibration)
