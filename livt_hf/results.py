@@ -20,9 +20,9 @@ from livt_hf.version import __version__
 class Results:
     """What was trained on what, and what came out. Fractions, not percent; None is what was not measured or not said.
 
-    `metrics` holds the numbers of the paper's rule, argmax z (of a pretraining, the loss on held-out images), and
-    `posterior` those of the posterior rule under the uniform prior, where the loss has one; `own_prior` those under
-    the model's test prior, where it serves under another one.
+    `metrics` holds the numbers of the largest logit, the paper's rule (of a pretraining, the loss on held-out images),
+    `posterior` those of the posterior under the uniform prior, where the loss has one, and `own_prior` those under the
+    model's test prior, where it has another one. The file says so too, in `metric_rules`.
     """
 
     stage: str
@@ -40,6 +40,7 @@ class Results:
     loss: str | None = None
     tau: float | None = None
     calibrated_on: int | None = None  # so many labelled images; None: not calibrated
+    calibration_split: str | None = None  # the split of these images; "all" is another dataset
     mask_ratio: float | None = None
     decode_ratio: float | None = None
     # The data. `class_counts` is a summary: max, min, imbalance, and the number of classes in each shot group.
@@ -88,13 +89,20 @@ class Results:
     @property
     def rules(self) -> dict[str, dict]:
         """Return metrics by the names of the rules, those of the default rule first."""
+        measured = {rule: getattr(self, block) for block, rule in self.metric_rules.items()}
+        return dict(sorted(measured.items(), key=lambda item: item[0] != self.default_rule))
+
+    @property
+    def metric_rules(self) -> dict[str, str]:
+        """Return the name of the decision rule of each block of metrics that there is."""
         first = PER_LABEL if "map" in self.metrics else ARGMAX
-        measured = {first: self.metrics, UNIFORM: self.posterior, TEST_PRIOR: self.own_prior}
-        order = sorted(measured.items(), key=lambda item: item[0] != self.default_rule)
-        return {rule: metrics for rule, metrics in order if metrics}
+        named = {"metrics": first, "posterior": UNIFORM, "own_prior": TEST_PRIOR}
+        return {block: rule for block, rule in named.items() if getattr(self, block)}
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        """Return the text of results.json, which also says the decision rule of each block of metrics."""
+        rules = {} if self.stage == "pretrain" else self.metric_rules
+        return json.dumps(dataclasses.asdict(self) | {"metric_rules": rules}, indent=2) + "\n"
 
 
 def provenance() -> dict:

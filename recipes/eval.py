@@ -40,7 +40,7 @@ from livt_hf.cli.inherit import resolve_settings
 from livt_hf.cli.settings import EvalSettings
 from livt_hf.data import class_counts, eval_loader, load_evaluation_data
 from livt_hf.data.batches import build_eval_batches
-from livt_hf.data.labels import is_multi_label, labels_of
+from livt_hf.data.labels import digest_of, is_multi_label, labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.files import replacing, write_values
 from livt_hf.long_tail.priors import numbers_by_name
@@ -105,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         predictions = open_source(writing / FOLDER)
         rules, estimated = choose_rules(predictions, info, settings, prior)
         evaluator = Evaluator(predictions, counts, **thresholds_of(settings))
-        report = evaluator.evaluate(rules, **describe(settings), **estimated)
+        report = evaluator.evaluate(
+            rules, **describe(settings), **estimated, **seen_in_calibration(info, data[settings.split])
+        )
         if prior is not None:
             accuracy = accuracy_under_prior(report.metrics, prior)
             report.summary["under_prior"] = {"prior": prior_label(settings.prior), "accuracy": accuracy}
@@ -142,6 +144,13 @@ def choose_folder(report: str | None, model: str, is_comparison: bool) -> Path:
         folder = Path(model, "report") if is_run else runs_folder() / f"report-{Path(model).name}"
     numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
     return next(path for path in itertools.chain([folder], numbered) if not path.exists())
+
+
+def seen_in_calibration(info: PredictionsInfo, images: Dataset) -> dict[str, bool]:
+    """Return what evaluation.json says where a model was calibrated on the images it is measured on."""
+    calibration = (info.long_tail or {}).get("calibration") or {}
+    fingerprint = calibration.get("fingerprint")
+    return {"calibrated_on_these_images": True} if fingerprint and fingerprint == digest_of(images) else {}
 
 
 def thresholds_of(settings: EvalSettings) -> dict[str, int]:
@@ -278,6 +287,8 @@ def format_summary(report: EvaluationReport, info: PredictionsInfo, grouped: boo
         lines.append(f"  {bad} images gave NaN logits and count as wrong ({format_percent(bad / images)} %)")
     if info.uncalibrated_because:
         lines.append(f"  Beware of the posterior: {info.uncalibrated_because}; `livt calibrate` does that.")
+    if "calibrated_on_these_images" in summary:
+        lines.append("  The model was calibrated on these very images: its posterior looks better than it is.")
     if "shifted" in summary:
         lines.append(f"Accuracy on shifted test sets (percent):\n{markdown_table(shift_rows(summary['shifted']))}")
     return "\n".join(lines)

@@ -26,7 +26,7 @@ from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.data import load_dataset
 from livt_hf.data.decoding import warn_about_duplicates
 from livt_hf.data.labels import digest_of
-from livt_hf.predictions.calibrate import calibrate
+from livt_hf.predictions.calibrate import calibrate_if_possible
 from livt_hf.predictions.rules import LABELS
 from livt_hf.runs import Run
 from livt_hf.text import format_accuracy, format_duration
@@ -92,8 +92,9 @@ def finetune(
     evaluator = EpochEvaluator(task, dataset, settings.checkpoints)
     loop.fit(evaluator)
     evaluator.restore_best(loop)
-    if "validation" in dataset and loop.final_model.head.no_posterior is None:
-        calibrate(loop.final_model, task.eval_batches("validation"), accelerator)
+    if "validation" in dataset:
+        held_out = dataset["validation"], task.eval_batches("validation")
+        calibrate_if_possible(loop.final_model, *held_out, accelerator, "validation")
     metrics = evaluator.evaluate_test(loop)
     model = task.final_model(loop.final_model)
     results = build_finetune_results(

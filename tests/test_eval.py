@@ -152,6 +152,14 @@ def saved_sure(folder: Path, workplace) -> Path:
     return saved(folder, trained_classifier(workplace.pictures, updates=30))
 
 
+def renamed_copy(source: Path, folder: Path) -> Path:
+    """The pictures of a folder as other files."""
+    for path in sorted(source.glob("*/*")):
+        (folder / path.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder / path.parent.name / f"other-{path.name}")
+    return folder
+
+
 def written(path: Path, content) -> Path:
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
@@ -315,18 +323,21 @@ def test_a_class_with_prior_zero_is_never_predicted(workplace, evaluate, tmp_pat
 
 
 def test_an_estimated_prior_is_offered_where_the_images_tell_it_and_else_refused(workplace, evaluate, tmp_path):
-    """The training images have the training prior; the test images are balanced."""
+    """The test images are balanced, the training images have the training prior, and others neither."""
     sure = saved_sure(tmp_path / "sure", workplace)
-    options = ["--model", sure, "--dataset", workplace.pictures, "--adapt_prior"]
-    told = evaluate(*options, "--split", "train", report=tmp_path / "train")
+    calibrate([str(sure), "--dataset", str(workplace.pictures), "--split", "test", "--threads", "1"])
+    options = ["--model", sure, "--adapt_prior", "--dataset"]
+    others = make_pictures(tmp_path / "others", train=(10, 20, 60, 200)) / "train"
+    told = evaluate(*options, others, "--split", "all", report=tmp_path / "told")
     estimated = told.summary["estimated_prior"]["prior"]
     assert list(told.summary["rules"])[-1] == "estimated"
-    assert estimated == pytest.approx([31 / 68, 19 / 68, 11 / 68, 7 / 68], abs=0.05)
+    assert estimated == pytest.approx([11 / 294, 21 / 294, 61 / 294, 201 / 294], abs=0.05)
     assert read_prior(str(told.report / "prior.json"), NAMES) == pytest.approx(estimated)
     assert f"--prior {told.report / 'prior.json'}" in told.printed
-    none = evaluate(*options, report=tmp_path / "test")
-    assert none.summary["estimated_prior"]["prior"] is None and list(none.summary["rules"]) == [ARGMAX, UNIFORM]
-    assert "No prior is offered" in none.printed and not (none.report / "prior.json").exists()
+    for split in ("test", "train"):
+        none = evaluate(*options, workplace.pictures, "--split", split, report=tmp_path / split)
+        assert none.summary["estimated_prior"]["prior"] is None and list(none.summary["rules"]) == [UNIFORM, ARGMAX]
+        assert "No prior is offered" in none.printed and not (none.report / "prior.json").exists()
 
 
 def test_a_prior_may_be_given_as_frequencies_by_class_name(workplace, evaluate, tmp_path):
@@ -717,7 +728,8 @@ def test_a_calibrated_model_is_judged_and_served_by_its_posterior(workplace, eva
     assert list(rules) == [UNIFORM, ARGMAX]
     before = json.loads((workplace.finetuned / "results.json").read_text())
     assert rules[ARGMAX] == before["metrics"]
-    assert rules[UNIFORM]["ece"] < before["posterior"]["ece"]  # on the images it was calibrated on
+    assert rules[UNIFORM]["ece"] < before["posterior"]["ece"]  # on the images it was calibrated on:
+    assert result.summary["calibrated_on_these_images"] and "these very images" in result.printed
 
 
 def test_the_images_that_a_default_run_held_out_are_found_again(tmp_path):
@@ -759,12 +771,36 @@ def test_the_results_of_a_run_are_those_of_its_calibrated_model(workplace, tmp_p
     run.write_results(Results.from_dict({"stage": "finetune", "dataset": "pictures", "seconds": 5.0} | measured))
     before = run.results
     write_config(FinetuneSettings.build(**run.arguments | {"plugin": "mine.py"}), run.folder / "arguments.yaml")
-    words = [str(run.folder), "--dataset", str(workplace.pictures / "test"), "--split", "all", "--threads", "1"]
+    others = renamed_copy(workplace.pictures / "test", tmp_path / "others")
+    words = [str(run.folder), "--dataset", str(others), "--split", "all", "--threads", "1"]
     calibrate([*words, "--plugin", str(written(tmp_path / "mine.py", ""))])
     after = run.results
     assert (before.default_rule, after.default_rule) == (ARGMAX, UNIFORM)
     assert after.metrics == before.metrics and after.posterior["ece"] < before.posterior["ece"]
-    assert (after.seconds, after.dataset) == (5.0, "pictures")
+    assert (after.seconds, after.dataset, after.calibration_split) == (5.0, "pictures", "all")
+    stored = json.loads((run.folder / "config.json").read_text())["long_tail"]["calibration"]
+    calibrate(
+        [*words, "--plugin", str(written(tmp_path / "mine.py", ""))]
+    )  # again: the weights are what is calibrated
+    assert json.loads((run.folder / "config.json").read_text())["long_tail"]["calibration"] == stored
+
+
+@pytest.mark.parametrize("split", ["test", "all"])
+@pytest.mark.parametrize("kept", [True, False], ids=["with its predictions", "of 0.2"])
+def test_results_are_never_measured_on_the_images_of_the_calibration(workplace, evaluate, tmp_path, split, kept):
+    run = Run(shutil.copytree(workplace.finetuned, tmp_path / "run"))
+    measured = json.loads((run.folder / "results.json").read_text())
+    run.write_results(Results.from_dict({"stage": "finetune", "dataset": "pictures"} | measured))
+    if kept:
+        evaluate("--model", run.folder)
+        shutil.copytree(tmp_path / "report" / "predictions", run.folder / "predictions")
+    before = run.results
+    dataset = workplace.pictures if split == "test" else workplace.pictures / "test"
+    calibrate([str(run.folder), "--dataset", str(dataset), "--split", split, "--threads", "1"])
+    after, stored = run.results, json.loads((run.folder / "config.json").read_text())["long_tail"]["calibration"]
+    assert after.metrics == before.metrics and before.posterior is not None and after.posterior is None
+    assert (after.calibrated_on, after.calibration_split) == (44, split)
+    assert (stored["split"], stored["num_images"]) == (split, 44) and len(stored["fingerprint"]) == 64
 
 
 def test_where_the_data_of_a_run_are_gone_its_results_keep_what_calibration_does_not_change(
@@ -778,8 +814,8 @@ def test_where_the_data_of_a_run_are_gone_its_results_keep_what_calibration_does
         FinetuneSettings.build(**run.arguments | {"dataset": str(tmp_path / "gone")}), run.folder / "arguments.yaml"
     )
     before = run.results
-    words = [str(run.folder), "--dataset", str(workplace.pictures / "test"), "--split", "all", "--threads", "1"]
-    calibrate(words)
+    others = renamed_copy(workplace.pictures / "test", tmp_path / "others")
+    calibrate([str(run.folder), "--dataset", str(others), "--split", "all", "--threads", "1"])
     after, printed = run.results, capfd.readouterr().out
     assert "It is not measured again" in printed and "gone does not exist" in printed
     assert after.metrics == before.metrics and before.posterior is not None and after.posterior is None

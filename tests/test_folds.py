@@ -174,7 +174,14 @@ def test_every_image_is_predicted_once_by_the_model_that_did_not_see_its_group(r
         evaluation.main(["--model", str(run.folder)])
 
 
-def test_pooled_numbers_are_those_of_the_pooled_scores(labels, backbone, tmp_path):
+def calibrate_on_few(monkeypatch) -> None:
+    """Let ten images calibrate: what is tested is not how well."""
+    for module in ("long_tail.calibration", "predictions.calibrate"):
+        monkeypatch.setattr(f"livt_hf.{module}.MIN_IMAGES", 1)
+
+
+def test_pooled_numbers_are_those_of_the_pooled_scores(labels, backbone, tmp_path, monkeypatch):
+    calibrate_on_few(monkeypatch)
     run = cross_validated(labels, backbone, tmp_path / "run", "--validation_fraction", "0.3")
     predictions = Predictions.load(run.folder / "predictions")
     summary = json.loads((run.folder / "report" / "evaluation.json").read_text())
@@ -195,6 +202,7 @@ def test_folds_of_which_only_one_can_hold_out_images_to_calibrate_are_measured_t
     labels, backbone, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("livt_hf.data.splitting.MIN_IMAGES_TO_SPLIT", 10)
+    calibrate_on_few(monkeypatch)
     sites = {0: "abcde", 1: "ab"}  # of two sites to train on, one alone has class 1, so that none can be spared
     rows = [
         f"train/class{label}/{i}.png,class{label},{own[i % len(own)]}\n"
@@ -283,3 +291,11 @@ def test_what_raises_an_error_leaves_no_folder_behind(labels, backbone, tmp_path
     with pytest.raises(LiVTError, match=rf"{option}.* {shown}") as error:
         cross_validated(labels, backbone, tmp_path / "run", f"--{option}", value)
     assert error.value.argument in (option, None) and not (tmp_path / "run").exists()
+
+
+def test_too_few_held_out_images_leave_a_model_uncalibrated(labels, backbone, tmp_path, caplog):
+    run = cross_validated(labels, backbone, tmp_path / "run", "--validation_fraction", "0.3")
+    for number in (1, 2):
+        results = run.fold(number).results
+        assert (results.default_rule, results.calibrated_on) == ("argmax", None)
+    assert "calibration needs 20" in caplog.text

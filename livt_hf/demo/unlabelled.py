@@ -21,8 +21,8 @@ from livt_hf.predictions.record import Predictions
 PRIOR_COLUMNS = ("class", "share in training (%)", "share here (%)", "90 % interval")
 CHANGE_COLUMNS = ("file", "class (uniform prior)", "probability", "class (estimated prior)", "probability", "changed")
 UNUSABLE = (
-    "This estimate is not reliable: the images do not show clearly that their classes are neither equally frequent nor "
-    "as frequent as in training. It cannot be used below. Calibrate the model with more images (livt calibrate), or "
+    "This estimate is not reliable: the images do not show clearly that their classes are neither equally frequent "
+    "nor as in training. It cannot be used below. Calibrate the model with more images (livt calibrate) or "
     "count some images by hand."
 )
 

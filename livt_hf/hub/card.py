@@ -216,14 +216,15 @@ def describe_split(results: Results) -> str:
 def _describe_outputs(head: LongTailHead) -> dict:
     """Return facts about the meaning of logits and probabilities, which the settings of the head decide."""
     settings, loss = head.settings, head.definition
-    calibrated_on = None if settings.calibration is None else settings.calibration["num_images"]
+    calibration = settings.calibration or {}
     return dict(
         tau=settings.tau if loss.balanced else 0.0,
         sigmoid=loss.activation == "sigmoid",
         resampled=settings.seen_counts is not None,
         own_test_prior=settings.test_prior not in (None, "uniform"),
         no_posterior=head.no_posterior,
-        calibrated_on=calibrated_on,
+        calibrated_on=calibration.get("num_images"),
+        calibration_split=calibration.get("split"),
     )
 
 

@@ -420,5 +420,6 @@ def build_finetune_results(
         pretrained=spec.pretrained,
         pretrained_local=is_local(spec.pretrained),
         pretrained_own=is_own(spec.pretrained),
-        calibrated_on=None if long_tail.calibration is None else long_tail.calibration["num_images"],
+        calibrated_on=(long_tail.calibration or {}).get("num_images"),
+        calibration_split=(long_tail.calibration or {}).get("split"),
     )
