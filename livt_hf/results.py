@@ -62,6 +62,8 @@ class Results:
     epochs: float | None = None
     updates: int | None = None
     selection: str | None = None
+    # Of an exact head: L2 `strength` and `path`, and where they were chosen `objective`, `exponent` and `curve`.
+    head: dict | None = None
     weights: str = "model"
     seed: int | None = None
     seconds: float | None = None

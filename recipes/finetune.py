@@ -38,6 +38,7 @@ from livt_hf.training.finetune import (
     check_finetune_options,
 )
 from livt_hf.training.loop import TrainingLoop, finish_run, make_accelerator, open_run
+from livt_hf.training.solve import is_solvable, solve_head
 from livt_hf.training.start import build_classifier, build_processor
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ def finetune(
         settings.data.num_workers,
     )
     prepared = autotune.clock() - prepared
-    if resumed is None:
+    solvable = is_solvable(settings.model, optimization, settings.loss)
+    if resumed is None and not solvable:
         optimization = autotune.resolve_auto_options(optimization, task, accelerator, began or autotune.clock())
     settings = settings.replace(optimization=optimization)
     # Only now: what raised an error above leaves no folder behind.
@@ -90,9 +92,12 @@ def finetune(
     loop = TrainingLoop(task, optimization, settings.checkpoints, accelerator, run)
     loop.resume(digest_of(train))
     evaluator = EpochEvaluator(task, dataset, settings.checkpoints)
-    loop.fit(evaluator)
-    evaluator.restore_best(loop)
-    if "validation" in dataset:
+    if solvable:
+        evaluator.solution = solve_head(loop, settings.loss.objective)
+    else:
+        loop.fit(evaluator)
+        evaluator.restore_best(loop)
+    if not solvable and "validation" in dataset:
         held_out = dataset["validation"], task.eval_batches("validation")
         calibrate_if_possible(loop.final_model, *held_out, accelerator, "validation")
     metrics = evaluator.evaluate_test(loop)
@@ -108,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Fine-tune one classifier, or one for each fold."""
     began = autotune.clock()
     settings, resumed = resolve_training(FinetuneSettings, argv)
-    settings = settings.replace(pretrained=find_pretraining(settings))
+    settings = keep_all_images(settings.replace(pretrained=find_pretraining(settings)))
     check_publishing(settings)
     if settings.folds is not None:
         from livt_hf.recipes.cross_validate import cross_validate  # which calls `finetune` for each fold
@@ -139,6 +144,14 @@ def format_summary(settings: FinetuneSettings, run: Run) -> str:
         + f"  checkpoint: {run.folder}"
         + format_next_command("Next, look closer", "eval", run.folder)
     )
+
+
+def keep_all_images(settings: FinetuneSettings) -> FinetuneSettings:
+    """Hold nothing out by default where the head is solved exactly, which calibrates on out-of-fold logits."""
+    solvable = is_solvable(settings.model, settings.optimization, settings.loss)
+    if solvable and settings.data.validation_fraction is None:
+        return settings.replace(validation_fraction=0.0)
+    return settings
 
 
 def fit_batch_size(settings: FinetuneSettings, num_images: int) -> FinetuneSettings:

@@ -148,7 +148,18 @@ SHORT = "--group_column patient --epochs 3 --warmup_epochs 1 --batch_size 16 --t
 
 
 def cross_validated(labels: Path, backbone: Path, folder: Path, *options) -> Run:
-    words = ["--dataset", labels, "--pretrained", backbone, "--tune", "head", "--output_dir", folder]
+    words = [
+        "--dataset",
+        labels,
+        "--pretrained",
+        backbone,
+        "--tune",
+        "head",
+        "--solver",
+        "loop",
+        "--output_dir",
+        folder,
+    ]
     finetune.main([*map(str, words), "--image_size", "16", *SHORT.split(), *map(str, options)])
     return Run(folder)
 

@@ -17,7 +17,8 @@ from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 
 ARCHIVE = Path(__file__).parent / "data" / "runs-0.2.0.tar.xz"
-HEAD = "pictures --pretrained start --tune head --views 2 --epochs 2 --warmup_epochs 1 --batch_size 16 --base_lr 1e-2"
+HEAD = "pictures --pretrained start --tune head --solver loop --views 2"
+HEAD += " --epochs 2 --warmup_epochs 1 --batch_size 16 --base_lr 1e-2"
 
 
 @pytest.fixture(autouse=True)

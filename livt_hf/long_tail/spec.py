@@ -33,6 +33,12 @@ class LossSpec(Spec):
         common=True,
         is_path=True,
     )
+    objective: Literal["mean_class_accuracy", "macro_f1", "balanced", "accuracy"] | None = option(
+        None,
+        "what an exact head chooses its test prior pi^t for, on out-of-fold posteriors of the training images; "
+        "default: the test prior",
+        common=True,
+    )
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
     label_smoothing: float = option(0.0, "probability mass moved to all classes, in the loss")
@@ -76,7 +82,7 @@ class LossSpec(Spec):
         from livt_hf.long_tail.priors import read_numbers, read_prior
 
         several, prior = num_train_images is not None, self.test_prior
-        values = {name: getattr(self, name) for name in LossSpec.names()}
+        values = {name: getattr(self, name) for name in LossSpec.names() if name != "objective"}
         if self.class_weights is not None:
             values["class_weights"] = read_numbers(self.class_weights, class_names, "class weights")
         if prior == "none" or (several and prior == "uniform"):  # labels that exclude nothing share no probability

@@ -42,10 +42,20 @@ def calibrate(
     Returns:
         The calibration.
     """
-    head = model.head
     pairs = [(logits.cpu(), batch["labels"].cpu()) for logits, batch in predict_batches(model, loader, accelerator)]
     logits, labels = (torch.cat(parts) for parts in zip(*gather_object(pairs), strict=True))
-    logits = logits.to(accelerator.device)
+    return calibrate_logits(model, logits.to(accelerator.device), labels, split, fingerprint)
+
+
+def calibrate_logits(
+    model: PreTrainedModel,
+    logits: Tensor,
+    labels: Tensor,
+    split: str | None = None,
+    fingerprint: str | None = None,
+) -> Calibration:
+    """Fit the calibration of a model's head on logits of images it was not trained on, and put it into its config."""
+    head = model.head
     odds = None if head.multi_label else head.fitted_log_odds(logits)
     calibration = fit_calibration(head.fitted_posterior(logits), labels, head.prior, odds)
     calibration = dataclasses.replace(calibration, split=split, fingerprint=fingerprint)

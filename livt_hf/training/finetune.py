@@ -327,6 +327,7 @@ class EpochEvaluator:
         self.task, self.dataset, self.spec = task, dataset, spec
         self.metric = choose_selection_metric(spec, is_multi_label(dataset["train"]))
         self.split = "validation" if "validation" in dataset else "test"
+        self.solution: dict | None = None  # of an exact head, what `solve_head` returned
 
     def __call__(self, loop: TrainingLoop, epoch: int) -> dict | None:
         if (epoch + 1) % self.spec.eval_epochs and loop.progress.update != loop.total:
@@ -400,9 +401,15 @@ def build_finetune_results(
     dataset, long_tail, best = evaluator.dataset, model.config.long_tail, loop.progress.best_epoch
     held_out = is_made_split(dataset, "validation")
     split = "held-out training images" if held_out else "the validation split"
+    selection = "last epoch" if best is None else f"epoch of the best {evaluator.metric} on {split}"
+    common, head = build_common_results("finetune", data, spec.model_size, loop, model), evaluator.solution
+    if head is not None:
+        selection = f"exact solution, L2 strength {head['strength']:g} by cross-validated likelihood"
+        common["epochs"] = 0
     return Results(
-        **build_common_results("finetune", data, spec.model_size, loop, model),
+        **common,
         **metrics,
+        head=head,
         preparation_seconds=preparation_seconds,
         image_size=read_input_spec(processor).size,
         default_rule=PredictionsInfo.from_model(model).default_rule.name,
@@ -416,7 +423,7 @@ def build_finetune_results(
         loss=long_tail.loss,
         tau=long_tail.tau,
         epoch=loop.progress.update / loop.per_epoch if best is None else best,
-        selection="last epoch" if best is None else f"epoch of the best {evaluator.metric} on {split}",
+        selection=selection,
         pretrained=spec.pretrained,
         pretrained_local=is_local(spec.pretrained),
         pretrained_own=is_own(spec.pretrained),

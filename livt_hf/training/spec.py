@@ -53,6 +53,12 @@ class FinetuneModelSpec(ModelSpec):
     )
     model_size: str = option("base", "preset of the encoder; that of a checkpoint is known", common=True)
     image_size: Positive | None = option(None, "pixels; default: the checkpoint's, or the preset's", common=True)
+    solver: Literal["exact", "loop"] = option(
+        "exact",
+        "how tune head finds the classifier: exact solves a convex loss to its optimum, with the L2 strength by "
+        "cross-validation and without learning rate, epochs or batch; loop trains it, as other losses always do",
+        legacy_default="loop",
+    )
     lora_rank: Positive = option(8, "rank of the LoRA matrices")
     views: Positive = option(1, "views per image that a frozen backbone encodes; all but the first are augmented")
     drop_path: FractionBelowOne = option(0.1, "stochastic depth of the last layer")
