@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, LoggerType
+from safetensors.torch import load_file
 from torch import nn
 
 from livt_hf.cli.resume import check_resumable, start_run
@@ -46,6 +47,20 @@ class Line(nn.Module):
         return {"linear.bias"}
 
 
+class NormalisedLine(Line):
+    """The same after a BatchNorm, whose statistics are those of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+    def no_weight_decay(self):
+        return {"linear.bias", "norm.weight", "norm.bias"}
+
+
 class Batches:
     """Four updates an epoch; batch n of a run is full of n + 1."""
 
@@ -71,20 +86,22 @@ def settings(folder: Path, **options) -> PretrainSettings:
     return PretrainSettings.build(output_dir=str(folder), **(defaults | options))
 
 
-def make_loop(arguments: PretrainSettings, compute_loss=squared_error, resumed: Run | None = None) -> TrainingLoop:
+def make_loop(
+    arguments: PretrainSettings, compute_loss=squared_error, resumed: Run | None = None, module=Line
+) -> TrainingLoop:
     accelerator = make_accelerator(arguments.optimization, arguments.checkpoints.trackers)
     torch.manual_seed(0)
     run = open_run(accelerator, lambda: resumed or start_run(arguments), arguments.to_dict())
-    task = TrainingTask(Line(), Batches(arguments.optimization.accumulation))
+    task = TrainingTask(module(), Batches(arguments.optimization.accumulation))
     task.compute_loss = compute_loss
     return TrainingLoop(task, arguments.optimization, arguments.checkpoints, accelerator, run)
 
 
-def resumed(arguments: PretrainSettings, compute_loss=squared_error, **options) -> TrainingLoop:
+def resumed(arguments: PretrainSettings, compute_loss=squared_error, module=Line, **options) -> TrainingLoop:
     AcceleratorState._reset_state(reset_partial_state=True)
     arguments, run = PretrainSettings.build(**(arguments.to_dict() | options)), Run(Path(arguments.output_dir))
     check_resumable(run, arguments)
-    loop = make_loop(arguments, compute_loss, run)
+    loop = make_loop(arguments, compute_loss, run, module)
     loop.resume()
     return loop
 
@@ -125,6 +142,51 @@ def test_the_average_follows_every_step_and_is_the_final_model(tmp_path):
     assert len(weights) == 12
     torch.testing.assert_close(loop.final_model.linear.weight, expected)
     assert not torch.equal(loop.final_model.linear.weight, loop.bare_model.linear.weight)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_batch_statistics_of_the_average_are_those_of_the_epoch_s_training_batches(tmp_path, accumulation):
+    loop = make_loop(settings(tmp_path / "run", ema_decay=0.5, accumulation=accumulation), module=NormalisedLine)
+    seen = []
+    loop.fit(lambda loop, epoch: seen.append(loop.final_model.norm.running_mean.clone()))
+    rows = torch.arange(24.0).view(8, 3).sin()
+    for epoch, found in enumerate(seen):  # batches are multiples of these rows: 1 to 4, 5 to 8, 9 to 12
+        torch.testing.assert_close(found, (4 * epoch + 2.5) * rows.mean(0))
+    norm = loop.final_model.norm
+    parts = torch.stack([n * part for n in range(9, 13) for part in rows.split(8 // accumulation)])
+    torch.testing.assert_close(norm.running_var, parts.var(1).mean(0))
+    assert norm.momentum == 0.1 and not norm.training and loop.bare_model.norm.running_mean[0] != norm.running_mean[0]
+    saved = load_file(loop.run.folder / "checkpoints" / "step-12" / "ema.safetensors")
+    assert any(torch.equal(value, norm.running_mean) for value in saved.values())
+
+
+@pytest.mark.parametrize("last", [2, 4, 7, 9, 11])
+def test_a_resumed_average_has_the_same_batch_statistics(tmp_path, last):
+    whole = make_loop(settings(tmp_path / "whole", ema_decay=0.5, save_steps=3), module=NormalisedLine)
+    whole.fit()
+    arguments, updates = settings(tmp_path / "broken", ema_decay=0.5, save_steps=3), []
+
+    def dying(model, batch, step):
+        if torch.is_grad_enabled():
+            updates.append(step)
+        if len(updates) > last:
+            raise Failing
+        return squared_error(model, batch, step)
+
+    with pytest.raises(Failing):
+        make_loop(arguments, dying, module=NormalisedLine).fit()
+    loop = resumed(arguments, module=NormalisedLine)
+    loop.fit()
+    for name, value in whole.final_model.state_dict().items():
+        assert torch.equal(loop.final_model.state_dict()[name], value), name
+        assert torch.equal(loop.bare_model.state_dict()[name], whole.bare_model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("decay", "warned"), [(0.9, True), (0.8, False)])
+def test_an_average_that_still_consists_of_the_first_weights_is_warned_of(tmp_path, caplog, decay, warned):
+    make_loop(settings(tmp_path / "run", ema_decay=decay))  # 12 updates: 0.9^12 is 28 %, 0.8^12 is 7 %
+    assert ("28 % of the moving average" in caplog.text) == warned
+    assert ("use at most 0.8254" in caplog.text) == warned  # 0.1^(1/12)
 
 
 def test_two_micro_batches_of_four_make_the_step_of_eight(tmp_path):

@@ -432,6 +432,19 @@ def test_what_no_logit_depends_on_is_frozen(tmp_path):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_lora_leaves_batch_statistics_alone(pictures, tmp_path):
+    """They belong to the frozen weights."""
+    pytest.importorskip("peft")
+    start = resnet(tmp_path / "resnet")
+    run = trained(pictures, start, tmp_path / "run", "--tune", "lora")
+    folders = (start, run.folder)
+    before, after = (AutoModelForImageClassification.from_pretrained(path).state_dict() for path in folders)
+    statistics = [name for name in before if name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
+    assert statistics and all(torch.equal(before[name], after[name]) for name in statistics)
+    adapted = [name for name in before if name.endswith("convolution.weight")]
+    assert any(not torch.equal(before[name], after[name]) for name in adapted)
+
+
 def test_a_backbone_without_linear_layers_gets_no_lora():
     pytest.importorskip("peft")
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)

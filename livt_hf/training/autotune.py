@@ -249,8 +249,8 @@ def measure_update_seconds(spec: OptimizationSpec, task: TrainingTask, accelerat
     trial.module = copy.deepcopy(task.module)
     with preserve_rng_state():
         loop = TrainingLoop(trial, spec.replace(ema_decay=None), CheckpointSpec(), accelerator, run=None)
-        trial.begin_epoch(loop.bare_model, epoch, spec.epochs)
         loop.model.train()
+        trial.begin_epoch(loop.bare_model, epoch, spec.epochs)
         updates = min(WARM_UP + TIMED, loop.per_epoch)
         batches = iter(trial.loader.epoch(epoch))
         for update in range(updates):

@@ -40,7 +40,7 @@ from livt_hf.text import format_accuracy
 from livt_hf.training.checkpoints import explain_save_errors, list_checkpoints, load_weights, read_state
 from livt_hf.training.frozen import FeatureClassifier, FeatureLoader, FrozenBackbone
 from livt_hf.training.loop import StepKey, TrainingLoop, TrainingTask
-from livt_hf.training.lora import add_lora, merge_lora
+from livt_hf.training.lora import add_lora, freeze_statistics, merge_lora
 from livt_hf.training.optim import make_optimizer
 from livt_hf.training.results import build_common_results, is_local, is_own, summarize_class_counts
 from livt_hf.training.spec import FinetuneCheckpointSpec, FinetuneModelSpec, FinetuneOptimizationSpec
@@ -202,6 +202,11 @@ class ImageTask(FinetuneTask):
     def eval_batches(self, split: str) -> Iterable[dict]:
         batches = build_eval_batches(256, self.accelerator, self.num_workers)
         return eval_loader(self.dataset[split], self.processor, batches)
+
+    def begin_epoch(self, module: nn.Module, epoch: int, epochs: int) -> None:
+        super().begin_epoch(module, epoch, epochs)
+        if self.lora:
+            freeze_statistics(module)
 
     def final_model(self, module: nn.Module) -> PreTrainedModel:
         return merge_lora(module) if self.lora else module

@@ -1,6 +1,7 @@
 """The training loop of both stages, under Accelerate. It resumes bit for bit, on any number of processes."""
 
 import contextlib
+import itertools
 import logging
 import math
 import sys
@@ -15,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 from transformers import BaseImageProcessor, PreTrainedModel
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 VISIBILITY_TIMEOUT = 90  # seconds; a network drive may remember for a minute that there was no such folder
 LOG_INTERVAL = 10  # seconds between lines where there is no progress bar; log.jsonl has every line
+STATISTICS_IMAGES = 4096  # training images that the batch statistics of a moving average are estimated from
+EMA_REMAINDER = 0.1  # share of the first weights in a moving average that is worth a warning
 
 
 def make_accelerator(spec: OptimizationSpec, trackers: str | None = None) -> Accelerator:
@@ -181,6 +185,7 @@ class TrainingLoop:
         self.ema = None
         if optimization.ema_decay is not None:
             self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(optimization.ema_decay))
+            self._warn_about_short_average()
         self.progress = Progress()
 
     @property
@@ -220,8 +225,8 @@ class TrainingLoop:
         bar = tqdm(total=self.total, initial=done, unit="update", disable=hidden, dynamic_ncols=True)
         with bar, StopOnSignal(announce=self.accelerator.is_main_process) as stopping:
             for epoch in range(self.progress.update // self.per_epoch, math.ceil(self.total / self.per_epoch)):
-                self.task.begin_epoch(self.bare_model, epoch, self.optimization.epochs)
                 self.model.train()
+                self.task.begin_epoch(self.bare_model, epoch, self.optimization.epochs)  # may freeze some layers again
                 batches = iter(self.task.loader.epoch(epoch, start_update=self.progress.update % self.per_epoch))
                 end = min((epoch + 1) * self.per_epoch, self.total)
                 while self.progress.update < end:
@@ -231,6 +236,7 @@ class TrainingLoop:
                     if self.progress.update % self.checkpointing.log_steps == 0 or self.progress.update == self.total:
                         bar.set_postfix(self._log())
                     if self.progress.update == end:
+                        self._estimate_statistics(epoch)
                         self._share_statistics()
                         self._log_evaluation(evaluate(self, epoch), epoch)
                     self._save_if_due(stopping.requested or self._out_of_time(started))
@@ -277,6 +283,54 @@ class TrainingLoop:
             self.ema.update_parameters(self.bare_model)
         self.progress.pending.append(total)
         self.progress.update += 1
+
+    @torch.no_grad()
+    def _estimate_statistics(self, epoch: int) -> None:
+        """Estimate the batch statistics of the moving average: those of the trained weights do not fit its weights.
+
+        From the first training batches of the epoch, so that a resumed run gets the same ones. Every update replaces
+        them by those of the trained weights.
+        """
+        if self.ema is None:
+            return
+        trained, average = dict(self.bare_model.named_modules()), self.ema.module
+        layers = {name: layer for name, layer in average.named_modules() if isinstance(layer, _BatchNorm)}
+        layers = {
+            name: layer for name, layer in layers.items() if trained[name].training and layer.track_running_stats
+        }
+        if not layers:
+            return
+        average.eval()
+        momenta = {name: layer.momentum for name, layer in layers.items()}
+        for layer in layers.values():
+            layer.reset_running_stats()
+            layer.momentum = None  # the mean over all batches
+            layer.train()
+        spec, rank = self.optimization, self.accelerator.process_index
+        updates = min(self.per_epoch, math.ceil(STATISTICS_IMAGES / spec.batch_size))
+        batches = iter(self.task.loader.epoch(epoch))
+        for update, micro in itertools.product(range(updates), range(spec.accumulation)):
+            batch = {name: value.to(self.accelerator.device) for name, value in next(batches).items()}
+            with self.accelerator.autocast():
+                step = StepKey(epoch, epoch * self.per_epoch + update, micro, rank)
+                self.task.compute_loss(average, batch, step)
+        for name, layer in layers.items():
+            layer.momentum = momenta[name]
+        average.eval()
+
+    def _warn_about_short_average(self) -> None:
+        """Warn where the moving average still consists of the first weights when training ends."""
+        decay = self.optimization.ema_decay
+        left = decay**self.total
+        if left > EMA_REMAINDER and self.accelerator.is_main_process:
+            logger.warning(
+                "ema_decay %g: after %d updates %.0f %% of the moving average are still the weights of the first one; "
+                "use at most %.4g, or train longer.",
+                decay,
+                self.total,
+                100 * left,
+                EMA_REMAINDER ** (1 / self.total),
+            )
 
     def _share_statistics(self) -> None:
         """Take the buffers of the main process everywhere: batch statistics differ between processes."""
