@@ -27,7 +27,7 @@ from livt_hf.files import read_values
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.plugins import find_module
 from livt_hf.predictions import PredictionsInfo
-from livt_hf.predictions.decide import load_prior
+from livt_hf.predictions.decisions import load_prior
 
 OF_AUTHORS = ("dataset", "labels", "keep_class_order")  # what their files do not say
 

@@ -45,7 +45,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import replacing, write_values
 from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.predictions.blocks import Source, iterate_blocks, open_source
-from livt_hf.predictions.decide import load_prior
+from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.evaluate import EvaluationReport, Evaluator, accuracy_under_prior
 from livt_hf.predictions.metrics import long_tail_metrics
 from livt_hf.predictions.predict import describe_images, predict

@@ -27,7 +27,7 @@ from livt_hf.cli.console import run_command
 from livt_hf.cli.inherit import resolve_settings
 from livt_hf.cli.settings import PredictSettings
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.decide import load_prior
+from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.predict import Predictor, find_images
 from livt_hf.predictions.record import Predictions, PredictionsInfo
 from livt_hf.predictions.rules import DecisionRule, rule_for_prior

@@ -36,7 +36,7 @@ from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.label_shift import estimate_prior
 from livt_hf.long_tail.priors import class_prior
 from livt_hf.predictions import Predictions
-from livt_hf.predictions.decide import load_prior
+from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.record import FOLDER, as_lists
 from livt_hf.recipes.demo import load_run_data
 from livt_hf.recipes.demo import main as demo_command

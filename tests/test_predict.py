@@ -34,7 +34,7 @@ from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.priors import read_prior
 from livt_hf.predictions import DecisionRule, Predictions, PredictionsInfo, decide
-from livt_hf.predictions.decide import load_prior
+from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.predict import Predictor, find_images
 from livt_hf.predictions.rules import ARGMAX
 from livt_hf.predictions.tables import TableWriter

@@ -11,7 +11,7 @@ _HOMES = {
     "DecisionRule": "livt_hf.predictions.rules",
     "Predictions": "livt_hf.predictions.record",
     "PredictionsInfo": "livt_hf.predictions.record",
-    "decide": "livt_hf.predictions.decide",
+    "decide": "livt_hf.predictions.decisions",
 }
 __all__ = list(_HOMES)
 
@@ -19,6 +19,4 @@ __all__ = list(_HOMES)
 def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # `decide` is also the name of its module, which its import binds here: the function takes its place.
-    globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+    return getattr(importlib.import_module(_HOMES[name]), name)

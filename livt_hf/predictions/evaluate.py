@@ -15,7 +15,7 @@ from torch import Tensor
 from livt_hf.errors import LiVTError
 from livt_hf.predictions.blocks import Source, iterate_blocks, rank_by, stack_on_disk
 from livt_hf.predictions.bootstrap import bootstrap_intervals
-from livt_hf.predictions.decide import Decisions, decide
+from livt_hf.predictions.decisions import Decisions, decide
 from livt_hf.predictions.metrics import LongTailMetrics, confusions
 from livt_hf.predictions.multi_label import MultiLabelMetrics
 from livt_hf.predictions.ranking import one_against_rest, ranking_means

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.decide import decide
+from livt_hf.predictions.decisions import decide
 from livt_hf.predictions.record import LABEL, LOGITS, MODEL, Predictions
 from livt_hf.predictions.rules import DecisionRule
 

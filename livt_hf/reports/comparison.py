@@ -9,7 +9,7 @@ import numpy as np
 
 from livt_hf.errors import LiVTError
 from livt_hf.files import read_record
-from livt_hf.predictions.decide import decide
+from livt_hf.predictions.decisions import decide
 from livt_hf.predictions.evaluate import upgrade_summary
 from livt_hf.predictions.record import FOLDER, Predictions
 from livt_hf.predictions.shot_groups import THRESHOLDS

@@ -10,7 +10,7 @@ from datasets import DatasetDict
 
 from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.decide import decide
+from livt_hf.predictions.decisions import decide
 from livt_hf.predictions.metrics import LongTailMetrics, confusions
 from livt_hf.predictions.record import FOLDER, Predictions
 from livt_hf.predictions.rules import DecisionRule
