@@ -421,7 +421,7 @@ def test_the_command_loads_the_plugin_that_the_run_was_trained_with(tmp_path, mo
     config = json.loads((run / "config.json").read_text())
     config["long_tail"]["loss"] = "own_ce"
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LiVTError, match="loss 'own_ce' is not known; .*--plugin"):
+    with pytest.raises(LiVTError, match="loss 'own_ce' is not known; .*plugin"):
         convert(run, tmp_path / "beit", "--to", "beit")
     (run / "arguments.yaml").write_text(f"plugin: {plugin}\n")
     plugin.write_text("from livt_hf.losses import LOSSES\nLOSSES['own_ce'] = LOSSES['ce']\n")

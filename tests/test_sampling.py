@@ -139,7 +139,7 @@ def test_images_with_several_labels_have_no_class_to_be_drawn_by():
     assert len(epoch_of(several, name="natural")) == 1
     with pytest.raises(LiVTError, match="sampler 'balanced' draws images by their one class"):
         epoch_of(several)
-    with pytest.raises(LiVTError, match="multi-label data needs --sampler natural"):
+    with pytest.raises(LiVTError, match="sampler natural"):
         LiViTConfig(
             class_counts=[5, 3],
             seen_counts=[4, 4],
@@ -203,7 +203,7 @@ def test_a_head_under_balanced_sampling_adds_no_bias_and_keeps_the_margins_of_di
     ("wrong", "said"),
     [
         ([40, 40], "seen_counts has 2 entries for 3 labels"),
-        ([120, 0, 0], "seen_counts holds 0"),
+        ([120, 0, 0], r"seen_counts holds \[0"),
         ([50, 50, 50], "seen_counts sum to 150; an epoch draws as many images as class_counts have, 120"),
     ],
 )
@@ -288,7 +288,7 @@ def test_class_weights_come_from_a_file_by_name_or_in_order(tmp_path):
     ("settings", "said"),
     [
         ({"class_weights": [1, 2]}, "class_weights has 2 entries for 3 labels"),
-        ({"class_weights": [1, 2, -1]}, "class_weights holds -1; every class needs a positive number"),
+        ({"class_weights": [1, 2, -1]}, r"class_weights holds .*-1"),
         ({"class_weights": [1, 2, 3], "loss": "lade"}, "class_weights cannot be used with loss 'lade'"),
     ],
 )
