@@ -155,6 +155,7 @@ def test_no_posterior_wants_float64_of_the_device(tiny, several):
         expected = plain.posterior(logits, prior if given is not None else None)
         torch.testing.assert_close(head.posterior(on_mps(logits), given).cpu(), expected)
     labels = torch.tensor([[1, 0, 0], [0, 1, 1], [1, 1, 0], [0, 0, 1]]) if several else torch.tensor([0, 1, 2, 0])
+    logits, labels = torch.cat([logits] * 5), torch.cat([labels] * 5)
     fit_calibration(head.fitted_posterior(on_mps(logits)), labels, head.prior)
 
 

@@ -21,6 +21,7 @@ from livt_hf.results import Results
 TEXT_OPTIONS = (
     *SELECTION_OPTIONS, *COLUMN_OPTIONS, "rule", "group_column", "fold", "model_size", "mixed_precision", "compile",
     "tune", "optimizer", "pooling", "loss", "bias", "head_start", "sampler", "augmentation", "select", "select_metric",
+    "solver", "objective",
 )  # fmt: skip
 PATH_OPTIONS = ("dataset", "pretrained", "test_prior", "class_weights")
 EVALUATION_FIELDS = ("split", "default_rule", "thresholds", "versions", "git_revision", "rankings", "folds", "classes")
