@@ -72,6 +72,7 @@ from livt_hf.training.device import LONG_TIMEOUT, check_processes
 def main(argv: Sequence[str] | None = None) -> None:
     settings = resolve_settings(EvalSettings, argv)
     accelerator = Accelerator(kwargs_handlers=LONG_TIMEOUT)
+    accelerator.wait_for_everyone()  # an error of the first process must not end it while others still connect
     folder = choose_folder(settings.report, settings.model, settings.compare is not None)
     if settings.compare is not None:
         if accelerator.is_main_process:
