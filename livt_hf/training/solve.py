@@ -96,7 +96,7 @@ def _solve(loop: TrainingLoop, module: FeatureClassifier, objective: str | None,
 
 
 def _groups(loop: TrainingLoop) -> np.ndarray | None:
-    dataset = loop.task.dataset["train"]
+    dataset = loop.task.dataset["train"]  # type: ignore[attr-defined]  # a `FeatureTask`, the only task solved here
     return group_codes(dataset) if "group" in dataset.column_names else None
 
 
