@@ -11,12 +11,13 @@ from livt_hf.data.labels import class_counts as counts_of
 from livt_hf.data.labels import class_feature, format_class_names
 from livt_hf.data.labels import is_multi_label as has_several_labels
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.balance import BalancedClassifier, balance
+from livt_hf.long_tail.balance import BalancedClassifier, balance, drop_stale_settings
 from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
-from livt_hf.pretrained import explain_load_errors, format_names, hide_load_report, read_config
+from livt_hf.pretrained import explain_load_errors, format_names, hide_load_report, load_config, read_config
+from livt_hf.processors import check_side
 from livt_hf.text import format_error
 
 
@@ -36,6 +37,7 @@ def load_model(path: str) -> PreTrainedModel:
         livit = kind == "livit" or "livit" in config
         reader = LiViTForImageClassification if livit else AutoModelForImageClassification
         options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+        options |= {} if livit else {"config": load_config(path)}
         with hide_load_report():
             model, info = reader.from_pretrained(path, **options)
         if info["missing_keys"]:
@@ -43,21 +45,29 @@ def load_model(path: str) -> PreTrainedModel:
                 f"{path} lacks weights of a classifier ({format_names(info['missing_keys'])}); fine-tune it first, or "
                 "measure its features (livt eval --probe)."
             )
-        return balance(model.eval()) if config.get("long_tail") else model.eval()
+        if not livit:
+            drop_stale_settings(model)
+        return balance(model.eval()) if getattr(model.config, "long_tail", None) else model.eval()
 
 
 def balance_by_counts(model: PreTrainedModel, class_counts: str, trained_with: str | None) -> PreTrainedModel:
     """Attach a long-tail head to a classifier trained elsewhere, by class counts of its training folder or of a file.
 
     A LiViT without counts, such as the authors', has a loss of its own; of any other model it is `trained_with`, or
-    "ce".
+    "ce". Counts that the model knows are replaced where no fingerprint says that they belong to its classifier.
     """
-    if known_counts(model) is not None:
+    head = get_head(model)
+    if head is not None and None not in (head.settings.class_counts, head.settings.fingerprint):
         raise LiVTError(f"{model.name_or_path} knows its class counts already; leave --class_counts out.")
     if is_multi_label(model):
         raise LiVTError("class counts balance a model of one label per image; leave --class_counts out.")
-    own = None if get_head(model) is None else get_head(model).settings.loss
-    if None not in (own, trained_with) and own != trained_with:
+    own = None if head is None else head.settings.loss
+    if (
+        trained_with is not None
+        and head is not None
+        and head.settings.class_counts is None
+        and head.definition.balanced
+    ):
         raise LiVTError(f"{model.name_or_path} was trained with loss {own!r}; leave --trained_with out.")
     if Path(class_counts).is_dir():
         from livt_hf.data import load_long_tailed  # the readers of datasets, which serving does not need
@@ -67,7 +77,7 @@ def balance_by_counts(model: PreTrainedModel, class_counts: str, trained_with: s
         counts = counts_of(train).tolist()
     else:
         counts = read_numbers(class_counts, class_names(model), "class counts")
-    return balance(model, class_counts=counts, loss=own or trained_with or "ce")
+    return balance(model, class_counts=counts, loss=trained_with or own or "ce")
 
 
 def is_pretraining(path: str) -> bool:
@@ -86,12 +96,14 @@ def load_classifier(path: str, class_counts: str | None = None, trained_with: st
 def load_processor(path: str) -> BaseImageProcessor:
     """Load the image processor that was saved beside a checkpoint."""
     try:
-        return AutoImageProcessor.from_pretrained(path)
+        processor = AutoImageProcessor.from_pretrained(path)
     except Exception as error:  # as of `explain_load_errors`
         raise LiVTError(
             f"{path} has no image processor (preprocessor_config.json) that can be read, so it is unknown how its "
             f"images are prepared; save the one it was trained with beside it ({format_error(error)})."
         ) from error
+    check_side(processor)
+    return processor
 
 
 def class_names(model: PreTrainedModel) -> list[str]:
@@ -110,18 +122,15 @@ def get_head(model: PreTrainedModel) -> LongTailHead | None:
 
 
 def training_counts(model: PreTrainedModel, train: Dataset) -> np.ndarray:
-    """Return the class counts that shot groups go by: of the images a model was trained on, where it knows them.
-
-    A training split may have more: those that were held out to calibrate.
-    """
+    """Return the class counts that shot groups go by: those of a model's own training data, where it knows them."""
     known = known_counts(model)
     return counts_of(train) if known is None else np.array(known)
 
 
 def known_counts(model: PreTrainedModel) -> list[int] | None:
-    """Return the class counts of the images a model was trained on, or None where it does not know them."""
+    """Return the class counts of a model's training data, with what was held out, or None where they are unknown."""
     head = get_head(model)
-    return None if head is None else head.settings.class_counts
+    return None if head is None else head.settings.shot_counts or head.settings.class_counts
 
 
 def check_posterior(model: PreTrainedModel) -> None:

@@ -5,28 +5,21 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedConfig
 
+from livt_hf.constants import PRESETS
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.config import LongTailConfig, check_labels
 from livt_hf.specs import check_types
 
-# The encoders; intermediate layers are four times the width, as in every ViT of the paper.
-PRESETS: dict[str, dict[str, int]] = {
-    "micro": dict(hidden_size=128, num_hidden_layers=6, num_attention_heads=4, image_size=32, patch_size=4),
-    "tiny": dict(hidden_size=192, num_hidden_layers=12, num_attention_heads=3, image_size=224, patch_size=16),
-    "small": dict(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, image_size=224, patch_size=16),
-    "base": dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, image_size=224, patch_size=16),
-    "large": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, image_size=224, patch_size=16),
-}
 _SIZES = (*PRESETS["base"], "intermediate_size", "num_channels")
 _LARGEST = 2**16  # far above every ViT: a damaged file must not have a model built that never ends
 # What holds for one set of classes only.
 LABEL_FIELDS = {"id2label", "label2id", "num_labels", "problem_type", "class_counts", "num_train_images", "test_prior"}
-LABEL_FIELDS |= {"calibration", "trained_with", "seen_counts", "class_weights"}
+LABEL_FIELDS |= {"calibration", "trained_with", "seen_counts", "class_weights", "fingerprint"}
 
 
 def encoder_preset(size: str) -> dict[str, int]:
     if size not in PRESETS:
-        raise LiVTError(f"model size {size!r} is not known; choose one of {', '.join(PRESETS)}.")
+        raise LiVTError(f"model_size {size!r} is not known; choose one of {', '.join(PRESETS)}.", "model_size")
     return PRESETS[size] | {"intermediate_size": 4 * PRESETS[size]["hidden_size"]}
 
 
@@ -82,7 +75,7 @@ class LiViTConfig(PreTrainedConfig):
             raise LiVTError(f"id2label names {len(self.id2label)} labels and num_labels is {kwargs['num_labels']}.")
         super().__post_init__(**kwargs)
         self._check_sizes()
-        self.long_tail.check_labels(self.num_labels, self.problem_type == "multi_label_classification")
+        check_labels(self)
 
     @classmethod
     def preset(cls, size: str = "base", **overrides) -> "LiViTConfig":
@@ -127,15 +120,26 @@ def merge_config_values(values: dict, settings: dict) -> dict:
     values, settings = ({**given, **(given.get("long_tail") or {}), "long_tail": None} for given in (values, settings))
     if not _keep_labels(settings, values):
         values = {name: value for name, value in values.items() if name not in LABEL_FIELDS}
+    elif settings.get("id2label"):
+        settings.setdefault("label2id", {name: label for label, name in enumerate(get_label_names(settings))})
     return LongTailConfig.merge(values, settings)
 
 
 def _keep_labels(settings: dict, values: dict) -> bool:
+    """Return True if the labels asked for are those of the values, perhaps under other names."""
     if "id2label" in settings:
-        return get_label_names(values) == get_label_names(settings)
+        return is_same_labels(get_label_names(values), get_label_names(settings), "class_counts" in settings)
     counts = settings.get("class_counts")
-    asked = settings.get("num_labels") or (0 if counts is None else np.size(counts))
-    return not asked or asked == len(get_label_names(values))
+    wanted = settings.get("num_labels") or (0 if counts is None else np.size(counts))
+    return not wanted or wanted == len(get_label_names(values))
+
+
+def is_same_labels(old: list[str], new: list[str], other_counts: bool) -> bool:
+    """Return True if new label names mean the old classes, perhaps under other names.
+
+    The same names in another order do not, nor do other names that come with class counts of their own.
+    """
+    return old == new or (len(old) == len(new) and set(old) != set(new) and not other_counts)
 
 
 def get_label_names(config: dict) -> list[str]:

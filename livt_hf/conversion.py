@@ -119,6 +119,7 @@ def to_beit(model: LiViTForImageClassification) -> BeitForImageClassification:
         True
     """
     _check_linear(model.config)
+    model.sign_settings()
     values = model.config.to_dict()
     shared = {field.name for field in fields(BeitConfig)} - {"architectures", "transformers_version", "dtype"}
     ours = {field.name for field in fields(LiViTConfig)} - {field.name for field in fields(BeitConfig)} - {"long_tail"}
@@ -322,13 +323,21 @@ def _timm_arguments(config: LiViTConfig) -> dict:
 
 
 def _timm_preprocessing(processor: BaseImageProcessor) -> dict:
-    if processor.do_resize and not (processor.do_center_crop and processor.size.shortest_edge):
-        raise LiVTError("timm's form needs an image processor that resizes the shorter side and crops the centre.")
-    crop = processor.crop_size.height
-    edge = processor.size.shortest_edge if processor.do_resize else crop
+    size, resizes, crops = processor.size, processor.do_resize, processor.do_center_crop
+    squashes = resizes and bool(size.height)
+    if resizes and not (squashes or (crops and size.shortest_edge)):
+        raise LiVTError("timm's form needs an image processor that crops the centre or squashes, and does not pad.")
+    crop = (processor.crop_size if crops or not resizes else size).height
+    edge = (size.height or size.shortest_edge) if resizes else crop
     crop_pct = crop / edge
     if math.floor(crop / crop_pct) != edge:  # timm divides and rounds down
         crop_pct = math.nextafter(crop_pct, 0)
     interpolation = Resampling(processor.resample).name.lower()
     mean, std = tuple(processor.image_mean), tuple(processor.image_std)
-    return dict(mean=mean, std=std, interpolation=interpolation, crop_pct=crop_pct, crop_mode="center")
+    return dict(
+        mean=mean,
+        std=std,
+        interpolation=interpolation,
+        crop_pct=crop_pct,
+        crop_mode="squash" if squashes else "center",
+    )

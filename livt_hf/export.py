@@ -4,20 +4,31 @@ The graph takes bytes of RGB at the model's own size, (images, height, width, 3)
 and normalisation are inside. Resizing and cropping are not: the images of a batch would need one size, and ONNX's own
 resizing gives other bytes than the image processor (tests/test_export.py would notice a cure).
 It gives the logits, or with a prior the class probabilities under it, calibrated where the model is.
+Logits are written a second time from normalised pixels, as transformers.js runs them in a browser (`save_web_model`).
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor
+from transformers import (
+    BaseImageProcessor,
+    PreTrainedModel,
+    TimmWrapperForImageClassification,
+    TimmWrapperImageProcessor,
+)
 
 from livt_hf.classifiers import check_posterior, class_names, get_head
+from livt_hf.conversion import to_beit
 from livt_hf.errors import LiVTError
-from livt_hf.files import write_values
-from livt_hf.processors import measure_output_sizes
+from livt_hf.files import read_record, write_values
+from livt_hf.long_tail.head import CosineClassifier
+from livt_hf.long_tail.structure import get_classifier
+from livt_hf.modeling_livit import LiViTForImageClassification
+from livt_hf.processors import measure_output_sizes, to_portable_processor
 
 TOLERANCE = 1e-4
 _LARGEST = 2**30  # bytes of weights in one ONNX file; its format ends at 2 GiB
@@ -85,6 +96,43 @@ def save_torch_export(graph: ServingGraph, images: Tensor, folder: Path) -> Runn
     return torch.export.load(folder / "model.pt2").module()
 
 
+class _Logits(nn.Module):
+    """Graph from pixel values (B, 3, H, W) to logits."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.model(pixel_values).logits
+
+
+def is_web_model(model: PreTrainedModel) -> bool:
+    """Return True for models whose logits transformers.js can compute from one ONNX file."""
+    cosine = isinstance(get_classifier(model), CosineClassifier)
+    small = sum(parameter.nbytes for parameter in model.parameters()) < _LARGEST
+    return small and not cosine and not isinstance(model, TimmWrapperForImageClassification)
+
+
+def save_web_model(folder: Path, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
+    """Write `config.json`, `preprocessor_config.json` and `onnx/model.onnx`, which transformers.js loads.
+
+    A LiViT has the config of its BEiT form. transformers.js does not know the models of timm's wrapper.
+    """
+    config = to_beit(model).config if isinstance(model, LiViTForImageClassification) else copy.deepcopy(model.config)
+    config.architectures = config.architectures or ["BeitForImageClassification"]
+    config.save_pretrained(folder)
+    path = folder / "preprocessor_config.json"
+    write_values(path, to_portable_processor(read_record(path)))
+    (folder / "onnx").mkdir()
+    pixels = processor(Image.new("RGB", get_output_size(processor)[::-1]), return_tensors="pt")["pixel_values"]
+    torch.onnx.export(
+        _Logits(model).eval(), (pixels.repeat(2, 1, 1, 1),), folder / "onnx" / "model.onnx",
+        input_names=["pixel_values"], output_names=["logits"], dynamic_shapes=BATCH, dynamo=True, external_data=False,
+        verbose=False,
+    )  # fmt: skip
+
+
 def save_onnx(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
     """Write `model.onnx`, with the weights in a separate file where they are too many for one."""
     import onnxruntime
@@ -118,6 +166,8 @@ def export_model(
     run = EXPORTERS[form](graph, example_images(processor), folder)
     (model.config if isinstance(processor, TimmWrapperImageProcessor) else processor).save_pretrained(folder)
     write_values(folder / "classes.json", class_names(model))
+    if form == "onnx" and prior is None and is_web_model(model):
+        save_web_model(folder, model, processor)
     images = example_images(processor, 5)
     off = max((run(batch) - graph(batch)).abs().max().item() for batch in images.split([4, 1]))
     if not off < TOLERANCE:

@@ -1,7 +1,9 @@
 """Files of this package: JSON and YAML that are checked when read, and files that are replaced as a whole."""
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +16,9 @@ from livt_hf.errors import LiVTError, did_you_mean
 from livt_hf.specs import matches_type
 from livt_hf.text import format_error, shorten
 
+# Characters: PyYAML reads about 200,000 a second. Aliases make a few lines stand for any number of values.
+MAX_JSON, MAX_YAML, MAX_EXPANDED = 2**27, 2**22, 2**24
+
 Hints = Mapping[str, Any]  # types of values, by name
 
 
@@ -22,18 +27,42 @@ def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
     kind = "JSON" if path.suffix == ".json" else "YAML"
     if not path.exists():
         raise LiVTError(f"the file {path} does not exist; correct its name.{did_you_mean(path)}")
+    if not path.is_file():  # a pipe or device would be read for ever
+        raise LiVTError(f"{path} is not readable {kind}: it is not a regular file; pass another one.")
     try:
-        text = path.read_text(encoding="utf-8")
-        if kind == "JSON":
-            return json.loads(text)
-        values = yaml.load(text, Loader=loader)
-        json.dumps(values, default=str, skipkeys=True)  # a ValueError where a list or a dictionary contains itself
-        return values
+        limit = MAX_JSON if kind == "JSON" else MAX_YAML
+        with path.open(encoding="utf-8") as file:
+            text = file.read(limit + 1)
+        if len(text) > limit:
+            raise ValueError(f"it has more than {limit:,} characters")
+        return json.loads(text) if kind == "JSON" else _load_yaml(loader(text))
     # A ValueError is also text in another encoding, a date that does not exist and a number of 5,000 digits.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise LiVTError(
             f"{path} is not readable {kind}: {format_error(error)}; correct it or put back a copy."
         ) from error
+
+
+def _load_yaml(loader: Any) -> Any:
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    if _expanded_size(node, {}) > MAX_EXPANDED:
+        raise ValueError("its aliases stand for too much, or for themselves, or a number is too long")
+    return loader.construct_document(node)
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """Return the number of characters of a YAML node with its aliases written out; infinite for what holds itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf  # until it is known
+        if isinstance(node, yaml.ScalarNode):
+            is_long = node.tag.endswith(":int") and len(node.value) > 1000  # 1:1:1:... takes the square of its length
+            sizes[id(node)] = math.inf if is_long else 1.0 + len(node.value)
+        else:
+            parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            sizes[id(node)] = 1.0 + sum(_expanded_size(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def read_record(path: Path, hints: Hints | None = None, required: Iterable[str] = ()) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -14,9 +15,11 @@ from transformers import (
 )
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.models.vit.modeling_vit import ViTEmbeddings, ViTLayer, ViTPreTrainedModel
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.processing_utils import Unpack
+from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from livt_hf.configuration_livit import LiViTConfig
@@ -38,7 +41,9 @@ class LiViTLayer(ViTLayer):
         super().__init__(config)
         self.drop_path = drop_path
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> Tensor:
         def attend(x):
             return self.attention(self.layernorm_before(x), attention_mask, **kwargs)[0]
 
@@ -52,7 +57,8 @@ class LiViTLayer(ViTLayer):
         stay = 1 - self.drop_path
         kept = x.new_empty(len(x), 1, 1).bernoulli_(stay)
         # What is left out need not be computed. Accelerators and compiled graphs would wait for the number of images.
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and kept.any():
+        eager = x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_functorch_wrapped_tensor(x)
+        if eager and kept.any():
             images = kept.flatten().nonzero().flatten()
             return x.index_add(0, images, self.dropout(branch(x[images])).to(x.dtype), alpha=1 / stay)
         return self.dropout(branch(x)) * (kept / stay) + x
@@ -88,16 +94,39 @@ class LiViTModel(LiViTPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
-    def forward(self, pixel_values: Tensor, kept: Tensor | None = None, **kwargs) -> BaseModelOutputWithPooling:
-        """Encode images; `kept` (B, K) are the indices of the patches to use of each image, by default all."""
-        _check_pixels(pixel_values, self.config)
+    def forward(
+        self,
+        pixel_values: Tensor,
+        kept: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """Encode images.
+
+        Args:
+            pixel_values: images (B, C, height, width); pixels around the largest centre of whole patches are left out.
+            kept: indices (B, K) of the patches to use of each image, by default all.
+            attention_mask: 1 for the tokens (B, 1 + patches) that are attended to, and averaged by mean pooling.
+        """
+        pixel_values = _crop_to_patches(pixel_values, self.config)
         x = self.embeddings(pixel_values.to(self.dtype), interpolate_pos_encoding=True)  # (B, 1 + patches, D)
         if kept is not None:
             x = torch.cat([x[:, :1], x[:, 1:].take_along_dim(kept[:, :, None], dim=1)], dim=1)  # (B, 1 + K, D)
+        weight = None
+        if attention_mask is not None:
+            if attention_mask.shape != x.shape[:2]:
+                raise LiVTError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}; expected one number per token, class "
+                    f"token first, {tuple(x.shape[:2])}."
+                )
+            weight = attention_mask[:, 1:, None].to(x.dtype)  # (B, patches, 1)
+            attention_mask = create_bidirectional_mask(self.config, x, attention_mask)
         for layer in self.layers:
-            x = layer(x, **kwargs)
+            x = layer(x, attention_mask, **kwargs)
         if self.config.pooling == "mean":
-            features = self.fc_norm(x[:, 1:].mean(dim=1))  # (B, D)
+            patches = x[:, 1:]
+            mean = patches.mean(dim=1) if weight is None else (patches * weight).sum(1) / weight.sum(1).clamp(min=1)
+            features = self.fc_norm(mean)  # (B, D)
         else:
             x = self.layernorm(x)
             features = x[:, 0]  # (B, D)
@@ -139,28 +168,34 @@ class LiViTForImageClassification(BalancedClassifier, LiViTPreTrainedModel):
             super()._init_weights(module)
 
     @can_return_tuple
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs) -> ImageClassifierOutput:
+    def forward(
+        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> ImageClassifierOutput:
         outputs = self.vit(pixel_values, **kwargs)
         features = outputs.pooler_output
         logits = self.classifier(features)  # (B, C)
+        if labels is None:
+            self.head.note_missing_labels()
         loss = None if labels is None else self.head(logits, labels, features)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
 
-def _check_pixels(pixel_values: Tensor, config: LiViTConfig) -> None:
+def _crop_to_patches(pixel_values: Tensor, config: LiViTConfig) -> Tensor:
+    """Return the largest centre of images that divides into patches."""
     if pixel_values.ndim != 4 or pixel_values.shape[1] != config.num_channels:
         raise LiVTError(
             f"pixel_values have shape {tuple(pixel_values.shape)}; "
             f"expected (batch, {config.num_channels}, height, width)."
         )
-    height, width = pixel_values.shape[2:]
-    if height % config.patch_size or width % config.patch_size:
-        raise LiVTError(
-            f"images of {height}x{width} pixels do not divide into patches of {config.patch_size}; "
-            "resize or crop them."
-        )
+    (height, width), patch = pixel_values.shape[2:], config.patch_size
+    if height < patch or width < patch:
+        raise LiVTError(f"images of {height}x{width} pixels are smaller than a patch of {patch}; resize them.")
+    top, left = height % patch, width % patch
+    if not (top or left):
+        return pixel_values
+    return pixel_values[..., top // 2 : top // 2 + height - top, left // 2 : left // 2 + width - left]
 
 
 # Old and new key names of ViT checkpoints are the same for us.

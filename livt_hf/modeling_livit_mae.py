@@ -16,6 +16,8 @@ from transformers.models.vit_mae.modeling_vit_mae import (
     build_2d_sinusoidal_position_embedding,
     eager_attention_forward,
 )
+from transformers.processing_utils import Unpack
+from transformers.utils.generic import TransformersKwargs
 
 from livt_hf.configuration_livit import check_patches, encoder_preset
 from livt_hf.errors import LiVTError
@@ -71,8 +73,87 @@ class _MAEInitialisation:
             init.normal_(module.mask_token, std=config.initializer_range)
 
 
+class PatchProjection(nn.Conv2d):
+    """Projection of single patches (N, C, p, p) to (N, D, 1, 1); on whole images it is the convolution."""
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        if pixels.shape[-2:] != self.kernel_size:
+            return super().forward(pixels)
+        # The kernel as a matrix over a patch's (row, column, channel) pixels.
+        kernel = self.weight.permute(0, 2, 3, 1).flatten(1)
+        return nn.functional.linear(pixels.permute(0, 2, 3, 1).flatten(1), kernel, self.bias)[:, :, None, None]
+
+
+class LiViTMAEEmbeddings(ViTMAEEmbeddings):
+    """Embeddings that can be given the visible patches only."""
+
+    def forward(self, pixel_values: Tensor, *args, visible: Tensor | None = None, **kwargs):
+        """Embed images as stock does, or patches (B, visible, p * p * C) at the places `visible` (B, visible)."""
+        if visible is None:
+            return super().forward(pixel_values, *args, **kwargs)
+        side, table = self.patch_size, self.position_embeddings
+        pixels = pixel_values.flatten(0, 1).unflatten(1, (side, side, -1)).permute(0, 3, 1, 2)
+        x = self.patch_embeddings.projection(pixels).view(*visible.shape, -1) + table[0, 1:][visible]
+        cls_token = (self.cls_token + table[:, :1]).expand(len(x), -1, -1)
+        return torch.cat([cls_token, x.to(cls_token.dtype)], dim=1)  # (B, 1 + visible, D)
+
+
 class LiViTMAEModel(_MAEInitialisation, ViTMAEModel):
     """Encoder of `LiViTForPreTraining`."""
+
+    def __init__(self, config: ViTMAEConfig):
+        super().__init__(config)
+        # Built by stock, so that random numbers are drawn in its order. Adapters and FSDP need what a module
+        # computes to be in its forward.
+        self.embeddings.__class__ = LiViTMAEEmbeddings
+        self.embeddings.patch_embeddings.projection.__class__ = PatchProjection
+
+
+class LastDecoderLayer(ViTMAELayer):
+    """Decoder block that can be run for its last tokens; the others are keys and values only."""
+
+    def forward(self, hidden_states: Tensor, *args, tail: int | None = None, **kwargs) -> Tensor:
+        if tail is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        attention, x = self.attention, hidden_states
+        normed = self.layernorm_before(x)
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_attention_forward)
+        query, key, value = attention.q_proj(normed[:, -tail:]), attention.k_proj(normed), attention.v_proj(normed)
+        dropout = attention.attention_dropout if attention.training else 0.0
+        attended, _ = attend(
+            attention, heads(query), heads(key), heads(value), None, dropout=dropout, scaling=attention.scaling
+        )
+        x = x[:, -tail:] + self.dropout(attention.o_proj(attended.flatten(2)))
+        return x + self.dropout(self.mlp(self.layernorm_after(x)))
+
+
+class LiViTMAEDecoder(ViTMAEDecoder):
+    """Decoder that can predict the masked patches only."""
+
+    def __init__(self, config: ViTMAEConfig, num_patches: int):
+        super().__init__(config, num_patches)
+        self.decoder_layers[-1].__class__ = LastDecoderLayer
+
+    def forward(self, hidden_states: Tensor, *args, visible: Tensor | None = None, masked=None, **kwargs):
+        """Decode as stock does, or predict the patches `masked` (B, M) from the tokens of the patches `visible`.
+
+        Tokens stay in (class, visible, masked) order then, which attention ignores.
+        """
+        if visible is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        x = self.decoder_embed(hidden_states)
+        mask_tokens = self.mask_token.expand(*masked.shape, -1)
+        table = self.decoder_pos_embed[0]  # (1 + patches, D)
+        positions = torch.cat([torch.zeros_like(visible[:, :1]), visible + 1, masked + 1], dim=1)
+        x = torch.cat([x, mask_tokens], dim=1) + table[positions]
+        for layer in self.decoder_layers[:-1]:
+            x = layer(x)
+        x = self.decoder_layers[-1](x, tail=masked.shape[1])
+        return self.decoder_pred(self.decoder_norm(x))  # (B, M, p * p * C)
 
 
 class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
@@ -88,13 +169,14 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
     """
 
     accepts_loss_kwargs = False  # as of BalancedClassifier
+    _no_split_modules = ["LiViTMAEEmbeddings", "ViTMAELayer", "LiViTMAEDecoder"]
 
     def __init__(self, config: ViTMAEConfig, decode_ratio: float = 1.0):
         _check_config(config, decode_ratio)
         ViTMAEPreTrainedModel.__init__(self, config)
         self.decode_ratio = decode_ratio
         self.vit = LiViTMAEModel(config)
-        self.decoder = ViTMAEDecoder(config, num_patches=self.vit.embeddings.patch_embeddings.num_patches)
+        self.decoder = LiViTMAEDecoder(config, num_patches=self.num_patches)
         self.post_init()
 
     @property
@@ -116,7 +198,9 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         if kwargs.get("is_main_process", True):
             self.config.save_pretrained(save_directory)
 
-    def forward(self, pixel_values: Tensor, noise: Tensor | None = None, **kwargs) -> ViTMAEForPreTrainingOutput:
+    def forward(
+        self, pixel_values: Tensor, noise: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> ViTMAEForPreTrainingOutput:
         """Compute the reconstruction loss; patches with the smallest `noise` (B, patches) stay visible."""
         _check_pixels(pixel_values, self.config)
         if noise is not None and noise.shape != (len(pixel_values), self.num_patches):
@@ -134,7 +218,7 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
         masked = masked[:, : max(1, round(self.decode_ratio * masked.shape[1]))]
         patches = self.patchify(pixel_values)  # (B, patches, p * p * 3)
         latent = self._encode(patches, visible, **kwargs)
-        prediction = self._decode(latent, visible, masked).float()  # (B, masked, p * p * 3)
+        prediction = self.decoder(latent, visible=visible, masked=masked).float()  # (B, masked, p * p * 3)
         target = self._target(patches.take_along_dim(masked[:, :, None], dim=1).float())
         return ViTMAEForPreTrainingOutput(loss=((prediction - target) ** 2).mean())
 
@@ -145,36 +229,10 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
 
     def _encode(self, patches: Tensor, visible: Tensor, **kwargs) -> Tensor:
         """Encode the class token and the visible patches. (B, 1 + visible, D)"""
-        embeddings = self.vit.embeddings
-        projection = embeddings.patch_embeddings.projection
-        # The convolution's kernel as a matrix over a patch's (row, column, channel) pixels.
-        kernel = projection.weight.permute(0, 2, 3, 1).flatten(1)
-        patches = patches.take_along_dim(visible[:, :, None], dim=1)
-        x = nn.functional.linear(patches, kernel, projection.bias)  # (B, visible, D)
-        table = embeddings.position_embeddings
-        x = x + table[0, 1:][visible]
-        cls_token = (embeddings.cls_token + table[:, :1]).expand(len(x), -1, -1)
-        x = torch.cat([cls_token, x.to(cls_token.dtype)], dim=1)  # (B, 1 + visible, D)
+        x = self.vit.embeddings(patches.take_along_dim(visible[:, :, None], dim=1), visible=visible)
         for layer in self.vit.layers:
             x = layer(x, None, **kwargs)
         return self.vit.layernorm(x)
-
-    def _decode(self, latent: Tensor, visible: Tensor, masked: Tensor) -> Tensor:
-        """Predict the masked patches. Tokens stay in (class, visible, masked) order, which attention ignores."""
-        decoder = self.decoder
-        x = decoder.decoder_embed(latent)
-        mask_tokens = decoder.mask_token.expand(*masked.shape, -1)
-        table = decoder.decoder_pos_embed[0]  # (1 + patches, D)
-        positions = torch.cat([torch.zeros_like(visible[:, :1]), visible + 1, masked + 1], dim=1)
-        x = torch.cat([x, mask_tokens], dim=1) + table[positions]
-        for layer in decoder.decoder_layers[:-1]:
-            x = layer(x)
-        last = decoder.decoder_layers[-1]
-        if last.gradient_checkpointing:
-            x = last._gradient_checkpointing_func(_last_block, last, x, masked.shape[1])
-        else:
-            x = _last_block(last, x, masked.shape[1])
-        return decoder.decoder_pred(decoder.decoder_norm(x))
 
     @torch.no_grad()
     def reconstruct(self, pixel_values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -210,24 +268,6 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
     def no_weight_decay(self) -> set[str]:
         """Return the names of 1-D tensors, which include every bias."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim <= 1}
-
-
-def _last_block(layer: ViTMAELayer, x: Tensor, tail: int) -> Tensor:
-    """Run a decoder block for the last `tail` tokens; the others are keys and values only."""
-    attention = layer.attention
-    normed = layer.layernorm_before(x)
-
-    def heads(projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_attention_forward)
-    query, key, value = attention.q_proj(normed[:, -tail:]), attention.k_proj(normed), attention.v_proj(normed)
-    dropout = attention.attention_dropout if attention.training else 0.0
-    attended, _ = attend(
-        attention, heads(query), heads(key), heads(value), None, dropout=dropout, scaling=attention.scaling
-    )
-    x = x[:, -tail:] + layer.dropout(attention.o_proj(attended.flatten(2)))
-    return x + layer.dropout(layer.mlp(layer.layernorm_after(x)))
 
 
 def _patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:

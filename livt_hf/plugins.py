@@ -4,14 +4,17 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
+import traceback
 import types
 from pathlib import Path
 
 from livt_hf.errors import LiVTError
 
+_IMPORT_SYSTEM = (str(importlib.__file__), "<frozen importlib")
+
 
 def find_module(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Where a module would be imported from; None if there is none, or if that is no name of a module."""
+    """Find where a module would be imported from; None if there is none, or if that is no name of a module."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):  # of a.b where there is no a, and of an empty name
@@ -26,14 +29,32 @@ def load_plugin(name: str | None) -> None:
     if path.suffix != ".py":
         if find_module(name) is None:
             raise LiVTError(f"the plugin {name} is not an installed module; pass a module or a .py file.")
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise _explain_failure(name, error) from error
         return
     if not path.is_file():
         raise LiVTError(f"the plugin {name} does not exist; pass a .py file or an installed module.")
-    # Under a name made of its place, so that two files called losses.py do not meet.
+    # The name is made of the path, so that two files called losses.py do not meet.
     module = f"livt_plugin_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
     if module not in sys.modules:
         loader = importlib.machinery.SourceFileLoader(module, str(path))
         sys.modules[module] = types.ModuleType(module)
         sys.modules[module].__file__ = str(path)
-        loader.exec_module(sys.modules[module])
+        try:
+            loader.exec_module(sys.modules[module])
+        except Exception as error:
+            del sys.modules[module]  # imported halfway
+            raise _explain_failure(name, error) from error
+
+
+def _explain_failure(name: str, error: Exception) -> LiVTError:
+    """Return the error of a plugin with its own frames, without those of the package and of the import system."""
+    if isinstance(error, LiVTError):
+        return error
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith((__file__, *_IMPORT_SYSTEM)):
+        frame = frame.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, frame, chain=False))
+    return LiVTError(f"the plugin {name} cannot be imported; mend it, or leave it out:\n{lines.rstrip()}", "plugin")

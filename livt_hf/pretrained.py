@@ -7,22 +7,31 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import timm
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForImageClassification,
     PreTrainedConfig,
     PreTrainedModel,
+    TimmWrapperConfig,
 )
 
-from livt_hf.configuration_livit import LABEL_FIELDS, LiViTConfig, get_label_names, merge_config_values
+from livt_hf.configuration_livit import LABEL_FIELDS, LiViTConfig, get_label_names, is_same_labels, merge_config_values
 from livt_hf.errors import LiVTError, did_you_mean, is_path_not_hub_id
 from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.fingerprint import (
+    OTHER_LABELS,
+    find_stale_reason,
+    has_other_labels,
+    warn_about_stale_settings,
+)
 from livt_hf.long_tail.structure import get_classifier, use_channels_last
-from livt_hf.text import format_error
+from livt_hf.text import format_error, shell_line
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +40,14 @@ _NOT_ENCODER = ("decoder.", "classifier.", "pooler.", "layernorm.", "fc_norm.", 
 _ENCODER_TYPES = ("livit", "vit", "vit_mae")
 # The stock-BEiT form a LiViT is published in (see conversion.to_beit), read back under our names.
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
+_PICKLE = "pytorch_model.bin"
+_CONVERT_PICKLE = (
+    "import torch; from safetensors.torch import save_file; folder = {folder!r}; "
+    f"weights = torch.load(folder + '/{_PICKLE}', map_location='cpu', weights_only=True); "
+    "save_file({{name: value.clone() for name, value in weights.items()}}, folder + '/model.safetensors', "
+    "{{'format': 'pt'}})"
+)
+_SET_BY_WRAPPER = ("model_name", "pretrained", "num_classes")  # arguments of timm.create_model
 _FIELDS = {field.name for field in fields(LiViTConfig)} | {*LongTailConfig.names(), "num_labels"}
 
 
@@ -55,12 +72,19 @@ class CheckpointReader:
         if config is not None:  # not a field, so the copy made of the config would lose it
             kwargs.setdefault("attn_implementation", config._attn_implementation)
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in _FIELDS and name != "dtype"}
-        source = _config_dict(path, **kwargs)
-        target = _target_config(config or source, overrides, path)
-        read = cls._read_encoder if cls.encoder_class is None else cls._read_classifier
+        if path is None and config is not None:  # transformers loads the state_dict
+            source = config.to_dict() | {"architectures": [cls.__name__]}
+        else:
+            source = _config_dict(path, **kwargs)
+        values = _drop_settings_of_other_labels(source if config is None else config.to_dict(), path)
+        target = _target_config(values, overrides, path)
+        whole = cls.encoder_class is not None and _keeps_classifier(source, target, overrides)
+        read = cls._read_encoder if cls.encoder_class is None else cls._read_whole if whole else cls._add_classifier
         result = read(path, source, target, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         getattr(model, model.base_model_prefix, model).resize_positions(target.image_size)
+        if whole:
+            _replace_stale_settings(model, values.get("long_tail") or {}, overrides)
         return result
 
     @classmethod
@@ -71,13 +95,21 @@ class CheckpointReader:
         return cls._read(path, source, target, new, **kwargs)
 
     @classmethod
-    def _read_classifier(cls, path, source: dict, target: LiViTConfig, **kwargs):
-        """Load the whole classifier if its head fits, else its encoder under a fresh head."""
-        cosine = merge_config_values(source, {}).get("normalised_classifier", False)
-        same_kind = _source_pooling(source) == target.pooling and cosine == target.long_tail.normalised_classifier
-        if _has_our_head(source) and same_kind and get_label_names(source) == get_label_names(target.to_dict()):
-            return cls._read(path, source, target, set(), **kwargs)
-        if target.long_tail.class_counts is None and get_label_names(target.to_dict()) == get_label_names({}):
+    def _read_whole(cls, path, source: dict, target: LiViTConfig, **kwargs):
+        """Load a classifier whose head fits."""
+        return cls._read(path, source, target, set(), **kwargs)
+
+    @classmethod
+    def _add_classifier(cls, path, source: dict, target: LiViTConfig, **kwargs):
+        """Load the encoder of a checkpoint under a fresh classifier."""
+        labels = [get_label_names(values) for values in (source, target.to_dict())]
+        if _has_our_head(source) and labels[0] != labels[1]:
+            logger.warning(
+                "%s has a classifier of %d labels; the one of these %d labels is new and untrained.",
+                path,
+                *map(len, labels),
+            )
+        elif target.long_tail.class_counts is None and get_label_names(target.to_dict()) == get_label_names({}):
             logger.warning(
                 "%s has no classifier, so this one has two untrained classes; pass class_counts, id2label or "
                 "num_labels for yours.",
@@ -134,12 +166,32 @@ def explain_load_errors(path) -> Iterator[None]:
         near = did_you_mean(path)
         if is_path_not_hub_id(str(path)):
             raise LiVTError(f"{away}: there is no such folder.{near}")
+        if timm.is_model(str(path)) and "." not in str(path):
+            hub_id = timm.get_pretrained_cfg(path).hf_hub_id
+            known = f"its default weights are {hub_id}" if hub_id else "timm has no weights of it on the Hub"
+            raise LiVTError(f"{path} is an architecture of timm, not a checkpoint; {known}.{near}")
     try:
         yield
     except LiVTError:
         raise
     except Exception as error:  # a damaged config comes to light in any line of the model that it describes
+        if Path(path, _PICKLE).exists() and not any(Path(path).glob("*.safetensors")):
+            raise LiVTError(
+                f"{path} has its weights in {_PICKLE} alone, a pickle, which could run code; this converts it without "
+                f"running any:\n  {shell_line(['python', '-c', _CONVERT_PICKLE.format(folder=str(path))])}"
+            ) from error
         raise LiVTError(f"{away}: {format_error(error)}{near}") from error
+
+
+def load_config(path: str) -> PreTrainedConfig:
+    """Load the config of a checkpoint with what its model needs.
+
+    timm's `save_for_hf` writes `model_args` that transformers passes on beside the same arguments of its own.
+    """
+    config = AutoConfig.from_pretrained(path)
+    if isinstance(config, TimmWrapperConfig) and config.model_args:
+        config.model_args = {name: value for name, value in config.model_args.items() if name not in _SET_BY_WRAPPER}
+    return config
 
 
 def read_config(path: str) -> dict:
@@ -173,28 +225,79 @@ def hide_load_report():
         transformers_logger.removeFilter(not_a_report)
 
 
-def _target_config(base: dict | LiViTConfig, overrides: dict, path) -> LiViTConfig:
+def _drop_settings_of_other_labels(values: dict, path) -> dict:
+    """Return the values of a config without long-tail settings for another number of labels, and warn of them.
+
+    Other tools give a published model a new classifier and keep what they do not know.
+    """
+    if not has_other_labels(values.get("long_tail") or {}, len(get_label_names(values))):
+        return values
+    warn_about_stale_settings(path, OTHER_LABELS)
+    return values | {"long_tail": {"loss": "ce"}}
+
+
+def _target_config(values: dict, overrides: dict, path) -> LiViTConfig:
     """Return the config of the model to build: the checkpoint's or the given one, with overrides."""
-    values = base if isinstance(base, dict) else base.to_dict()
     kind = values.get("model_type")
     if kind == "beit" and "livit" in values:
         values = values | values["livit"]
+    elif kind is None and is_adapter(path):
+        raise LiVTError(
+            f"{path} holds an adapter (LoRA) and no model; load the model that it was trained on and pass both to "
+            "peft.PeftModel.from_pretrained, or save what its merge_and_unload() returns."
+        )
     elif kind not in _ENCODER_TYPES:
         raise LiVTError(
             f"{path} is a {kind!r} checkpoint; LiViT can start from {', '.join(_ENCODER_TYPES)}. Load it with "
             "AutoModelForImageClassification and pass it to livt_hf.balance."
         )
     values = merge_config_values(values, {})
-    known = _FIELDS - {"architectures", "transformers_version", "dtype"}
+    # Entries that no class declares stay, such as somebody's own and the settings of a quantisation.
+    dropped = {"architectures", "transformers_version", "model_type", "livit"}
+    if kind != "livit":
+        dropped |= CONFIG_MAPPING[kind]().to_dict().keys() - _FIELDS
     if kind in ("vit", "vit_mae"):
-        known -= LABEL_FIELDS
-    values = {name: value for name, value in values.items() if name in known}
+        dropped |= LABEL_FIELDS | {"dtype"}
+    values = {name: value for name, value in values.items() if name not in dropped}
     return LiViTConfig(**merge_config_values(values, overrides))
 
 
 def _has_our_head(source: dict) -> bool:
     classifier = any("Classification" in name for name in source.get("architectures") or ())
     return classifier and source["model_type"] in ("livit", "beit")
+
+
+def is_adapter(path) -> bool:
+    """Return True for a folder that holds an adapter of peft."""
+    return path is not None and Path(path, "adapter_config.json").exists()
+
+
+def _keeps_classifier(source: dict, target: LiViTConfig, overrides: dict) -> bool:
+    """Return True if the classifier of a checkpoint is that of the model to build."""
+    saved = merge_config_values(source, {})
+    cosine, counts = saved.get("normalised_classifier", False), saved.get("class_counts")
+    if not _has_our_head(source) or _source_pooling(source) != target.pooling:
+        return False
+    if cosine != target.long_tail.normalised_classifier:
+        return False
+    other_counts = "class_counts" in overrides or target.long_tail.class_counts != counts
+    return is_same_labels(get_label_names(source), get_label_names(target.to_dict()), other_counts)
+
+
+def _replace_stale_settings(model: PreTrainedModel, saved: dict, overrides: dict) -> None:
+    """Replace settings of another classifier than was loaded, by those named or by those of other tools."""
+    reason = find_stale_reason(model, saved)
+    if reason is None or saved.get("normalised_classifier"):
+        return
+    several = model.config.problem_type == "multi_label_classification"
+    settings = dict(loss="bce", test_prior=None) if several else dict(loss="ce")
+    named = {name: value for name, value in overrides.items() if name in LongTailConfig.names()}
+    if "loss" in named:
+        settings |= {name: saved.get(name) for name in ("class_counts", "num_train_images")}
+    else:
+        warn_about_stale_settings(model.name_or_path, reason)
+    model.config.long_tail = LongTailConfig.from_dict(settings | named)
+    model.head.update_buffers(model.device)
 
 
 def _source_pooling(source: dict) -> str:
@@ -212,7 +315,7 @@ def format_names(names: Iterable[str]) -> str:
 def load_backbone(path: str) -> PreTrainedModel:
     """Load a model of any family for its features; it may lack a classifier, but nothing else."""
     with explain_load_errors(path):
-        config = AutoConfig.from_pretrained(path)
+        config = load_config(path)
     model = load_image_classifier(path, config)
     use_channels_last(model)
     return model.eval()

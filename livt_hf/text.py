@@ -1,5 +1,7 @@
 """Text for people: numbers, durations, lists of names, errors, commands to copy."""
 
+import os
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,6 +40,25 @@ def format_error(error: BaseException) -> str:
     text = " ".join((strerror or str(error)).split())
     text = text if len(text) <= 400 else f"{text[:400]}..."
     return text if isinstance(error, OSError | LiVTError) and text else f"{type(error).__name__}: {text}"
+
+
+# C0 and C1 but for line breaks and tabs, halves of surrogate pairs, and what turns the direction of letters around.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
+def escape_controls(text: str) -> str:
+    """Write control characters as JSON does, `\\u001b`: they would steer a terminal. Line breaks and tabs stay."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def path_to_text(path: str | Path) -> str:
+    """Return a path as text that every file takes: a byte of its name that is not UTF-8 is written as `\\udcff`."""
+    return os.fspath(path).encode("utf-8", "backslashreplace").decode()
+
+
+def text_to_path(text: str) -> Path:
+    """Return the path that `path_to_text` has written."""
+    return Path(re.sub(r"\\udc([89a-f][0-9a-f])", lambda byte: chr(0xDC00 + int(byte[1], 16)), text))
 
 
 def shell_line(words: Iterable[str | Path]) -> str:

@@ -1,7 +1,8 @@
 """`balance`: a long-tail head on any image classifier of transformers, and of timm through its wrapper."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,18 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.config import LongTailConfig, check_labels
+from livt_hf.long_tail.fingerprint import (
+    compute_fingerprint,
+    find_stale_reason,
+    read_classifier,
+    warn_about_stale_settings,
+)
 from livt_hf.long_tail.head import CosineClassifier, LongTailHead, classifier_init_std
 from livt_hf.long_tail.priors import Prior
 from livt_hf.long_tail.structure import get_classifier, parameter_depths, parameters_without_decay, use_channels_last
+
+_COUNTS = ("class_counts", "num_train_images")
 
 
 class BalancedClassifier:
@@ -28,13 +37,25 @@ class BalancedClassifier:
 
         Args:
             pixel_values: images (B, 3, H, W).
-            prior: "uniform", one probability per class, or None for the `test_prior` of the config.
+            prior: "uniform", one probability per class, or None for the `deployment_prior` of the config.
             **inputs: further inputs of the model.
 
         Returns:
             Probabilities (B, C).
         """
         return self.head.posterior(self(pixel_values, **inputs).logits, prior)
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict=None, **kwargs):
+        """Save as transformers does, with a fingerprint of the classifier beside the settings of the head."""
+        if is_main_process:
+            self.sign_settings(state_dict)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+
+    def sign_settings(self, state_dict=None) -> None:
+        """Put the fingerprint of the classifier into the settings of the head."""
+        tensors = read_classifier(self, state_dict)
+        fingerprint = None if tensors is None else compute_fingerprint(tensors)
+        self.config.long_tail = LongTailConfig.from_dict({**self.config.long_tail, "fingerprint": fingerprint})
 
     def parameter_depths(self) -> dict[str, int]:
         """Return the layer of each parameter, from 0 for the embeddings."""
@@ -83,8 +104,10 @@ def balance(
         long_tail["class_counts"] = class_counts
     if fresh_classifier:
         long_tail = {"calibration": None} | long_tail  # one of the old classifier means nothing to the new one
-    keeps_config = not (fresh_classifier and class_counts is not None)
-    saved = getattr(model.config, "long_tail", None) if keeps_config else None
+    if not (fresh_classifier or isinstance(model, BalancedClassifier)):
+        drop_stale_settings(model, long_tail)
+    replaced = class_counts is not None and fresh_classifier
+    saved = None if replaced else getattr(model.config, "long_tail", None)
     model.config.long_tail = _build_config(model, saved, long_tail, isinstance(classifier, CosineClassifier))
     if isinstance(model, BalancedClassifier):
         model.head.update_buffers(classifier.weight.device)
@@ -95,12 +118,25 @@ def balance(
     return model
 
 
+def drop_stale_settings(model: PreTrainedModel, changes: Mapping = MappingProxyType({})) -> None:
+    """Remove saved long-tail settings that belong to another classifier than the model has by now.
+
+    Those that take their place (`changes`) are believed; where they name the loss only, the class counts stay.
+    """
+    saved = getattr(model.config, "long_tail", None)
+    reason = saved and find_stale_reason(model, saved)
+    if reason:
+        model.config.long_tail = {n: saved[n] for n in _COUNTS if saved.get(n)} if "loss" in changes else None
+        if not changes.keys() & {"class_counts", "loss"}:
+            warn_about_stale_settings(model.name_or_path or "this model", reason)
+
+
 def _build_config(model: PreTrainedModel, saved: dict | None, changes: dict, cosine: bool) -> LongTailConfig:
     if saved is None and "class_counts" not in changes:
         message = f"the config of this {type(model).__name__} has no long_tail settings; pass class_counts."
         raise LiVTError(message, argument="class_counts")
     long_tail = LongTailConfig.from_dict(LongTailConfig.merge(saved or {}, changes))
-    long_tail.check_labels(model.config.num_labels, model.config.problem_type == "multi_label_classification")
+    check_labels(model.config, long_tail)
     if long_tail.normalised_classifier != cosine:
         raise LiVTError(
             f"normalised_classifier={long_tail.normalised_classifier} does not fit the classifier of this "
@@ -126,6 +162,7 @@ def _balanced_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def forward(self, *args, labels: Tensor | None = None, **kwargs):
         outputs = kind.forward(self, *args, **kwargs)
         if labels is None:
+            self.head.note_missing_labels()
             return outputs
         is_tuple = not isinstance(outputs, ModelOutput)
         loss = self.head(outputs[0] if is_tuple else outputs.logits, labels, self.head.features)

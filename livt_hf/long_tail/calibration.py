@@ -48,6 +48,9 @@ class Calibration:
         offset_errors, scale_error: standard deviations that the images leave open, of each offset and of log(scale);
             None in files of version 0.2.
         split, fingerprint: which images these were: the name of their split, and its `fingerprint`; None if unknown.
+        objective: what the deployment prior pi^t was chosen for; None serves under the test prior of the training.
+        exponents: t for each objective, chosen on these images; None where an image may have several labels.
+        curve: accuracy, mean class accuracy and macro F1 on these images for every t.
     """
 
     scale: float
@@ -59,6 +62,9 @@ class Calibration:
     scale_error: float | None = None
     split: str | None = None
     fingerprint: str | None = None
+    objective: str | None = None
+    exponents: dict[str, float] | None = None
+    curve: list[dict[str, float]] | None = None
 
 
 def apply_calibration(
@@ -230,7 +236,7 @@ class _Objective:
 
     @property
     def _learned(self) -> Tensor:
-        """Which classes the images tell something about."""
+        """Return which classes the images tell something about."""
         return (self.frequency > 0) & (self.frequency < 1) if self.several else self.frequency > 0
 
     def _scored(self, shape: Tensor, offsets: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

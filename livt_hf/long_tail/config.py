@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 import numpy as np
+from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.losses import LOSSES, LossDefinition
-from livt_hf.long_tail.priors import as_prior
+from livt_hf.long_tail.priors import as_prior, class_prior, tempered_prior
 from livt_hf.specs import check_types
 from livt_hf.text import shorten
 
@@ -24,6 +25,8 @@ class LongTailConfig(dict):
     Args:
         loss: a name of `livt_hf.losses.LOSSES`.
         class_counts: training images of each class.
+        shot_counts: training images of each class before any were held out, which make the shot groups; None where
+            they are the `class_counts`.
         seen_counts: images of each class that an epoch shows, where a sampler does not show each image once; prior and
             bias of the head are theirs.
         class_weights: loss weight of each class, in place of those of CB and DRW; with another loss, from the start.
@@ -42,8 +45,10 @@ class LongTailConfig(dict):
             ImageNet-LT.
         ib_alpha, ib_warmup: factor of the IB loss, and share of the training with plain cross-entropy before it.
         nt_lambda: of the NT-BCE losses; 1 is plain BCE.
+        focal_gamma: exponent of the focal loss; 0 is cross-entropy.
         trained_with: what else made the targets soft, such as {"mixup": 0.8, "cutmix": 1.0}; None if unknown.
         calibration: the fields of a `Calibration`, fitted after training.
+        fingerprint: of the classifier that the settings were saved with; None if unknown, as in version 0.2.
 
     Example:
         >>> config = LongTailConfig(loss="bal_ce", class_counts=[90, 10], tau=0.5)
@@ -53,6 +58,7 @@ class LongTailConfig(dict):
 
     loss: str = "bal_bce"
     class_counts: list[int] | None = None
+    shot_counts: list[int] | None = None
     seen_counts: list[float] | None = None
     class_weights: list[float] | None = None
     num_train_images: int | None = None
@@ -71,8 +77,10 @@ class LongTailConfig(dict):
     ib_alpha: float = 1000.0
     ib_warmup: float = 0.5
     nt_lambda: float = 2.0
+    focal_gamma: float = 2.0
     trained_with: dict[str, float] | None = None
     calibration: dict | None = None
+    fingerprint: list[float] | None = None
 
     def __post_init__(self):
         values = vars(self)  # the class is frozen, so that the attributes and the dictionary stay the same
@@ -84,8 +92,21 @@ class LongTailConfig(dict):
         check_types(values, LongTailConfig.__annotations__ | {"test_prior": Any})
         if self.calibration is not None:
             check_types(self.calibration, get_type_hints(Calibration))
-        self.update(values)
+        dict.update(self, values)
         self._check()
+
+    def _reject_change(self, *names, **settings):
+        name = next((name for name in (*names, *settings) if isinstance(name, str)), None)
+        raise LiVTError(
+            f"{name or 'a setting'} cannot be changed in a head's config, for its bias and prior would stay as they "
+            "are; pass it to from_pretrained or balance, as in balance(model, tau=2).",
+            argument=name,
+        )
+
+    __setitem__ = __ior__ = update = _reject_change  # not pop, by which transformers drops keys of its own
+
+    def __reduce__(self):
+        return LongTailConfig.from_dict, (dict(self),)  # dict's own way sets item by item
 
     @classmethod
     def names(cls) -> list[str]:
@@ -103,11 +124,14 @@ class LongTailConfig(dict):
     def merge(cls, saved: dict, changes: dict) -> dict:
         """Return saved settings with changes.
 
-        New counts drop what belongs to the old ones; any change of the head drops the calibration.
+        New counts drop what belongs to the old ones; any change of the head drops the calibration. Whoever names
+        counts or loss knows the classifier, so the fingerprint goes, too.
         """
         void = {"calibration"} if changes.keys() & set(cls.names()) else set()
+        if changes.keys() & {"class_counts", "loss"}:
+            void.add("fingerprint")
         if "class_counts" in changes:
-            void |= {"num_train_images", "seen_counts", "class_weights"}
+            void |= {"num_train_images", "shot_counts", "seen_counts", "class_weights"}
         return {name: value for name, value in saved.items() if name not in void} | changes
 
     @property
@@ -116,20 +140,45 @@ class LongTailConfig(dict):
 
     @property
     def weighted_from(self) -> float | None:
-        """Share of the training after which images are weighted by class, or None if they never are."""
+        """Return the share of the training after which images are weighted by class; None if they never are."""
         if self.definition.class_weighted or (self.class_weights is not None and self.drw_start is None):
             return 0.0
         return self.drw_start
 
     @property
     def prior_counts(self) -> list[int] | list[float] | None:
-        """Images of each class that training shows; the head learns the posterior under their prior."""
+        """Return the images of each class that training shows; the head learns the posterior under their prior."""
         return self.class_counts if self.seen_counts is None else self.seen_counts
 
     @property
     def num_images(self) -> int:
-        """Number of training images."""
+        """Return the number of training images."""
         return self.num_train_images or sum(self.class_counts)
+
+    @property
+    def objective(self) -> str | None:
+        """Return what the deployment prior was chosen for; None if it is the test prior of the training."""
+        return (self.calibration or {}).get("objective")
+
+    @property
+    def deployment_prior(self) -> Literal["uniform"] | list[float] | None:
+        """Return the prior to serve the model under where no other is named: pi^t for its objective, or `test_prior`.
+
+        `test_prior` itself is part of a balanced loss, and a trained model keeps it.
+        """
+        if self.objective is None:
+            return self.test_prior
+        prior = class_prior(self.class_counts, self.num_train_images)
+        return tempered_prior(prior, self.calibration["exponents"][self.objective]).tolist()
+
+    @property
+    def trade_off(self) -> dict | None:
+        """Return objective, exponent and trade-off curve for `results.json`, with the images they were chosen on."""
+        found = self.calibration or {}
+        if not found.get("exponents"):
+            return None
+        names = ("objective", "exponents", "curve", "num_images", "split")
+        return {"exponent": found["exponents"].get(self.objective)} | {name: found.get(name) for name in names}
 
     def _check(self) -> None:
         """Raise an error for values that are wrong for any classes."""
@@ -149,7 +198,7 @@ class LongTailConfig(dict):
 
     @property
     def _weighted_by(self) -> str:
-        """Name of the setting by which images are weighted by class."""
+        """Return the name of the setting by which images are weighted by class."""
         if self.definition.class_weighted:
             return "loss"
         return "class_weights" if self.drw_start is None else "drw_start"
@@ -173,6 +222,10 @@ class LongTailConfig(dict):
             fits = len(offsets) == len(errors) == num_labels and all(map(math.isfinite, numbers))
             text = f"the calibration is not one of {num_labels} classes, or not of finite numbers; calibrate again."
             _require(fits, "calibration", text)
+            exponents = self.calibration.get("exponents") or {}
+            text = f"objective {self.objective!r} has no exponent between 0 and 1; calibrate again."
+            fits = all(map(_is_share, exponents.values())) and self.objective in (None, *exponents)
+            _require(fits and (self.objective is None or self.class_counts is not None), "objective", text)
 
     def _check_multi_label(self) -> None:
         text = "bias='ce' compares the classes of one image; multi-label data needs bias='bce'."
@@ -215,6 +268,15 @@ class LongTailConfig(dict):
         _require(math.isclose(seen, total, rel_tol=1e-6), "seen_counts", text)
 
 
+def check_labels(config: PreTrainedConfig, long_tail: LongTailConfig | None = None) -> None:
+    """Raise an error for a config whose labels are not what its long-tail settings are made for."""
+    if config.problem_type == "regression":
+        message = "problem_type 'regression' has no classes; use a plain model of transformers for it."
+        raise LiVTError(message, argument="problem_type")
+    several = config.problem_type == "multi_label_classification"
+    (long_tail or config.long_tail).check_labels(config.num_labels, several)
+
+
 def _require(condition: bool, argument: str, message: str) -> None:
     if not condition:
         raise LiVTError(message, argument=argument)
@@ -245,8 +307,11 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "tau": (lambda tau: 0 <= tau < math.inf, "must be a finite number, 0 (no bias) or more"),
     "label_smoothing": (lambda share: 0 <= share < 1, "must be at least 0 and below 1"),
     "nt_lambda": (lambda tolerance: tolerance > 0, "must be positive; 1 is plain BCE"),
+    "focal_gamma": (lambda gamma: 0 <= gamma < math.inf, "must be a finite number, 0 (cross-entropy) or more"),
     "cb_beta": (lambda beta: 0 < beta < 1, "must lie between 0 and 1"),
     "ib_warmup": (_is_share, "is a share of the training; it lies between 0 and 1"),
     "drw_start": (_is_share, "is a share of the training; it lies between 0 and 1"),
 }
-_NUMBERS = {"class_counts": _whole, "seen_counts": float, "class_weights": float, "test_prior": float}
+_NUMBERS = {"class_counts": _whole, "shot_counts": _whole} | dict.fromkeys(
+    ("seen_counts", "class_weights", "test_prior", "fingerprint"), float
+)

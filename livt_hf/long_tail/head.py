@@ -1,15 +1,17 @@
 """The head of a long-tailed classifier: from logits to the configured loss, and from logits to probabilities."""
 
+import logging
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor  # of vmap, where values cannot be looked at
 from transformers import PreTrainedConfig
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration, apply_calibration, calibrate_odds, saturation_trace
-from livt_hf.long_tail.config import LongTailConfig
+from livt_hf.long_tail.config import LongTailConfig, check_labels
 from livt_hf.long_tail.losses import (
     ClassStatistics,
     LossDefinition,
@@ -23,6 +25,8 @@ from livt_hf.long_tail.losses import (
     normalize_class_weights,
 )
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_odds, shift_odds, shift_prior
+
+logger = logging.getLogger(__name__)
 
 UNKNOWN_PRIOR = "it does not know its training prior, so pass class_counts"
 
@@ -51,7 +55,9 @@ class LongTailHead(nn.Module):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
+        check_labels(config)  # num_labels and problem_type may have changed since the config was made
         self.config = config
+        self.warns_without_labels = True
         # How much of the training is done, from 0 to 1. Losses with two phases are in their second one when nobody
         # says otherwise.
         self.progress = 1.0
@@ -76,7 +82,7 @@ class LongTailHead(nn.Module):
 
     @property
     def no_posterior(self) -> str | None:
-        """Reason why this head gives no class probabilities, or None if it does."""
+        """Return why this head gives no class probabilities, or None if it does."""
         if self.settings.class_counts is None:
             return UNKNOWN_PRIOR
         why = self.definition.why_no_posterior(self.settings)
@@ -104,7 +110,8 @@ class LongTailHead(nn.Module):
 
     def compute_buffers(self) -> dict[str, Tensor]:
         """Compute everything the class counts determine; it is never saved."""
-        settings, counts, bias = self.settings, self.settings.prior_counts, torch.zeros(self.config.num_labels)
+        settings, bias = self.settings, torch.tensor([0.0] * self.config.num_labels)
+        counts = settings.prior_counts
         if counts is None:
             return {"logit_bias": bias}
         if self.definition.balanced and self.definition.activation == "sigmoid" and settings.bias == "bce":
@@ -117,7 +124,7 @@ class LongTailHead(nn.Module):
             "prior": class_prior(counts, settings.num_images).float(),
             "class_weight": self._class_weights(counts),
             "inverse_count": inverse_count_weights(counts),
-            "margin": ldam_margins(settings.class_counts, settings.ldam_max_margin),  # a matter of different images
+            "margin": ldam_margins(settings.class_counts, settings.ldam_max_margin),  # repeated images count once
         }
 
     def _class_weights(self, counts: Sequence[float]) -> Tensor:
@@ -152,12 +159,15 @@ class LongTailHead(nn.Module):
         return torch.logit(as_prior(settings.test_prior, classes, multi_label=self.multi_label)).float()
 
     def forward(self, logits: Tensor, labels: Tensor, features: Tensor | None = None) -> Tensor:
-        settings, classes = self.settings, None
+        settings, statistics = self.settings, None
         if settings.class_counts is not None:
-            classes = ClassStatistics(self.prior, self.class_weight, self.inverse_count, self.margin)
+            statistics = ClassStatistics(self.prior, self.class_weight, self.inverse_count, self.margin)
         elif self.definition.uses_counts or settings.weighted_from is not None:
-            raise LiVTError(f"loss {settings.loss!r} needs class_counts; pass them to the config or from_pretrained.")
-        targets = self._targets(labels, len(logits))
+            raise LiVTError(
+                f"loss {settings.loss!r} needs class_counts; pass them to the config or from_pretrained, or "
+                "train with loss='ce', which needs none."
+            )
+        targets = self._make_targets(labels, len(logits))
         if self.training and settings.label_smoothing:
             targets = targets * (1 - settings.label_smoothing) + settings.label_smoothing / self.config.num_labels
         weight = 1.0
@@ -165,13 +175,32 @@ class LongTailHead(nn.Module):
             targets, weight = class_weighted(targets, self.class_weight)
         logits = logits.float()
         adjusted = logits + self.logit_bias
-        inputs = LossInputs(logits, adjusted, targets, features, classes, settings, self.progress)
+        inputs = LossInputs(logits, adjusted, targets, features, statistics, settings, self.progress)
         return (weight * self.definition.function(inputs)).mean()
 
-    def _targets(self, labels: Tensor, images: int) -> Tensor:
+    def note_missing_labels(self) -> None:
+        """Warn once about a training step whose loss cannot be that of the head."""
+        if (
+            self.warns_without_labels
+            and self.training
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        ):
+            self.warns_without_labels = False
+            logger.warning(
+                "a forward in training mode got no labels, so the loss is not %r; if TrainingArguments have a "
+                "label_smoothing_factor, set it to 0 and pass label_smoothing to balance or the config instead.",
+                self.settings.loss,
+            )
+
+    def _make_targets(self, labels: Tensor, images: int) -> Tensor:
         """Return class ids, soft or multi-hot labels as (B, C) floats, checked where that does not stall a GPU."""
         classes = self.config.num_labels
-        look = labels.device.type == "cpu" and not torch.compiler.is_compiling()
+        may_check = (
+            labels.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not is_functorch_wrapped_tensor(labels)
+        )
         ids = not (self.multi_label or labels.is_floating_point())
         if labels.shape != (images, classes) and not (ids and labels.shape == (images,)):
             kind = "multi-hot" if self.multi_label else f"integer class ids ({images},) or soft"
@@ -180,15 +209,16 @@ class LongTailHead(nn.Module):
                 f"expected {kind} labels ({images}, {classes})."
             )
         if labels.ndim == 1:
-            if look and images and not 0 <= labels.min() <= labels.max() < classes:
+            if may_check and images and not 0 <= labels.min() <= labels.max() < classes:
                 raise LiVTError(f"labels span {labels.min()} to {labels.max()}; the classes are 0 to {classes - 1}.")
-            return nn.functional.one_hot(labels.long(), classes).float()
+            # not one_hot, which looks at the labels
+            return self.logit_bias.new_zeros(images, classes).scatter(1, labels.long()[:, None], 1.0)
         if not self.definition.soft_labels:
             raise LiVTError(f"loss {self.settings.loss!r} is defined for class ids only; turn mixup and cutmix off.")
         labels = labels.float()
-        if look and not ((labels >= 0) & (labels <= 1)).all():
+        if may_check and not ((labels >= 0) & (labels <= 1)).all():
             raise LiVTError("soft labels lie between 0 and 1, but some are NaN or outside; check how they were mixed.")
-        if look and not self.multi_label and not ((labels.sum(-1) - 1).abs() < 0.01).all():
+        if may_check and not self.multi_label and not ((labels.sum(-1) - 1).abs() < 0.01).all():
             raise LiVTError(
                 "the soft labels of each image sum to 1, but some do not; if an image may have several labels, set "
                 "problem_type='multi_label_classification'."
@@ -234,13 +264,13 @@ class LongTailHead(nn.Module):
         return fitted + saturation_trace(self.fitted_log_odds(logits)) if sigmoids else fitted
 
     def posterior(self, logits: Tensor, prior: Prior = None) -> Tensor:
-        """Return P(j|x) under a deployment prior; None is the config's `test_prior`, or uniform without one.
+        """Return P(j|x) under a deployment prior; None is the config's `deployment_prior`, or uniform without one.
 
         Where an image may have several labels and there is no test prior, None is the training prior.
         """
         log_posterior = self.training_posterior(logits)
         if prior is None:
-            prior = self.settings.test_prior
+            prior = self.settings.deployment_prior
         if prior is None:
             prior = self.training_prior() if self.multi_label else "uniform"
         return self.shift_posterior(

@@ -56,6 +56,10 @@ def _why_tolerant(settings: "LongTailConfig") -> str | None:
     return None if settings.nt_lambda == 1 else "its negative term is a log likelihood only where nt_lambda is 1"
 
 
+def _why_focal(settings: "LongTailConfig") -> str | None:
+    return None if settings.focal_gamma == 0 else "its focusing factor makes the outputs underconfident"
+
+
 _PACKAGED: dict[str, dict[str, Any]] = {
     "nt_bce": dict(activation="sigmoid", no_posterior=_why_tolerant),
     "bal_nt_bce": dict(activation="sigmoid", balanced=True, no_posterior=_why_tolerant),
@@ -73,6 +77,7 @@ _PACKAGED: dict[str, dict[str, Any]] = {
         batch_statistic=True,
         no_posterior="its regulariser moves the outputs",
     ),
+    "focal": dict(activation="softmax", no_posterior=_why_focal),
     "ldam": dict(
         activation="softmax",
         needs_counts=True,
@@ -93,6 +98,7 @@ def _not_loaded(_batch: "LossInputs") -> "Tensor":
 
 
 LOSSES = {name: LossDefinition(_not_loaded, **facts) for name, facts in _PACKAGED.items()}
+CONVEX_LOSSES = ("ce", "bce", "bal_ce", "bal_bce", "cb_ce", "cb_bce")  # in the weights of a linear classifier
 PACKAGED = frozenset(LOSSES)  # plugins add to LOSSES, and a model that is published is loaded without them
 
 

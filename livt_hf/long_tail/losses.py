@@ -133,6 +133,17 @@ def ldam(logits: Tensor, targets: Tensor, margins: Tensor, scale: float) -> Tens
     return (targets * F.softplus(rest - logits + scale * margins)).sum(dim=-1)
 
 
+def focal(logits: Tensor, targets: Tensor, gamma: float) -> Tensor:
+    """Compute the focal loss -(1 - p_y)^gamma log p_y (Lin et al., 2017), p by softmax; 0 is cross-entropy.
+
+    For soft targets it is the mixture of the hard losses.
+    """
+    log_p = _raised(logits).log_softmax(-1)
+    wrong = -torch.expm1(log_p)  # 1 - p, accurate where p is almost 1
+    # Clamped, for a power below one has no slope at zero.
+    return -(targets * wrong.clamp_min(torch.finfo(wrong.dtype).tiny) ** gamma * log_p).sum(dim=-1)
+
+
 def lade_regulariser(logits: Tensor, targets: Tensor, prior: Tensor, strength: float) -> Tensor:
     """Compute LADE's Donsker-Varadhan term (Hong et al., 2021), for hard labels only.
 
@@ -165,14 +176,14 @@ class ClassStatistics:
     """Statistics of the class counts, one number per class (C,)."""
 
     prior: Tensor  # n_j / N
-    class_weight: Tensor  # inverse effective numbers
+    class_weight: Tensor  # `class_weights` of the config, else by the effective number of images; they sum to C
     inverse_count: Tensor  # 1 / n_j, scaled like the weights
     margin: Tensor  # LDAM's
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss."""
+    """Inputs of a loss function, for one batch."""
 
     logits: Tensor  # z (B, C), float32
     adjusted: Tensor  # z + tau B for a balanced loss, z otherwise (B, C)
@@ -197,6 +208,11 @@ def _bce(batch: LossInputs) -> Tensor:
 def _ldam(batch: LossInputs) -> Tensor:
     """Compute LDAM on a plain linear classifier, as in the paper; Cao et al. add `normalised_classifier` and DRW."""
     return ldam(batch.adjusted, batch.targets, batch.classes.margin, batch.settings.ldam_scale)
+
+
+@implement_loss("focal")
+def _focal(batch: LossInputs) -> Tensor:
+    return focal(batch.adjusted, batch.targets, batch.settings.focal_gamma)
 
 
 @implement_loss("lade")

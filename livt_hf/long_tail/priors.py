@@ -18,6 +18,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import read_values
 from livt_hf.specs import matches_type
 
+_DEVICE = "cpu"  # not every device has float64, and on the default "meta" no prior could be checked
 _LARGEST = 1e18  # number of images that a file may claim: sums of larger ones could become infinite
 
 Prior = Literal["uniform"] | Sequence[float] | Tensor | None
@@ -25,14 +26,14 @@ Prior = Literal["uniform"] | Sequence[float] | Tensor | None
 
 def log_odds(class_counts: Sequence[int], num_images: int | None = None) -> Tensor:
     """Return logit(pi_j) = log n_j - log(N - n_j), exact also for 1 image of 10 million."""
-    counts = torch.as_tensor(class_counts, dtype=torch.float64)
-    total = counts.sum() if num_images is None else torch.tensor(float(num_images), dtype=torch.float64)
+    counts = torch.as_tensor(class_counts, dtype=torch.float64, device=_DEVICE)
+    total = counts.sum() if num_images is None else counts.new_tensor(num_images)
     return counts.log() - (total - counts).log()
 
 
 def class_prior(class_counts: Sequence[int], num_images: int | None = None) -> Tensor:
     """Return pi_j = n_j / N; N is `num_images`, or by default the sum of the counts."""
-    counts = torch.as_tensor(class_counts, dtype=torch.float64)
+    counts = torch.as_tensor(class_counts, dtype=torch.float64, device=_DEVICE)
     return counts / (counts.sum() if num_images is None else num_images)
 
 
@@ -45,9 +46,8 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
             raise LiVTError(
                 f"{what}='uniform' has no meaning where an image may have several labels; pass one number per class."
             )
-        return torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
-    # Read on the CPU: not every device has float64.
-    prior = torch.as_tensor(prior.cpu() if isinstance(prior, Tensor) else prior, dtype=torch.float64)
+        prior = [1 / num_classes] * num_classes
+    prior = torch.as_tensor(prior.cpu() if isinstance(prior, Tensor) else prior, dtype=torch.float64, device=_DEVICE)
     if prior.shape != (num_classes,):
         raise LiVTError(
             f"{what} has shape {tuple(prior.shape)}; it needs one number for each of {num_classes} classes."
@@ -87,8 +87,8 @@ def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
         names = {str(name): value for name, value in content.items()}
         missing, unknown = sorted(set(labels) - set(names)), sorted(set(names) - set(labels))
         if missing or unknown:
-            told = {"lacks the classes": missing[:10], "has unknown classes": unknown[:10]}
-            how = " and ".join(f"{words} {classes}" for words, classes in told.items() if classes)
+            problems = {"lacks the classes": missing[:10], "has unknown classes": unknown[:10]}
+            how = " and ".join(f"{words} {classes}" for words, classes in problems.items() if classes)
             raise LiVTError(f"{path} ({what}) {how}; name each class of the model once.")
         content = [names[label] for label in labels]
     if not matches_type(content, list[float]) or len(content) != len(labels):
@@ -105,6 +105,11 @@ def numbers_by_name(values: Sequence[float], labels: Sequence[str]) -> dict[str,
     """Return numbers by class name, or as a list where names repeat, as `read_numbers` reads them."""
     named = dict(zip(labels, values, strict=True))
     return named if len(named) == len(labels) else list(values)  # "crane" is a bird and a machine
+
+
+def tempered_prior(prior: Tensor, exponent: float) -> Tensor:
+    """Return pi^t, scaled to sum 1: uniform at exponent 0, the training prior at 1. (C,)"""
+    return torch.softmax(exponent * prior.double().log(), dim=-1)
 
 
 def shift_prior(log_posterior: Tensor, source: Tensor, target: Tensor) -> Tensor:

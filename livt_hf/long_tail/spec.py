@@ -33,11 +33,11 @@ class LossSpec(Spec):
         common=True,
         is_path=True,
     )
-    objective: Literal["mean_class_accuracy", "macro_f1", "balanced", "accuracy"] | None = option(
+    objective: Literal["mean_class_accuracy", "macro_f1", "balanced", "accuracy", "none"] | None = option(
         None,
-        "what an exact head chooses its test prior pi^t for, on out-of-fold posteriors of the training images; "
-        "default: the test prior",
+        "what to serve the model for; default: macro_f1, of benchmarks none",
         common=True,
+        legacy_default="none",
     )
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
@@ -59,6 +59,7 @@ class LossSpec(Spec):
     ib_alpha: float = option(1000.0, "IB: factor of the loss")
     ib_warmup: float = option(0.5, "IB: share of the epochs on cross-entropy before it starts")
     nt_lambda: float = option(2.0, "lambda of the NT-BCE losses; 1 is plain BCE")
+    focal_gamma: float = option(2.0, "focal loss: exponent of its focusing factor; 0 is cross-entropy")
 
     def build_config(
         self,

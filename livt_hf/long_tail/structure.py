@@ -61,9 +61,9 @@ def parameter_depths(model: PreTrainedModel) -> dict[str, int]:
     if hasattr(timm_model, "group_matcher"):
         depths = group_parameters(timm_model, timm_model.group_matcher(coarse=False), reverse=True)
         return {f"timm_model.{name}": depth for name, depth in depths.items()}
-    blocks = _blocks(model)
-    last = len(blocks) + 1
-    known = {id(p): index + 1 for index, block in enumerate(blocks) for p in block.parameters()}
+    layers = _layers(model)
+    last = len(layers) + 1
+    known = {id(p): i for i, parts in enumerate(layers, 1) for part in parts for p in part.parameters()}
     known |= {id(p): last for p in get_classifier(model).parameters()}
     depths, passed = {}, 0
     for name, parameter in model.named_parameters():  # in the order of the layers
@@ -101,8 +101,11 @@ def _channels_last(_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
     return args, kwargs
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks in order: the elements of the largest list of layers, or of the lists within its stages."""
+def _layers(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the blocks in order, each with what leads into it: the elements of the largest list, or of its stages.
+
+    PVT and PoolFormer have the patch embeddings of all stages in a list of their own; those of the first are layer 0.
+    """
     outer: list[nn.ModuleList] = []
     for module in model.modules():  # a list comes before the lists within it
         if isinstance(module, nn.ModuleList) and not any(module in list(other.modules()) for other in outer):
@@ -111,9 +114,16 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         raise LiVTError(
             f"{type(model).__name__} has no list of layers, so its layers cannot be counted; pass --layer_decay 1."
         )
-    blocks = []
-    for stage in max(outer, key=lambda layers: sum(p.numel() for p in layers.parameters())):
+    stages = max(outer, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+    beside = [other for other in outer if other is not stages and len(other) == len(stages)]
+    layers: list[list[nn.Module]] = []
+    for number, stage in enumerate(stages):
         parts = [stage if isinstance(stage, nn.ModuleList) else None]
         parts += [getattr(stage, name, None) for name in ("layers", "blocks")]
-        blocks.extend(next((part for part in parts if isinstance(part, nn.ModuleList | nn.Sequential)), [stage]))
-    return blocks
+        first = len(layers)
+        layers += [
+            [b] for b in next((part for part in parts if isinstance(part, nn.ModuleList | nn.Sequential)), [stage])
+        ]
+        if number:
+            layers[first] += [other[number] for other in beside]
+    return layers
