@@ -9,7 +9,7 @@ _NAMES = {
     "labels": ("class_counts",),
     "load": ("load_dataset", "load_evaluation_data", "load_long_tailed"),
     "loading": ("eval_loader", "train_loader"),
-    "splitting": ("is_made_split",),
+    "splitting": ("is_made_split", "shot_counts"),
     "subsample": ("exponential_counts", "long_tail_indices", "pareto_counts"),
     "transforms": ("DeviceTransform", "FinetuneAugmentation", "PretrainAugmentation", "eval_processor"),
 }

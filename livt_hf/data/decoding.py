@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 import struct
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,11 +28,12 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm.auto import tqdm
 
 from livt_hf.data.benchmarks import PUBLIC
-from livt_hf.data.labels import MAX_NAMED, embedded_sizes, image_paths
+from livt_hf.data.labels import BOX, BOX_MARGIN, MAX_NAMED, embedded_sizes, image_paths
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_last = threading.local()
 
 # What Pillow raises on damaged files, depending on the format: OSError also covers files that are missing, truncated
 # or of unknown format, SyntaxError is its word for a broken PNG, RuntimeError for a broken AVIF.
@@ -39,6 +41,9 @@ DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError),
     *(struct.error, Image.DecompressionBombError),
 )
+MIN_CROP = 32  # pixels of the side of a crop, where the image has as many
+MAX_BYTES = 2**30  # of a file
+MAX_RATIO = 500  # of the sides: resized to 256 pixels on the shorter one, a whole image takes 400 MB as floats
 SKIP = "or leave such images out with on_broken skip."
 WAY_OUT = f". Repair or remove it, {SKIP}"
 # Others say transparency, a palette or how to turn the image, or make libpng complain on the terminal.
@@ -77,36 +82,83 @@ def read_rgb(source: str | os.PathLike | bytes | BinaryIO | Image.Image) -> torc
         if isinstance(source, Image.Image):
             return _from_pillow(source)
         if isinstance(source, str | os.PathLike):
-            return decode_rgb(_read_file(os.fspath(source)))
+            return decode_rgb(read_file(os.fspath(source)))
         return decode_rgb(source if isinstance(source, bytes) else source.read())
     except DAMAGED as error:
         raise BrokenImageError(f"{named} cannot be read: {error}") from error
 
 
 def read_image(image: Mapping | None, index: int) -> torch.Tensor:
-    """Decode a row of an undecoded `datasets.Image` column (bytes or path) to a uint8 RGB tensor (3, H, W)."""
-    return _process_stored(image, index, decode_rgb)
+    """Decode a stored image (bytes or path), or the box to cut out of it, to a uint8 RGB tensor (3, H, W)."""
+    return process_stored(image, index, decode_rgb, crop_box)
 
 
-def _process_stored(image: Mapping | None, index: int, decode: Callable[[bytes], T]) -> T:
-    """Return what `decode` makes of the bytes of a stored image; None is an empty cell of a table."""
+def process_stored(image: Mapping | None, index: int, decode: Callable[[bytes], T], cut: Callable[..., T]) -> T:
+    """Return what `decode` makes of the bytes of a stored image, and `cut` of that where it has a box.
+
+    None is an empty cell of a table.
+    """
     data, path = (image["bytes"], image["path"]) if image is not None else (None, None)
     try:
-        return decode(_read_file(path) if data is None else data)
+        if image is not None and image.get(BOX) is not None:
+            return cut(_last_picture(path, decode), image[BOX], image[BOX_MARGIN])
+        return decode(read_file(path) if data is None else data)
     except DAMAGED as error:
         # The number is that of a row in a split, which a file on the disk does not need.
         named = path if data is None and path else f"image {index} ({path or 'embedded bytes'})"
         raise BrokenImageError(f"{named} cannot be read: {error}", WAY_OUT) from error
 
 
-def _read_file(path: str | None) -> bytes:
+def read_file(path: str | None) -> bytes:
+    """Read the file of an image. A pipe or device, which would be read for ever, is an error."""
     if path is None:
         raise LiVTError("it has neither bytes nor a path")
     is_url = "://" in path
-    if not is_url and not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or device would be read for ever
-        raise LiVTError("it is not a regular file")
+    if not is_url:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise LiVTError("it is not a regular file")
+        if found.st_size > MAX_BYTES:
+            raise LiVTError(f"it has {found.st_size:,} bytes, and images have at most {MAX_BYTES:,}")
     with (fsspec.open if is_url else open)(path, "rb") as file:
         return file.read()
+
+
+def _last_picture(path: str, decode: Callable[[bytes], T]) -> T:
+    """Return what `decode` makes of a file; that of the last file is kept, for boxes of one picture are neighbours."""
+    key = (path, decode, os.stat(path).st_mtime_ns)
+    if getattr(_last, "key", None) != key:
+        _last.key, _last.value = None, decode(read_file(path))
+        _last.key = key
+    return _last.value
+
+
+def crop_box(image: torch.Tensor, box: Sequence[float], margin: float) -> torch.Tensor:
+    """Cut a box with a margin out of an image, square where the image allows.
+
+    Args:
+        image: pixels (3, H, W).
+        box: left, top, right and bottom in pixels, or relative to the image where none of them is above 1.
+        margin: the crop is longer than the longer side of the box by this share, and at least 32 pixels long.
+
+    Returns:
+        A copy of the pixels. The crop is moved into the image, and shortened where that is not enough.
+
+    Example:
+        >>> crop_box(torch.zeros(3, 100, 200), [0, 0, 50, 40], margin=0.3).shape
+        torch.Size([3, 65, 65])
+    """
+    size = np.array([image.shape[-1], image.shape[-2]] * 2)
+    # Rounded, so that relative numbers and pixels give the same crop.
+    left, top, right, bottom = np.round(np.array(box) * (size if max(box) <= 1 else 1), 3)
+    if left >= size[0] or top >= size[1]:
+        raise LiVTError(f"its box at ({left:g}, {top:g}) lies outside of its {size[0]} x {size[1]} pixels")
+    right, bottom = min(right, size[0]), min(bottom, size[1])
+    side = max(MIN_CROP, int(np.rint(max(right - left, bottom - top) * (1 + margin))))
+    width, height = min(side, size[0]), min(side, size[1])
+    x = int(np.clip(np.rint((left + right - width) / 2), 0, size[0] - width))
+    y = int(np.clip(np.rint((top + bottom - height) / 2), 0, size[1] - height))
+    return image[:, y : y + height, x : x + width].clone()
 
 
 def decode_rgb(data: bytes) -> torch.Tensor:
@@ -132,10 +184,14 @@ def _from_pillow(image: Image.Image) -> torch.Tensor:
     Transparency is laid over white, as newer image processors of transformers do it. 16-bit grey keeps its upper 8
     bits (Pillow's own conversion would clip almost everything to white).
     """
+    _check_sides(*image.size)
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        grey = np.clip(np.asarray(image), 0, 65535)
+        grey = np.asarray(image)
+        if image.mode == "I" and grey.max() > 0 and not 256 <= grey.max() <= 65535:  # would be black, or white
+            raise LiVTError(f"it holds 32-bit values up to {grey.max()}, whose range is unknown; convert it to 8 bits")
+        grey = np.clip(grey, 0, 65535)
         if grey.max() < 4096:
             warn_about_faint_images()
         image = Image.fromarray((grey >> 8).astype(np.uint8))
@@ -209,29 +265,49 @@ def _plain_png(data: bytes) -> tuple[int, int] | None:
     return height, width
 
 
+def _check_sides(width: int, height: int) -> None:
+    """Raise an error for an image so narrow that resizing its shorter side may take more memory than there is."""
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise LiVTError(f"of its {width} x {height} pixels one side is more than {MAX_RATIO} times the other")
+
+
 def _check_pixels(height: int, width: int) -> None:
     """Raise an error at the limit at which Pillow refuses to decode: twice the size at which it warns."""
+    _check_sides(width, height)
     if Image.MAX_IMAGE_PIXELS is not None and height * width > 2 * Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError(
             f"its {width} x {height} pixels look like a decompression bomb; PIL.Image.MAX_IMAGE_PIXELS sets the limit"
         )
 
 
-def encoded_images(dataset: Dataset) -> Dataset:
-    """Return the column of images as they are stored: rows for `read_image`."""
-    return dataset.select_columns(["image"]).cast_column("image", ImageColumn(decode=False)).with_format(None)
+def select_stored_images(dataset: Dataset) -> Dataset:
+    """Return the dataset with its images as they are stored and not decoded, and only what belongs to them: boxes."""
+    columns = [name for name in ("image", BOX, BOX_MARGIN) if name in dataset.column_names]
+    return dataset.select_columns(columns).cast_column("image", ImageColumn(decode=False)).with_format(None)
+
+
+def list_stored_images(rows: Mapping[str, list]) -> list[dict]:
+    """Return a batch of rows of `select_stored_images` as one dictionary per image, which `read_image` takes.
+
+    It holds bytes or a path, and where there is one the box to cut out.
+    """
+    images = [image or {"bytes": None, "path": None} for image in rows["image"]]
+    if BOX not in rows:
+        return images
+    crops = zip(images, rows[BOX], rows[BOX_MARGIN], strict=True)
+    return [image | {BOX: box, BOX_MARGIN: margin} for image, box, margin in crops]
 
 
 def read_images(dataset: Dataset, rows: Sequence[int]) -> list[torch.Tensor]:
     """Read the images of some rows as uint8 tensors (3, H, W); no other is read."""
-    stored = encoded_images(dataset)[list(rows)]["image"] if len(rows) else []
+    stored = list_stored_images(select_stored_images(dataset)[list(rows)]) if len(rows) else []
     return [read_image(image, row) for image, row in zip(stored, rows, strict=True)]
 
 
 def iterate_stored(dataset: Dataset) -> Iterator[dict]:
-    """Yield the images as they are stored, one by one: bytes or a path."""
-    for rows in encoded_images(dataset).iter(batch_size=256):
-        yield from (image or {"bytes": None, "path": None} for image in rows["image"])
+    """Yield the images as they are stored, one by one: bytes or a path, and the box to cut out."""
+    for rows in select_stored_images(dataset).iter(batch_size=256):
+        yield from list_stored_images(rows)
 
 
 def find_broken(dataset: Dataset) -> dict[int, str]:
@@ -283,7 +359,10 @@ def describe_copies(splits: Mapping[str, Dataset]) -> str | None:
         return None
     number = "1 image is" if len(pairs) == 1 else f"{len(pairs)} images are"
     findings = f"{number} in two splits:{format_findings(' = '.join(pair) for pair in pairs)}"
-    return f"{findings}\nRemove one of each pair, or give both the same group, so that no training image is tested."
+    return (
+        f"{findings}\nLeave out one of each pair with exclude or, where the split is made here, keep both on one "
+        "side with group_from near_copies; masks and blank images are better all left out."
+    )
 
 
 def warn_about_duplicates(splits: Mapping[str, Dataset], name: str) -> None:
@@ -312,9 +391,17 @@ def _paths_and_sizes(dataset: Dataset) -> Iterator[tuple[str | None, int | None]
 
 
 def image_digests(dataset: Dataset) -> Iterator[tuple[str | None, bytes]]:
-    """Yield the path of each image, where it has one, and a digest of its bytes as they are stored."""
+    """Yield the path of each image, where it has one, and a digest of its bytes as they are stored and its box."""
     for index, image in enumerate(iterate_stored(dataset)):
-        yield image["path"], _process_stored(image, index, lambda data: hashlib.sha256(data).digest())
+        yield image["path"], process_stored(image, index, _digest, _digest_box)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _digest_box(digest: bytes, box: Sequence[float], margin: float) -> bytes:
+    return _digest(digest + np.array([*box, margin], dtype="<f8").tobytes())
 
 
 def drop_broken(dataset: Dataset) -> Dataset:

@@ -13,6 +13,9 @@ from datasets import ClassLabel, Dataset, IterableDataset, LargeList, List
 from livt_hf.data.subsample import label_counts
 from livt_hf.errors import LiVTError
 
+# Columns of a dataset of boxes: what is cut out of each picture, and the number of a box in its file.
+BOX, BOX_MARGIN, BOX_ROW = "box", "box_margin", "box_row"
+CORNERS = ("x_min", "y_min", "x_max", "y_max")  # columns of a box in tables that are written
 MAX_NAMED = 10  # classes or images that a warning names
 MAX_CLASSES = 1_000_000  # larger numbers are ids of something else
 
@@ -197,7 +200,8 @@ def embedded_sizes(dataset: Dataset) -> pa.ChunkedArray:
 def digest_of(dataset: Dataset | IterableDataset) -> str | None:
     """Return the fingerprint by which a run remembers its training images: no name can be read from it.
 
-    A digest of the labels and file names of all images, in their order, and of the length of those without a name.
+    A digest of the labels, file names and boxes of all images, in their order, and of the length of those without a
+    name.
     Folders do not count, for data may move. A stream is not read for it and has none.
     """
     if isinstance(dataset, IterableDataset):
@@ -208,6 +212,9 @@ def digest_of(dataset: Dataset | IterableDataset) -> str | None:
     digest = hashlib.sha256("\0".join(texts.to_pylist()).encode())
     for numbers in (labels.values, [] if labels.offsets is None else labels.offsets):
         digest.update(np.asarray(numbers, dtype="<i8").tobytes())
+    if BOX in dataset.column_names:
+        boxes = select_rows(dataset, dataset.data.column(BOX)).combine_chunks()
+        digest.update(boxes.flatten().to_numpy().astype("<f8").tobytes())
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC, Benchmark
 from livt_hf.data.classes import encode_classes
 from livt_hf.data.decoding import readable_rows
+from livt_hf.data.groups import add_groups
 from livt_hf.data.labels import class_counts, class_feature, is_multi_label, labels_of
 from livt_hf.data.readers.image_table import DroppedImages, log_dropped_images
 from livt_hf.data.readers.source import read_source
@@ -122,6 +123,10 @@ class ImagePool:
     def split(self, spec: DataSpec) -> SplitDatasetDict:
         """Split off the fold to test on and the validation set, as the spec says."""
         splits, made, num_images = dict(self.splits), self.made_splits, len(self.splits["train"])
+        counts = class_counts(splits["train"])
+        # A rule made the long tail of the training images after the test set was split off.
+        if "test" in made and resolve_benchmark_defaults(spec).rule is None:
+            counts = counts + class_counts(splits["test"])
         if self.fold is not None:
             number, folds = spec.fold_numbers
             splits, made = split_off(splits["train"], self.fold == number - 1, "test"), {"test"}
@@ -130,7 +135,7 @@ class ImagePool:
             parts = split_validation(splits["train"], spec, num_images)
             splits, made = splits | parts, made | (parts.keys() - {"train"})
         data = SplitDatasetDict({split: splits[split] for split in SPLITS if split in splits})
-        data.made_splits = frozenset(made)
+        data.made_splits, data.shot_counts = frozenset(made), counts
         return data
 
 
@@ -145,8 +150,8 @@ def load_pool(spec: DataSpec) -> ImagePool:
 def load_streams(spec: DataSpec) -> IterableDatasetDict:
     """Load streams, of which no images can be chosen: they are read as they come."""
     spec = resolve_benchmark_defaults(spec)
-    for name, value in spec.non_default_data_options().items():
-        if name not in STREAM_OPTIONS and (name, value) != ("split_column", "none"):
+    for name, value in spec.non_defaults().items():
+        if name not in STREAM_OPTIONS and (name, value) not in (("split_column", "none"), ("box_columns", "none")):
             raise LiVTError(
                 f"{name} is {value!r}, but no images can be chosen of a stream: load it without streaming.", name
             )
@@ -170,13 +175,13 @@ def _load_splits(spec: DataSpec) -> tuple[dict[str, Dataset], frozenset[str]]:
     if spec.on_broken == "skip" and not check_after_subsampling:
         tables = {split: table.select(readable_rows(table.images)) for split, table in tables.items()}
     check_not_empty(tables)
-    splits = encode_classes(tables, spec, dropped)
+    splits = encode_classes(add_groups(tables, spec), spec, dropped)
     log_dropped_images(dropped)
     check_not_empty(splits)
     made: frozenset[str] = frozenset()
     if spec.fold is not None:
         splits = {"train": _pool_for_folds(splits)}
-    elif spec.group_column is not None and len(splits) > 1:
+    elif "group" in splits["train"].column_names and len(splits) > 1:
         warn_about_shared_groups(splits)
     if "test" not in splits and spec.fold is None and spec.test_fraction is not None:
         splits, made = splits | split_test(splits, spec), frozenset({"test"})

@@ -11,13 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import BaseImageProcessor
 from transformers.image_processing_backends import TorchvisionBackend
 
-from livt_hf.data.batches import Batches, Loader
-from livt_hf.data.decoding import BrokenImageError, check_readable, encoded_images, iterate_stored, read_image
+from livt_hf.data.batches import Batches, Loader, build_eval_batches
+from livt_hf.data.decoding import (
+    BrokenImageError,
+    check_readable,
+    iterate_stored,
+    list_stored_images,
+    read_image,
+    select_stored_images,
+)
 from livt_hf.data.labels import Labels, labels_of, number_of_classes
 from livt_hf.data.streaming import StreamLoader
 from livt_hf.data.transforms import Augmentation, Images
@@ -91,13 +99,22 @@ def eval_loader(dataset: Dataset, processor: BaseImageProcessor, batches: Batche
 
     Processes get contiguous parts that differ by at most one image, so they may have different numbers of batches.
     """
-    return augmented_in_order(dataset, _Processing(processor), batches, epoch=0)
+    return ordered_loader(dataset, _EvalTransform(processor), batches, epoch=0)
 
 
-def augmented_in_order(
-    dataset: Dataset, augmentation: "Augmentation | _Processing", batches: Batches, epoch: int
+def read_first_pixels(
+    dataset: Dataset, processor: BaseImageProcessor, accelerator: Accelerator, images: int
+) -> torch.Tensor:
+    """Return the pixels of the first images of a dataset, on the device; each process gets images of its own."""
+    few = dataset.select(range(min(images * accelerator.num_processes, len(dataset))))
+    loader = eval_loader(few, processor, build_eval_batches(images, accelerator))
+    return next(iter(loader))["pixel_values"].to(accelerator.device)
+
+
+def ordered_loader(
+    dataset: Dataset, augmentation: "Augmentation | _EvalTransform", batches: Batches, epoch: int
 ) -> DataLoader:
-    """Return the images of `train_loader` as an epoch sees them, but in order, each once over all processes."""
+    """Return a loader of images as an epoch of training sees them, but in order, each once over all processes."""
     keys = [[(epoch, index) for index in part] for part in batches.in_order(len(dataset))]
     return _PreparedImages(dataset, augmentation, batches.seed).loader(keys, batches.num_workers)
 
@@ -108,7 +125,7 @@ class StoredImages:
     def __init__(self, dataset: Dataset):
         if len(dataset) == 0:
             raise LiVTError("the dataset has no image: check the split, the labels or the rule that made it.")
-        self.rows = encoded_images(dataset)
+        self.rows = select_stored_images(dataset)
         self.labelled = "label" in dataset.features  # what is held out of a stream may not be
         if self.labelled:
             self.num_classes, self.all_labels = number_of_classes(dataset), labels_of(dataset)
@@ -125,8 +142,8 @@ class StoredImages:
         """Return a tensor (B, 3, H, W) for an in-memory set of one size, else a list of (3, H, W)."""
         if self._cache is not None:
             return self._cache[torch.as_tensor(indices)]
-        encoded = self.rows[list(indices)]["image"]
-        return [read_image(image, index) for image, index in zip(encoded, indices, strict=True)]
+        stored = list_stored_images(self.rows[list(indices)])
+        return [read_image(image, index) for image, index in zip(stored, indices, strict=True)]
 
     def in_parts(self, numbers: list[int]) -> list[list[int]]:
         """Return the rows or draws of a batch in parts whose images may be in memory at once."""
@@ -139,7 +156,7 @@ class StoredImages:
 
     def _decode_small(self) -> torch.Tensor | None:
         """Decode all images into one uint8 tensor; None when they are large, many or of different sizes."""
-        first = read_image(self.rows[0]["image"], 0)
+        first = read_image(list_stored_images(self.rows[:1])[0], 0)
         if max(first.shape) > IN_MEMORY_SIDE or len(self.rows) * first.numel() > IN_MEMORY_BYTES:
             return None
         cache = torch.empty(len(self.rows), *first.shape, dtype=torch.uint8)
@@ -154,7 +171,7 @@ class StoredImages:
 class _PreparedImages(torch.utils.data.Dataset):
     """Images as they are augmented, or as the processor of a model makes them, by (epoch, draw) pairs."""
 
-    def __init__(self, dataset: Dataset, augmentation: "Augmentation | _Processing", seed: int):
+    def __init__(self, dataset: Dataset, augmentation: "Augmentation | _EvalTransform", seed: int):
         self.stored, self.augmentation, self.seed = StoredImages(dataset), augmentation, seed
 
     def loader(self, keys: Iterable[list[tuple[int, int]]], num_workers: int) -> Loader:
@@ -179,8 +196,8 @@ class _PreparedImages(torch.utils.data.Dataset):
 
 
 @dataclass(frozen=True)
-class _Processing:
-    """The image processor of a model in the place of an augmentation: nothing about it is random."""
+class _EvalTransform:
+    """A model's image processor with the interface of an `Augmentation`; nothing about it is random."""
 
     processor: BaseImageProcessor
 

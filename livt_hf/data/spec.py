@@ -6,7 +6,7 @@ Nothing here imports torch.
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
@@ -14,16 +14,37 @@ from livt_hf.errors import LiVTError
 from livt_hf.specs import Fraction, FractionAboveZero, NonNegative, NonNegativeInt, Positive, Spec, option
 
 _BENCHMARKS = "Benchmarks"
+_BOXES = "Boxes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxSpec(Spec):
+    """Boxes: how examples are cut out of pictures."""
+
+    box_columns: str | None = option(
+        None,
+        "columns of a table of boxes, in pixels or 0..1: left,top,right,bottom, or left,top,width,height where the "
+        "third name ends in w or width; default: well-known names; none: whole images",
+        legacy_default="none",
+        group=_BOXES,
+    )
+    box_margin: NonNegative = option(
+        0.3,
+        "each box is cut out as a square that is longer than the box by this share, at least 32 pixels",
+        affects_split=False,
+        group=_BOXES,
+    )
+    min_confidence: Fraction = option(0.2, "smallest confidence of a detection of MegaDetector", group=_BOXES)
 
 
 @dataclass(frozen=True)
-class DataSpec(Spec):
+class DataSpec(BoxSpec):
     """Data: which images to load and how to split them."""
 
     dataset: str = option(
         "glyphs",
-        "benchmark name, image folder, table of labels (.csv, .tsv, .jsonl, .parquet), image list (.txt), parquet "
-        "folder or Hub dataset",
+        "benchmark, image folder, table of labels (.csv, .tsv, .jsonl, .parquet) or boxes (too, or .json), image list "
+        "(.txt), parquet folder or Hub dataset",
         common=True,
         is_path=True,
     )
@@ -75,6 +96,22 @@ class DataSpec(Spec):
     group_column: str | None = option(
         None, "column of what must stay together in a split (patient, site, sequence)", common=True
     )
+    group_from: str | None = option(
+        None,
+        "groups without a column: parent (the folder of an image), near_copies, capture_time, a regular expression on "
+        "the path (its first group, or all of it) or a .csv file with the columns path and group",
+        common=True,
+        is_path=True,
+    )
+    exclude: list[str] | None = option(
+        None,
+        "files to leave out, as patterns of their paths in the dataset, e.g. 'masks/*' '*_aug*'; default: masks, "
+        "where every image has one; none: no file",
+        common=True,
+    )
+    where: list[str] | None = option(
+        None, "rows of a table to take, as column=value; several values of a column are alternatives"
+    )
     exclude_labels: str | None = option(None, "labels that are no classes, separated by commas, e.g. todo,Unknown")
     min_images: Positive | None = option(
         None, "smallest number of training images, before any are held out, with which a class is kept"
@@ -113,6 +150,12 @@ class DataSpec(Spec):
         for name in ("exclude_labels", "label_column"):
             if isinstance(getattr(self, name), list | tuple):
                 object.__setattr__(self, name, ",".join(map(str, getattr(self, name))))
+        if self.group_from is not None and self.group_column is not None:
+            raise LiVTError(
+                f"group_from is {self.group_from!r}, but the groups are those of the column {self.group_column}: name "
+                "one of the two.",
+                argument="group_from",
+            )
         if self.dataset is not None:
             object.__setattr__(self, "dataset", _normalise_dataset(self.dataset))
         if self.fold is not None:
@@ -121,10 +164,6 @@ class DataSpec(Spec):
                 raise LiVTError(
                     f"fold is {self.fold!r}; it must be one of several parts, such as 2/5.", argument="fold"
                 )
-
-    def non_default_data_options(self) -> dict[str, Any]:
-        """Return the options that are not at their defaults."""
-        return {name: value for name, value in self.to_dict().items() if value != self.options()[name].default}
 
     @staticmethod
     def split_options() -> list[str]:

@@ -31,9 +31,13 @@ LEGACY_MARK = "set aside from the training data"  # how version 0.2 marked a spl
 
 
 class SplitDatasetDict(DatasetDict):
-    """A `DatasetDict` with `made_splits`, the names of the splits that were made here and not by the dataset."""
+    """A `DatasetDict` with `made_splits`, the names of the splits that were made here and not by the dataset.
+
+    `shot_counts` are the training images of each class before these were made.
+    """
 
     made_splits: frozenset[str] = frozenset()
+    shot_counts: np.ndarray | None = None
 
 
 def is_made_split(data: Mapping[str, Dataset], split: str) -> bool:
@@ -41,6 +45,12 @@ def is_made_split(data: Mapping[str, Dataset], split: str) -> bool:
     if split not in data:
         return False
     return split in getattr(data, "made_splits", ()) or data[split].info.description == LEGACY_MARK
+
+
+def shot_counts(data: Mapping[str, Dataset]) -> np.ndarray:
+    """Return the images of each class that shot groups go by: of training, before any split or fold was held out."""
+    counts = getattr(data, "shot_counts", None)
+    return class_counts(data["train"]) if counts is None else counts
 
 
 # Arrays
@@ -68,10 +78,11 @@ def grouped_split(
     """
     labels, groups = (np.unique(values, return_inverse=True)[1] for values in (labels, groups))
     free = np.flatnonzero(~np.isin(groups, lone_groups(labels, groups)))
-    is_split = np.zeros(len(labels), dtype=bool)
+    fold = np.full(len(labels), -1)
     if _max_folds(labels[free], groups[free]) >= 2:
-        is_split[free] = _fraction_of_groups(labels[free], groups[free], fraction, seed)
-    return np.flatnonzero(~is_split), np.flatnonzero(is_split)
+        fold[free] = _fraction_of_groups(labels[free], groups[free], fraction, seed) - 1  # the fold 0 is split off
+    _keep_classes_in_training(fold, Labels(labels), groups)
+    return np.flatnonzero(fold < 0), np.flatnonzero(fold == 0)
 
 
 def _max_folds(labels: np.ndarray, groups: np.ndarray) -> int:
@@ -128,7 +139,7 @@ def split_off(train: Dataset, is_split: np.ndarray, name: str) -> dict[str, Data
 def split_test(splits: dict[str, Dataset], spec: DataSpec) -> dict[str, Dataset]:
     """Split a test set off the training split, for a dataset that has none."""
     train = splits["train"]
-    parts = _split_fraction(train, "test", spec.test_fraction, spec.split_seed)
+    parts = split_off(train, _choose_fraction(train, "test", spec.test_fraction, spec.split_seed), "test")
     rename = ", or rename the validation split to test" if "validation" in splits else ""
     logger.warning(
         "there is no test split, so %d of %d training images are held out as one; to choose them yourself, add a "
@@ -137,9 +148,10 @@ def split_test(splits: dict[str, Dataset], spec: DataSpec) -> dict[str, Dataset]
     )
     absent = np.flatnonzero((class_counts(parts["test"]) == 0) & (class_counts(train) > 0))
     if len(absent):
-        names = [class_feature(train).names[c] for c in absent]
-        few = "have too few groups" if spec.group_column else "are too small"
-        logger.warning("classes that %s to give a test image: %s", few, format_class_names(names))
+        names, reason = [class_feature(train).names[c] for c in absent], "are too small to give a test image"
+        if "group" in train.column_names:
+            reason = "give no test image, for they have one group, or the split by groups left theirs in training"
+        logger.warning("classes that %s: %s", reason, format_class_names(names))
     return parts
 
 
@@ -148,19 +160,25 @@ def split_validation(train: Dataset, spec: DataSpec, num_images: int) -> dict[st
 
     `num_images` is the size by which that is decided, alike for all folds. Without a validation set, returns nothing.
     """
+    chosen = choose_validation(train, spec, num_images)
+    return {} if chosen is None else split_off(train, chosen, "validation")
+
+
+def choose_validation(train: Dataset, spec: DataSpec, num_images: int) -> np.ndarray | None:
+    """Return which training images `split_validation` splits off. (N,)"""
     fraction = spec.validation_fraction
     if fraction is None:
         fraction = 0.0 if spec.dataset in PUBLIC or num_images < MIN_IMAGES_TO_SPLIT else 0.1
     if fraction == 0:
-        return {}
+        return None
     is_required = spec.validation_fraction is not None
-    return _split_fraction(train, "validation", fraction, spec.split_seed, is_required)
+    return _choose_fraction(train, "validation", fraction, spec.split_seed, is_required)
 
 
-def _split_fraction(
+def _choose_fraction(
     train: Dataset, name: str, fraction: float, seed: int, is_required: bool = True
-) -> dict[str, Dataset]:
-    """Split a fraction of each class off, by whole groups. If no class can spare an image: an error, or nothing."""
+) -> np.ndarray | None:
+    """Choose a fraction of each class, by whole groups. If no class can spare an image: an error, or None."""
     argument = f"{name}_fraction"
     if not 0 < fraction < 1:
         raise LiVTError(f"{argument} is {fraction}, but it must lie between 0 and 1, such as 0.2.", argument)
@@ -171,13 +189,13 @@ def _split_fraction(
     fold[split[1]] = 0
     _keep_classes_in_training(fold, labels, groups)
     if (fold == 0).any():
-        return split_off(train, fold == 0, name)
+        return fold == 0
     if not is_required:
-        return {}
+        return None
     units = f"{len(np.unique(groups))} {'groups' if has_groups else 'images'}"
     raise LiVTError(
         f"{argument} {fraction} of {units} in {number_of_classes(train)} classes holds out none, as each class keeps "
-        f"one to train on: pass a larger one{', another group_column' * has_groups} or a split called {name}.",
+        f"one to train on: pass a larger one{', other groups' * has_groups} or a split called {name}.",
         argument,
     )
 
@@ -203,7 +221,7 @@ def assign_folds(dataset: Dataset, folds: int, seed: int = 0) -> np.ndarray:
         unit = "groups" if has_groups else "images"
         raise LiVTError(
             f"{folds} folds need {folds} {unit} of the largest class that can be spared in training, but there are "
-            f"{most}; use fewer folds" + (" or another group_column." if has_groups else "."),
+            f"{most}; use fewer folds" + (" or other groups." if has_groups else "."),
             "folds",
         )
     fold[free] = stratified_folds(strata[free], groups[free] if has_groups else None, folds, seed)
@@ -239,7 +257,7 @@ def _warn_about_rare_classes(fold: np.ndarray, labels: Labels, names: list[str],
             *(unit, format_class_names(never)),
         )
     if partly:
-        logger.warning("classes with too few %ss to be tested in every fold: %s", unit, format_class_names(partly))
+        logger.warning("classes whose %ss are not in every fold: %s", unit, format_class_names(partly))
     if never and (fold < 0).any():
         logger.warning("%d of %d images are tested, each once", (fold >= 0).sum(), len(fold))
 

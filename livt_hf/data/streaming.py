@@ -77,19 +77,19 @@ class StreamLoader(torch.utils.data.IterableDataset):
         numbers = [len(range(number, self._total, self._lanes)) for number in range(self._lanes)]  # of each lane
         begin = (self._batches.rank * self._total + sum(numbers[:lane])) * self._batches.micro_size
         end = begin + numbers[lane] * self._batches.micro_size
-        place = begin + done // BLOCK * BLOCK
+        position = begin + done // BLOCK * BLOCK
         skipped = done % BLOCK
-        rows = self._row.images(self._epoch, place, end)
+        rows = self._row.images(self._epoch, position, end)
         block = list(itertools.islice(rows, BLOCK))
         while block:
-            seed = keyed_seed(purpose_seed(self._batches.seed, "blocks"), self._epoch, place)
+            seed = keyed_seed(purpose_seed(self._batches.seed, "blocks"), self._epoch, position)
             order = np.random.RandomState(seed).permutation(len(block))
             coming = []
             for number in range(skipped, len(block)):
                 coming += itertools.islice(rows, 1)  # one by one, so that no batch waits for a whole block
                 yield self._readable(block[i] for i in itertools.chain(order[number:], order[:number]))
             coming += itertools.islice(rows, BLOCK - len(coming))
-            block, place, skipped = coming, place + BLOCK, 0
+            block, position, skipped = coming, position + BLOCK, 0
 
     def _readable(self, rows: Iterable[tuple[int, dict]]) -> tuple[int, torch.Tensor]:
         """Return the first of the rows; where that is broken and may be dropped, the next readable one."""
@@ -125,16 +125,16 @@ class _ShardRow:
                 yield from self._of_shard(shard, max(begin - start, 0), min(end, stop) - start)
 
     def _of_shard(self, shard: int, first: int, last: int) -> Iterator[tuple[int, dict]]:
-        place = 0
+        position = 0
         # `iter`, not a plain loop: the latter splits its shards between workers once more.
         for rows in self.dataset.shard(len(self.lengths), shard).iter(batch_size=64):
             for image in rows["image"]:
-                if first <= place < last:
-                    yield shard * 2**32 + place, image
-                place += 1
-            if place >= last:
+                if first <= position < last:
+                    yield shard * 2**32 + position, image
+                position += 1
+            if position >= last:
                 return
         raise LiVTError(
-            f"shard {shard} of the stream holds {place} images, but {self.lengths[shard]} were counted: leave the "
+            f"shard {shard} of the stream holds {position} images, but {self.lengths[shard]} were counted: leave the "
             "files as they are while a run reads them."
         )

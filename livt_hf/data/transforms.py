@@ -6,7 +6,7 @@ once per batch on the training device (`DeviceTransform`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import ColorJitter
-from transformers import ViTImageProcessor
+from transformers import BitImageProcessor
 
 from livt_hf.errors import LiVTError
+from livt_hf.processors import Framing
 from livt_hf.randomness import keyed_rng, keyed_uniform, preserve_rng_state, purpose_seed, seed_generators
 
 CROP_TRIES = 10
@@ -34,16 +35,21 @@ Images = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Augmentation of MGP: random resized crop (bicubic) and flip."""
+    """Augmentation of MGP: random resized crop (bicubic) and flip.
+
+    With `framing` "squash" or "pad" a crop has the proportions of its image, give or take a third, as the model sees
+    them in evaluation: squashed to a square, or kept and padded.
+    """
 
     image_size: int
     scale: tuple[float, float] = (0.2, 1.0)
     flip: bool = True
+    framing: Framing = field(default=Framing(), kw_only=True, repr=False)  # noqa: RUF009  # it is frozen
 
     def batch(self, images: Images, seed: int, epoch: int, indices: Sequence[int]) -> torch.Tensor:
         """Augment uint8 images by the keys (seed, epoch, index) to uint8 images (B, 3, image_size, image_size)."""
         numbers = keyed_uniform(purpose_seed(seed, "crop"), epoch, indices, CROP_NUMBERS)
-        return _resized_crops(images, numbers, self.image_size, self.scale, self.flip)
+        return _resized_crops(images, numbers, self.image_size, self.scale, self.flip, self.framing)
 
 
 PretrainAugmentation = Augmentation
@@ -71,6 +77,11 @@ class FinetuneAugmentation(Augmentation):
                 f'rand_augment is "{self.rand_augment}": pass a timm policy such as "rand-m9-mstd0.5-inc1" or "3a", '
                 "or None for no colour policy."
             )
+        if self.policy == "pad-crop" and self.framing.name != "crop":
+            message = (
+                f"pad-crop leaves images at their own size, and cannot {self.framing.name} them; use another one."
+            )
+            raise LiVTError(message, argument="augmentation")
         object.__setattr__(self, "_colour_steps", self._build_colour_steps())
 
     def _build_colour_steps(self) -> list:
@@ -120,16 +131,19 @@ def _offsets(numbers: np.ndarray, choices: np.ndarray | int) -> np.ndarray:
     return np.minimum((numbers * choices).astype(np.int64), choices - 1)
 
 
-def _crop_boxes(numbers: np.ndarray, height: np.ndarray, width: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
+def _crop_boxes(
+    numbers: np.ndarray, height: np.ndarray, width: np.ndarray, scale: tuple[float, float], own_ratio: bool = False
+) -> np.ndarray:
     """Return boxes (B, 4) of top, left, height, width by the rule of torchvision's RandomResizedCrop.
 
     Area uniform in `scale`, aspect ratio log-uniform in 3/4 .. 4/3, the first of ten tries that fits; failing all, the
-    largest central box whose ratio is allowed.
+    largest central box whose ratio is allowed. With `own_ratio` the aspect ratio is relative to that of the image.
     """
     numbers = numbers.reshape(len(numbers), CROP_TRIES, 4)
     height, width = height[:, None], width[:, None]  # (B, 1)
+    unit = width / height if own_ratio else np.ones(height.shape)
     area = height * width * (scale[0] + (scale[1] - scale[0]) * numbers[..., 0])  # (B, tries)
-    ratio = np.exp(np.log(3 / 4) + (np.log(4 / 3) - np.log(3 / 4)) * numbers[..., 1])
+    ratio = unit * np.exp(np.log(3 / 4) + (np.log(4 / 3) - np.log(3 / 4)) * numbers[..., 1])
     w, h = np.rint(np.sqrt(area * ratio)).astype(np.int64), np.rint(np.sqrt(area / ratio)).astype(np.int64)
     fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
     top = _offsets(numbers[..., 2], np.maximum(height - h + 1, 1))
@@ -137,23 +151,31 @@ def _crop_boxes(numbers: np.ndarray, height: np.ndarray, width: np.ndarray, scal
     first = fits.argmax(axis=1)[:, None, None]
     boxes = np.take_along_axis(np.stack([top, left, h, w], axis=-1), first, axis=1)[:, 0]  # (B, 4)
 
-    w = np.minimum(width, np.maximum(1, np.rint(height * (4 / 3)).astype(np.int64)))
-    h = np.minimum(height, np.maximum(1, np.rint(width * (4 / 3)).astype(np.int64)))
+    w = np.minimum(width, np.maximum(1, np.rint(height * (4 / 3) * unit).astype(np.int64)))
+    h = np.minimum(height, np.maximum(1, np.rint(width * (4 / 3) / unit).astype(np.int64)))
     central = np.concatenate([(height - h) // 2, (width - w) // 2, h, w], axis=1)
     return np.where(fits.any(axis=1)[:, None], boxes, central)
 
 
-def _resized_crops(images: Images, numbers: np.ndarray, size: int, scale, flip: bool) -> torch.Tensor:
+def _resized_crops(
+    images: Images, numbers: np.ndarray, size: int, scale: tuple[float, float], flip: bool, framing: Framing
+) -> torch.Tensor:
     """Crop and flip images by their numbers (B, CROP_NUMBERS)."""
     mirrored = (numbers[:, -1] < 0.5) & flip
-    boxes = _crop_boxes(numbers[:, :-1], *np.array([image.shape[-2:] for image in images]).T, scale)
+    shapes = np.array([image.shape[-2:] for image in images]).T
+    boxes = _crop_boxes(numbers[:, :-1], *shapes, scale, own_ratio=framing.name != "crop")
     result = torch.empty(len(images), 3, size, size, dtype=torch.uint8)
+    result[:] = torch.tensor(framing.fill, dtype=torch.uint8)[:, None, None]
     for i, (image, (top, left, height, width)) in enumerate(zip(images, boxes.tolist(), strict=True)):
         image = image[None, :, top : top + height, left : left + width]
         # Colours side by side, as they come from the decoder: twice as fast as planes.
         image = image.contiguous(memory_format=torch.channels_last)
-        image = F.interpolate(image, size=(size, size), mode="bicubic", antialias=True)[0]
-        result[i] = image.flip(-1) if mirrored[i] else image
+        inner = (size, size)
+        if framing.name == "pad":
+            inner = tuple(max(1, round(size * side / max(height, width))) for side in (height, width))
+        image = F.interpolate(image, size=inner, mode="bicubic", antialias=True)[0]
+        top, left = ((size - side) // 2 for side in inner)
+        result[i, :, top : top + inner[0], left : left + inner[1]] = image.flip(-1) if mirrored[i] else image
     return result
 
 
@@ -180,14 +202,15 @@ def _pad_crops(images: Images, numbers: np.ndarray, size: int, flip: bool) -> to
 
 def eval_processor(
     image_size: int, mean: Sequence[float], std: Sequence[float], native: bool = False
-) -> ViTImageProcessor:
+) -> BitImageProcessor:
     """Return the image processor that is published with the model.
 
     Shorter side to image_size / 0.875 (bicubic), centre crop; above 224 pixels without the margin. `native` is for
     small images at their own size: no margin either, so these stay as they are and others come to that size.
+    It is BiT's, which makes the same pixels: transformers 4 and transformers.js know no ViT processor that crops.
     """
     shortest_edge = image_size if native or image_size > 224 else int(image_size / 0.875)
-    return ViTImageProcessor(
+    return BitImageProcessor(
         do_resize=True,
         size={"shortest_edge": shortest_edge},
         resample=Image.Resampling.BICUBIC,

@@ -72,6 +72,12 @@ def read_folder(tree: FileTree) -> dict[str, ImageTable]:
     below: dict[str, list[str]] = defaultdict(list)
     for folder in tree.folders:
         below[folder.rpartition("/")[0]].append(folder)
+    if images and all("/" not in image for image in images):
+        raise LiVTError(
+            f"{tree.root} holds {len(images):,} images but no class folders: put the images of each class into a "
+            "folder that is called like the class, or pass a table of file names and labels, such as labels.csv.",
+            "dataset",
+        )
     if not below or not images:
         raise LiVTError(
             f"{tree.root} holds no folders with images, no parquet, arrow or tar files and no image lists; a table of "

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetInfo, Features, Image, NamedSplit
+from datasets import Dataset, DatasetInfo, Features, Image, List, NamedSplit, Value
 
+from livt_hf.data.labels import BOX, BOX_MARGIN
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 IMAGE_NAMES = ("image", "img", "picture", "file_name", "path", "filename", "file", "filepath", "file_path")
 IMAGE_NAMES += ("image_path", "image_id")
 LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis", "cls")
+LABEL_NAMES += ("finding", "findings", "dx", "disease", "condition", "defect", "taxon", "scientific_name", "breed")
 GROUP_NAMES = ("group", "patient", "patient_id", "subject", "subject_id", "site", "animal", "sequence", "lesion_id")
 
 DroppedImages = dict[str, Counter]  # why images are dropped -> which ones (their files or classes) and how many
@@ -27,7 +29,8 @@ class ImageTable:
     """The images of one split as a reader found them; `classes` turns the labels into class ids.
 
     Attributes:
-        images: dataset with the single column `image`; files and bytes stay where they are stored.
+        images: dataset with the column `image`, and with `box` and `box_margin` where boxes are cut out of pictures;
+            files and bytes stay where they are stored.
         columns: Arrow table with a row per image: `label` (text, class numbers, or lists of either), perhaps `group`
             (text), and any column that is carried along.
         class_names: names of all classes in their order; None where they follow from the labels.
@@ -46,13 +49,24 @@ class ImageTable:
 
 
 def tables_of_files(
-    files: Sequence[str], columns: pa.Table, split_of: np.ndarray, class_names: list[str]
+    files: Sequence[str],
+    columns: pa.Table,
+    split_of: np.ndarray,
+    class_names: list[str],
+    boxes: np.ndarray | None = None,
+    margin: float = 0.0,
 ) -> dict[str, ImageTable]:
-    """Return the images that lie in files by their split."""
+    """Return the images that lie in files, or boxes (N, 4) in them that are cut out with a margin, by their split."""
     features = Features(image=Image())
     paths = pa.array(files, pa.string())
     storage = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], names=["bytes", "path"])
-    images = pa.table({"image": storage}).cast(features.arrow_schema)
+    stored = {"image": storage}
+    if boxes is not None:
+        features |= {BOX: List(Value("float64"), length=4), BOX_MARGIN: Value("float32")}
+        stored[BOX] = pa.FixedSizeListArray.from_arrays(boxes.reshape(-1), 4)
+        stored[BOX_MARGIN] = np.full(len(paths), margin, dtype=np.float32)
+    features = Features(features)
+    images = pa.table(stored).cast(features.arrow_schema)
     tables = {}
     for split in np.unique(split_of).tolist():
         info, mask = DatasetInfo(features=features), split_of == split
@@ -83,6 +97,33 @@ def as_text(column: pa.ChunkedArray, name: str) -> pa.StringArray:
     text = pc.utf8_trim_whitespace(column.cast(pa.string()))
     text = text.combine_chunks() if isinstance(text, pa.ChunkedArray) else text
     return pc.if_else(pc.equal(text, ""), None, text)
+
+
+def matching_rows(table: pa.Table, where: Sequence[str] | None) -> np.ndarray:
+    """Return which rows have the values that `where` asks for, as `column=value`; values of a column are alternatives.
+
+    Text and whole numbers are compared as they are written.
+    """
+    wanted: dict[str, list[str]] = {}
+    for condition in where or ():
+        column, equals, value = condition.partition("=")
+        if not equals or column.strip() not in table.column_names:
+            raise LiVTError(
+                f"where {condition!r} is not column=value with one of the columns {', '.join(table.column_names)}.",
+                "where",
+            )
+        wanted.setdefault(column.strip(), []).append(value.strip())
+    matches = np.ones(len(table), dtype=bool)
+    for column, values in wanted.items():
+        cells = as_text(table[column], column)
+        for value in values:
+            if not pc.any(pc.equal(cells, value)).as_py():
+                examples = ", ".join(cells.drop_null().unique().to_pylist()[:5])
+                raise LiVTError(f'where {column}={value} matches no row; "{column}" holds {examples}.', "where")
+        matches &= pc.is_in(cells, value_set=pa.array(values, pa.string())).to_numpy(zero_copy_only=False)
+    if not matches.any():
+        raise LiVTError(f"where {' '.join(where or ())!r} matches no row: its columns exclude each other.", "where")
+    return matches
 
 
 def log_dropped_images(dropped: DroppedImages) -> None:

@@ -8,7 +8,9 @@ import pyarrow.compute as pc
 from datasets import IterableDataset
 
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
+from livt_hf.data.companions import select_files, select_rows_of_tables
 from livt_hf.data.labels import image_paths
+from livt_hf.data.readers.annotations import find_annotations, read_annotation_folder
 from livt_hf.data.readers.folder import read_folder, scan_folder
 from livt_hf.data.readers.image_list import ImageList, find_lists, is_image_list, read_list, tables_of_lists
 from livt_hf.data.readers.image_table import DroppedImages, ImageTable
@@ -21,7 +23,7 @@ from livt_hf.data.readers.stored import (
     standardize_stream,
     tables_of_datasets,
 )
-from livt_hf.data.readers.table import TABLES, is_table, read_table
+from livt_hf.data.readers.table import TABLES, is_table, read_table, tables_of_rows
 from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError, did_you_mean, is_path_not_hub_id
 
@@ -39,7 +41,7 @@ def read_source(spec: DataSpec, dropped: DroppedImages, streaming: bool = False)
     benchmark = BENCHMARKS.get(spec.dataset, Benchmark())
     path = Path(spec.dataset)
     if spec.dataset not in BENCHMARKS and is_table(path) and not streaming:
-        return rename_splits(read_table(path, spec, dropped), spec.dataset)
+        return rename_splits(select_rows_of_tables(read_table(path, spec, dropped), spec), spec.dataset)
     if spec.label_separator is not None:
         raise LiVTError(
             f"label_separator is for tables of paths and labels, not for {spec.dataset}: drop it.", "label_separator"
@@ -59,6 +61,9 @@ def read_source(spec: DataSpec, dropped: DroppedImages, streaming: bool = False)
         raise LiVTError(
             f"source is for benchmarks, tables and image lists, not for {spec.dataset}: drop it.", "source"
         )
+    elif path.is_dir() and not streaming and (annotations := find_annotations(path, spec)):
+        rows, own = read_annotation_folder(path, annotations, spec, dropped)
+        return rename_splits(select_rows_of_tables(tables_of_rows(rows, own, path, dropped), spec), spec.dataset)
     else:
         splits = _read_path(spec.dataset, spec, benchmark, streaming)
     if benchmark.reports_validation and "validation" in splits:
@@ -72,10 +77,13 @@ def _read_path(where: str, spec: DataSpec, benchmark: Benchmark, streaming: bool
     if path.is_file() and is_image_list(path):
         root = Path(spec.source or path.parent)
         splits = tables_of_lists({"train": read_list(path)}, root, spec.on_broken == "skip")
+        splits = select_rows_of_tables(splits, spec)
     elif path.is_file():
         splits = open_files({"train": [where]}, streaming)
     elif path.is_dir():
         splits = _open_folder(path, spec, streaming)
+    elif path.exists():  # a pipe or device would be read for ever
+        raise LiVTError(f"{where} is not a regular file; write it to one first.", "dataset")
     elif is_path_not_hub_id(where) or path.suffix.lower() in TABLES:
         kinds = "pass an image folder, a table, a list or a Hub id"
         raise LiVTError(f"{where} does not exist: {kinds}.{did_you_mean(where)}", "dataset")
@@ -87,7 +95,8 @@ def _read_path(where: str, spec: DataSpec, benchmark: Benchmark, streaming: bool
 def _standardize(splits: dict, source: str, spec: DataSpec, benchmark: Benchmark, streaming: bool = False) -> Splits:
     """Name the splits and columns of what was opened: `ImageTable`s, datasets or streams."""
     if any(isinstance(part, ImageTable) for part in splits.values()):
-        columns = {"image_column": "image", "label_column": "label", "split_column": "none", "group_column": None}
+        columns = {"image_column": "image", "label_column": "label", "split_column": "none"}
+        columns |= {"group_column": None, "where": None}
         for argument, column in columns.items():
             if getattr(spec, argument) not in (None, column):
                 raise LiVTError(
@@ -97,7 +106,7 @@ def _standardize(splits: dict, source: str, spec: DataSpec, benchmark: Benchmark
         return rename_splits(splits, source)
     splits = rename_splits(split_by_column(splits, spec, streaming), source)
     if not streaming:
-        return tables_of_datasets(splits, spec, benchmark.label_column)
+        return select_rows_of_tables(tables_of_datasets(splits, spec, benchmark.label_column), spec)
     return {name: standardize_stream(part, spec, benchmark.label_column) for name, part in splits.items()}
 
 
@@ -121,11 +130,11 @@ def _open_folder(path: Path, spec: DataSpec, streaming: bool) -> dict:
     lists = find_lists(path)
     if "train" in lists:
         lists = {split: read_list(file) for split, file in lists.items()}
-        return tables_of_lists(lists, path, spec.on_broken == "skip")
+        return select_rows_of_tables(tables_of_lists(lists, path, spec.on_broken == "skip"), spec)
     archives = [str(path / file) for file in tree.files_ending(".tar")]
     if archives and not images:  # what was unpacked may lie beside its archive
         return open_files(group_files_by_split(archives, path), streaming)
-    return read_folder(tree)
+    return read_folder(select_files(tree, spec.exclude))
 
 
 def _read_listed(spec: DataSpec, benchmark: Benchmark, streaming: bool) -> Splits:

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,14 @@ from huggingface_hub.errors import HTTPError
 
 from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.labels import class_label, select_rows
-from livt_hf.data.readers.image_table import IMAGE_NAMES, LABEL_NAMES, ImageTable, as_text, match_column_name
+from livt_hf.data.readers.image_table import (
+    IMAGE_NAMES,
+    LABEL_NAMES,
+    ImageTable,
+    as_text,
+    match_column_name,
+    matching_rows,
+)
 from livt_hf.data.readers.split_names import SPLIT_COLUMN_NAMES, read_split_column
 from livt_hf.data.readers.table import TABLES
 from livt_hf.data.shards import as_stream, count_images, with_shard_lengths
@@ -171,7 +178,19 @@ def tables_of_datasets(splits: Mapping[str, Dataset], spec: DataSpec, label_colu
             columns["group"] = as_text(groups, spec.group_column)
         names = class_label(dataset.features[label])
         tables[split] = ImageTable(images, pa.table(columns), names and names.names)
+        if spec.where is not None:
+            rows = matching_rows(_cells_to_compare(dataset, spec.where), spec.where)
+            tables[split] = tables[split].select(np.flatnonzero(rows))
     return tables
+
+
+def _cells_to_compare(dataset: Dataset, where: Sequence[str]) -> pa.Table:
+    """Return the columns that `where` names, class numbers as names."""
+    columns = {}
+    for name in {one.partition("=")[0].strip() for one in where} & set(dataset.column_names):
+        cells, names = select_rows(dataset, dataset.data.column(name)), dataset.features[name]
+        columns[name] = pa.array(names.names).take(cells) if isinstance(names, ClassLabel) else cells
+    return pa.table(columns)
 
 
 def _image_column(dataset: Dataset, column: str) -> Dataset:

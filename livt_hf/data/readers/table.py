@@ -1,4 +1,4 @@
-"""Tables of paths and labels, one row per image, with a header: csv, tsv, jsonl and parquet."""
+"""Tables of paths and labels, one row per image or box, with a header: csv, tsv, jsonl and parquet."""
 
 import contextlib
 import logging
@@ -15,7 +15,23 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from livt_hf.data.classes import ZERO_OR_ONE, order_class_names
-from livt_hf.data.labels import Labels, flatten_lists, format_class_names, normalize_texts, offsets_of
+from livt_hf.data.labels import (
+    BOX,
+    BOX_MARGIN,
+    BOX_ROW,
+    Labels,
+    flatten_lists,
+    format_class_names,
+    image_paths,
+    normalize_texts,
+    offsets_of,
+)
+from livt_hf.data.readers.annotations import read_annotations
+from livt_hf.data.readers.boxes import (
+    check_boxes,
+    name_boxes,
+    read_boxes,
+)
 from livt_hf.data.readers.files import find_repeated, locate_files, relative_paths
 from livt_hf.data.readers.image_table import (
     GROUP_NAMES,
@@ -24,7 +40,9 @@ from livt_hf.data.readers.image_table import (
     DroppedImages,
     ImageTable,
     as_text,
+    log_dropped_images,
     match_column_name,
+    matching_rows,
     tables_of_files,
 )
 from livt_hf.data.readers.split_names import SPLIT_COLUMN_NAMES, read_split_column
@@ -34,7 +52,7 @@ from livt_hf.text import format_error
 
 logger = logging.getLogger(__name__)
 
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".json")
 
 
 def is_table(path: Path) -> bool:
@@ -56,8 +74,41 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def read_table(file: Path, spec: DataSpec, dropped: DroppedImages) -> dict[str, ImageTable]:
-    """Return the images that a table names, by split. Rows without a label or an image are counted in `dropped`."""
-    table = _read_file(file)
+    """Return the images that a table or a JSON file of boxes names, by split.
+
+    Rows without a label or an image are counted in `dropped`.
+    """
+    if file.suffix.lower() == ".json":
+        return tables_of_rows(*read_annotations(file, spec, dropped), file, dropped)
+    return tables_of_rows(_read_file(file), spec, file, dropped)
+
+
+def read_unlabelled_boxes(file: Path, spec: DataSpec) -> pa.Table:
+    """Return the boxes that a table or a JSON file names, to be classified.
+
+    Returns:
+        A table with the columns `path`, `box`, `box_margin` and `box_row`. Boxes that cannot be used are logged.
+    """
+    dropped: DroppedImages = {}
+    if file.suffix.lower() == ".json":
+        table, spec = read_annotations(file, spec, dropped, labelled=False)
+    else:
+        table = _read_file(file)
+    if read_boxes(table, spec)[0] is None:
+        raise LiVTError(f"{file} has no columns of boxes: name them with box_columns.", "box_columns")
+    if "label" in table.column_names:
+        table = table.drop_columns("label")
+    table = table.append_column("label", pa.array(["box"] * len(table)))
+    spec = spec.replace(label_column="label", split_column="none", group_column=None, on_broken="skip")
+    (images,) = tables_of_rows(table, spec, file, dropped).values()
+    log_dropped_images(dropped)
+    columns = {"path": image_paths(images.images), BOX_ROW: images.columns[BOX_ROW]}
+    return pa.table(columns | {name: images.images.data.column(name) for name in (BOX, BOX_MARGIN)})
+
+
+def tables_of_rows(table: pa.Table, spec: DataSpec, file: Path, dropped: DroppedImages) -> dict[str, ImageTable]:
+    """Return the images that the rows of a table name, or the boxes in them; see `read_table`."""
+    table = table.filter(matching_rows(table, spec.where))
     image_column, label_columns, split_column = _find_columns(table, spec)
     labels, class_names, is_unlabelled = _read_labels(table, label_columns, spec.label_separator)
     root = _image_folder(file, spec)
@@ -71,7 +122,14 @@ def read_table(file: Path, spec: DataSpec, dropped: DroppedImages) -> dict[str, 
         return rows[~is_dropped]
 
     hint = "; for images that have none of the labels, have one column of 0 and 1 per class"
-    rows = drop(is_unlabelled, f"the label is empty{hint if spec.label_separator else ''}")
+    corners, findings = read_boxes(table, spec)
+    if corners is not None:  # boxes of a picture become neighbours
+        rows = np.argsort(paths.dictionary_encode().indices.fill_null(-1), kind="stable")
+    if spec.on_broken == "error":
+        check_boxes(file, paths, findings)
+    for reason, mask in findings:
+        rows = drop(mask[rows], reason)
+    rows = drop(is_unlabelled[rows], f"the label is empty{hint if spec.label_separator else ''}")
     rows = drop(paths.is_null().to_numpy(False)[rows], "the path is empty")
     if not len(rows):
         raise LiVTError(
@@ -94,11 +152,18 @@ def read_table(file: Path, spec: DataSpec, dropped: DroppedImages) -> dict[str, 
         splits = read_split_column(table[split_column].take(rows), split_column)
     if spec.group_column is not None:
         columns["group"] = as_text(table[spec.group_column].take(rows), spec.group_column)
-    is_repeated = find_repeated(files, columns | {"split": pa.array(splits)})
+    names = files
+    if corners is not None:
+        corners = corners[rows]
+        columns = ({} if spec.group_from else {"group": paths.take(pa.array(rows))}) | columns
+        names = name_boxes(files, corners)
+    is_repeated = find_repeated(names, columns | {"split": pa.array(splits)})
     drop(is_repeated, "the image is named twice with the same label")
-    return tables_of_files(
-        files[~is_repeated], pa.table(columns).filter(~is_repeated), splits[~is_repeated], class_names
-    )
+    kept, boxes = np.flatnonzero(~is_repeated), {}
+    if corners is not None:
+        columns[BOX_ROW] = table[BOX_ROW].take(rows) if BOX_ROW in table.column_names else rows
+        boxes = {"boxes": corners[kept], "margin": spec.box_margin}
+    return tables_of_files(files[kept], pa.table(columns).take(pa.array(kept)), splits[kept], class_names, **boxes)
 
 
 def _image_folder(file: Path, spec: DataSpec) -> Path:
@@ -187,7 +252,7 @@ def _find_columns(table: pa.Table, spec: DataSpec) -> tuple[str, list[str], str 
                 "label_column",
             )
     group = match_column_name(others, GROUP_NAMES)
-    if group and group not in labels and split is None and spec.group_column is None:
+    if group and group not in labels and split is None and spec.group_column is None and spec.group_from is None:
         logger.warning('images may belong together by "%s": group_column keeps them on one side of a split', group)
     return image, labels, split
 
