@@ -9,7 +9,7 @@ from livt_hf.predictions.shot_groups import GROUPS, class_mean, group_means
 
 TAILS = (0.025, 0.975)
 NAMES = ("accuracy", *GROUPS, "mean_class_accuracy", "macro_f1")
-_BORROWED = 4  # units that a class borrows from its shot group; coverage by recipes/benchmarks/statistics.py
+_BORROWED = 4  # units that a class borrows from its shot group; coverage by recipes/benchmarks/simulations.py
 
 
 def bootstrap_intervals(

@@ -3,18 +3,22 @@
 import dataclasses
 import logging
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from livt_hf.data.labels import digest_of
+from livt_hf.data.labels import digest_of, group_codes
 from livt_hf.long_tail.calibration import MIN_IMAGES, Calibration, fit_calibration
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.long_tail.priors import log_odds
+from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.objectives import choose_exponents
+from livt_hf.long_tail.priors import class_prior, log_odds
 from livt_hf.predictions.multi_label import best_thresholds
 from livt_hf.predictions.predict import predict_batches
 
@@ -25,26 +29,45 @@ def calibrate(
     model: PreTrainedModel,
     loader: Iterable[dict],
     accelerator: Accelerator,
+    images: Dataset | None = None,
     split: str | None = None,
-    fingerprint: str | None = None,
+    objective: str | None = None,
 ) -> Calibration:
     """Fit the calibration of a model's head on held-out images of all processes, and put it into the model's config.
 
-    Where an image may have several labels, it comes with the threshold of each, at its frequency under the test prior.
+    It comes with an exponent of the deployment prior for each objective or, where an image may have several labels,
+    with the threshold of each, at its frequency under the test prior.
     Every process keeps the logits of all held-out images: 4 bytes per image and class.
 
     Args:
         model: a classifier whose head gives probabilities.
         loader: batches of the images.
         accelerator: processes and devices.
-        split, fingerprint: name and `digest_of` of these images, which are stored with the calibration.
+        images: the images themselves, for their groups and their fingerprint, which is stored.
+        split: the name of these images, which is stored.
+        objective: what the model is to be served for; None keeps the test prior of the training.
 
     Returns:
         The calibration.
     """
+    parts = [
+        (logits.cpu(), batch["labels"].cpu(), batch["index"].cpu() if images is not None else logits[:0])
+        for logits, batch in predict_batches(model, loader, accelerator)
+    ]
+    logits, labels, index = (torch.cat(parts) for parts in zip(*gather_object(parts), strict=True))
+    groups = None
+    if images is not None and "group" in images.column_names:
+        groups = group_codes(images)[index.numpy()]
+    fingerprint = None if images is None else digest_of(images)
+    logits = logits.to(accelerator.device)
+    return calibrate_logits(model, logits, labels, split, fingerprint, objective, groups)
+
+
+def collect_logits(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator) -> tuple[Tensor, Tensor]:
+    """Return logits and labels of the images of all processes, on the CPU."""
     pairs = [(logits.cpu(), batch["labels"].cpu()) for logits, batch in predict_batches(model, loader, accelerator)]
     logits, labels = (torch.cat(parts) for parts in zip(*gather_object(pairs), strict=True))
-    return calibrate_logits(model, logits.to(accelerator.device), labels, split, fingerprint)
+    return logits, labels
 
 
 def calibrate_logits(
@@ -53,18 +76,45 @@ def calibrate_logits(
     labels: Tensor,
     split: str | None = None,
     fingerprint: str | None = None,
+    objective: str | None = None,
+    groups: np.ndarray | None = None,
 ) -> Calibration:
-    """Fit the calibration of a model's head on logits of images it was not trained on, and put it into its config."""
+    """Fit the calibration of a model's head on logits of images it was not trained on, and put it into its config.
+
+    `groups` (N,) number the images that belong together, and `fingerprint` is the digest of all of them; the other
+    arguments are those of `calibrate`.
+    """
     head = model.head
     odds = None if head.multi_label else head.fitted_log_odds(logits)
     calibration = fit_calibration(head.fitted_posterior(logits), labels, head.prior, odds)
     calibration = dataclasses.replace(calibration, split=split, fingerprint=fingerprint)
-    _set_calibration(model, calibration)
+    _set_calibration(model, calibration)  # thresholds and exponents are chosen on the calibrated posterior
     if head.multi_label:
         thresholds = best_thresholds(head.posterior(logits).cpu(), labels, _odds_ratio(head.settings))
         calibration = dataclasses.replace(calibration, thresholds=thresholds)
-        _set_calibration(model, calibration)
+    else:
+        calibration = dataclasses.replace(calibration, **_choose_exponents(head, logits, labels, objective, groups))
+    _set_calibration(model, calibration)
     return calibration
+
+
+def _choose_exponents(
+    head: LongTailHead, logits: Tensor, labels: Tensor, objective: str | None, groups: np.ndarray | None
+) -> dict[str, Any]:
+    """Return the fields of a `Calibration` that follow from the exponents of the deployment prior."""
+    settings = head.settings
+    prior = class_prior(settings.class_counts, settings.num_images)
+    moved = prior.log() - head.training_prior().log()  # where a sampler showed classes as often as they are not
+    choices = choose_exponents(head.training_posterior(logits).cpu() + moved.float(), labels, prior, groups=groups)
+    curve = [{name: round(value, 5) for name, value in row.items()} for row in choices["accuracy"].curve]
+    exponents = {name: choice.exponent for name, choice in choices.items()}
+    return {"objective": objective, "exponents": exponents, "curve": curve}
+
+
+def set_objective(model: PreTrainedModel, objective: str) -> None:
+    """Serve a calibrated model for another objective: no image is needed, for the exponents are stored."""
+    calibration = model.head.calibration
+    _set_calibration(model, dataclasses.replace(calibration, objective=objective))
 
 
 def calibrate_if_possible(
@@ -73,9 +123,12 @@ def calibrate_if_possible(
     loader: Iterable[dict],
     accelerator: Accelerator,
     split: str,
+    objective: str | None = None,
 ) -> Calibration | None:
     """Calibrate a trained model on a split, or warn and leave it as it is where the split has too few images."""
     if model.head.no_posterior is not None:
+        if objective is not None:
+            logger.warning("objective %s has no effect: %s.", objective, model.head.no_posterior)
         return None
     if len(images) < MIN_IMAGES:
         logger.warning(
@@ -86,7 +139,7 @@ def calibrate_if_possible(
             MIN_IMAGES,
         )
         return None
-    return calibrate(model, loader, accelerator, split, digest_of(images))
+    return calibrate(model, loader, accelerator, images, split, objective)
 
 
 def _odds_ratio(settings: LongTailConfig) -> Tensor | float:

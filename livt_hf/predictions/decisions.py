@@ -8,7 +8,7 @@ from torch import Tensor
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, read_prior
 from livt_hf.predictions.blocks import Source, iterate_blocks, rank_by
-from livt_hf.predictions.record import PredictionsInfo
+from livt_hf.predictions.record import Predictions, PredictionsInfo
 from livt_hf.predictions.rules import DecisionRule, rule_for_prior
 
 
@@ -19,9 +19,8 @@ def load_prior(prior: str, info: PredictionsInfo) -> Tensor:
     """
     settings, classes = info.long_tail, info.num_classes
     if settings is None or info.no_posterior is not None:
-        message = (
-            f"{info.model} gives no probabilities under a prior ({info.no_posterior}); leave it out to rank by logits."
-        )
+        name = info.model or "the model"
+        message = f"{name} gives no probabilities under a prior ({info.no_posterior}); leave it out to rank by logits."
         raise LiVTError(message, argument="prior")
     if prior == "training":
         return class_prior(settings.class_counts, settings.num_images)
@@ -55,9 +54,16 @@ def decide(source: Source, rule: DecisionRule | None = None, *, prior: Prior | s
     rule = rule if prior is None else rule_for_prior(prior)
     labels, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for block in iterate_blocks(source):
-        used = rule or block.info.default_rule
-        ranked = rank_by(block, used)
-        best = ranked.argmax(-1, keepdim=True)
-        labels.append(best[:, 0].masked_fill(ranked.isnan().any(-1), -1))
-        scores.append(block.scores(used).gather(-1, best)[:, 0])
+        decided = choose_classes(block, rule or block.info.default_rule)[1]
+        labels.append(decided.labels)
+        scores.append(decided.scores)
     return Decisions(torch.cat(labels), torch.cat(scores))
+
+
+def choose_classes(block: Predictions, rule: DecisionRule) -> tuple[Tensor, Decisions]:
+    """Return what a rule says of every class (N, C), and the class that it chooses."""
+    scores = block.scores(rule)
+    ranked = scores if rule.prior is not None else rank_by(block, rule)
+    best = ranked.argmax(-1, keepdim=True)
+    chosen = best[:, 0].masked_fill(ranked.isnan().any(-1), -1)
+    return scores, Decisions(chosen, scores.gather(-1, best)[:, 0])

@@ -16,12 +16,14 @@ from livt_hf.errors import LiVTError
 from livt_hf.predictions.blocks import Source, iterate_blocks, rank_by, stack_on_disk
 from livt_hf.predictions.bootstrap import bootstrap_intervals
 from livt_hf.predictions.decisions import Decisions, decide
-from livt_hf.predictions.metrics import LongTailMetrics, confusions
+from livt_hf.predictions.metrics import LongTailMetrics, confusions, long_tail_metrics
 from livt_hf.predictions.multi_label import MultiLabelMetrics
 from livt_hf.predictions.ranking import one_against_rest, ranking_means
 from livt_hf.predictions.record import Predictions, PredictionsInfo, read_parts
-from livt_hf.predictions.rules import GIVEN, LABELS, DecisionRule, rule_name
+from livt_hf.predictions.rules import GIVEN, LABELS, LARGEST, TRAINING, DecisionRule, rule_name
 from livt_hf.predictions.shot_groups import shot_groups
+
+_EXPONENTS = tuple(step / 10 for step in range(11))
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class EvaluationReport:
     """Results of an evaluation: the contents of evaluation.json, and what its pictures are drawn from.
 
     `metrics` and `decisions` go by the names of the rules; `per_class` and `confusions` are those of the default rule.
-    Images with several labels have rows by class alone.
+    `decisions` has the baselines too: always the largest class, and the model under the training prior. Images with
+    several labels have rows by class alone.
     """
 
     summary: dict[str, Any]
@@ -37,6 +40,8 @@ class EvaluationReport:
     metrics: dict[str, LongTailMetrics] = field(default_factory=dict)
     decisions: dict[str, Decisions] = field(default_factory=dict)
     confusions: list[dict] = field(default_factory=list)
+    labels: np.ndarray | None = None  # of the images, (N,)
+    groups: np.ndarray | None = None  # images that belong together, (N,)
 
     @property
     def default_label(self) -> str:
@@ -102,6 +107,30 @@ class Evaluator:
         scores = (block.scores(rule) for block in iterate_blocks(self.source))
         return one_against_rest(stack_on_disk(scores, self.info.num_classes), self.labels)
 
+    def measure_baselines(self) -> tuple[dict[str, dict], dict[str, Decisions]]:
+        """Return metrics and decisions of what every model is compared with, by name.
+
+        That is the class most frequent in training for every image and, where there are probabilities, the same model
+        under the training prior.
+        """
+        largest = torch.full_like(self.labels, int(np.argmax(self.class_counts)))
+        metrics = {LARGEST: long_tail_metrics(largest, self.labels, self.class_counts, **self.thresholds)}
+        decisions = {LARGEST: Decisions(largest, torch.full(largest.shape, torch.nan))}
+        if self.info.no_posterior is None:
+            rule = DecisionRule.named(TRAINING, "training")
+            metrics[TRAINING] = self.measure([rule])[TRAINING].compute()
+            decisions[TRAINING] = decide(self.source, rule)
+        return metrics, decisions
+
+    def trade_off(self) -> list[dict]:
+        """Return accuracy and mean class accuracy under pi^t, from the uniform prior, t = 0, to t = 1."""
+        counts = torch.as_tensor(np.asarray(self.class_counts), dtype=torch.float64).clamp(min=1e-9)
+        priors = {t: (counts / counts.sum()).pow(t) for t in _EXPONENTS}
+        rules = [DecisionRule(str(t), str(t), tuple((q / q.sum()).tolist())) for t, q in priors.items()]
+        measured = {name: metric.compute() for name, metric in self.measure(rules).items()}
+        names = ("accuracy", "mean_class_accuracy", "macro_f1")
+        return [{"exponent": t} | {name: measured[str(t)][name] for name in names} for t in _EXPONENTS]
+
     def evaluate(self, rules: Sequence[DecisionRule] | None = None, **summary) -> EvaluationReport:
         """Compute all numbers under some rules, by default the standard ones.
 
@@ -121,6 +150,10 @@ class Evaluator:
         metrics, rankings = self.measure(rules), self.rank(default)
         decisions = {rule.name: decide(self.source, rule) for rule in rules}
         labels = self.labels.numpy()
+        summary["baselines"], baselines = self.measure_baselines()
+        if self.info.no_posterior is None:
+            chosen = {} if self.info.long_tail is None else self.info.long_tail.trade_off or {}
+            summary["trade_off"] = chosen | {"test": self.trade_off()}
         summary["rules"] = {name: metric.compute() for name, metric in metrics.items()}
         summary["intervals"] = {
             name: bootstrap_intervals(labels, decided.labels.numpy(), self.shots, self.groups)
@@ -128,7 +161,8 @@ class Evaluator:
         }
         summary["rankings"] = ranking_means(rankings, self.shots)
         pairs = confusions(decisions[default.name].labels, self.labels, self.class_counts, names)
-        return EvaluationReport(summary, metrics[default.name].per_class(names, **rankings), metrics, decisions, pairs)
+        per_class = metrics[default.name].per_class(names, **rankings)
+        return EvaluationReport(summary, per_class, metrics, baselines | decisions, pairs, labels, self.groups)
 
 
 def _counters(rules: Iterable[DecisionRule], class_counts, logits: bool, thresholds: Mapping[str, int]) -> dict:

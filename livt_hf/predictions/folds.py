@@ -19,21 +19,21 @@ def join_folds(folders: Sequence[Path]) -> Predictions:
     return Predictions.concatenate([part.with_column("fold", [n] * len(part)) for n, part in enumerate(parts, 1)])
 
 
-def evaluate_folds(predictions: Predictions, class_counts: Sequence[np.ndarray], **summary) -> EvaluationReport:
+def evaluate_folds(predictions: Predictions, class_counts: np.ndarray, **summary) -> EvaluationReport:
     """Evaluate all test images together and fold by fold.
 
     Args:
         predictions: what `join_folds` returns.
-        class_counts: training images of each class, by fold; shot groups are those of the mean.
+        class_counts: images of each class in all folds, which make the shot groups.
         **summary: what else evaluation.json should say.
 
     Returns:
         The report; its summary has the metrics of each fold, their mean and standard deviation under "folds".
     """
-    evaluator = Evaluator(predictions, np.mean(class_counts, axis=0).round().astype(np.int64))
+    evaluator = Evaluator(predictions, class_counts)
     report, info, fold = evaluator.evaluate(**summary), predictions.info, predictions.column("fold")
     each = []
-    for number in range(1, len(class_counts) + 1):
+    for number in np.unique(fold):
         rows = fold == number
         if info.multi_label:
             each.append(evaluator.measure_multi_label(rows).compute())

@@ -1,11 +1,15 @@
 """Predict: from the images of a loader, or from image files, to the prediction record."""
 
+import fnmatch
 import glob
+import itertools
+import operator
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,24 +21,29 @@ from tqdm.auto import tqdm
 from transformers.image_processing_backends import TorchvisionBackend
 
 from livt_hf.classifiers import choose_device, class_names, load_classifier, load_processor
-from livt_hf.data.decoding import DAMAGED, decode_rgb, image_suffixes
-from livt_hf.data.labels import image_paths, labels_of, select_rows
+from livt_hf.data.decoding import BrokenImageError, image_suffixes, read_image
+from livt_hf.data.labels import BOX, image_paths, labels_of, select_rows
 from livt_hf.data.readers.folder import is_hidden
+from livt_hf.errors import LiVTError
+from livt_hf.precision import AUTO, FLOAT32, TRIAL_IMAGES, autocast, resolve_precision
 from livt_hf.predictions.record import (
     LABEL,
     LOGITS,
     Predictions,
     PredictionsInfo,
     as_lists,
+    part_path,
     part_rows,
     read_matching_part,
+    read_parts,
     write_part,
 )
 from livt_hf.runs import is_in_runs_folder
-from livt_hf.text import format_error
+from livt_hf.text import format_error, path_to_text, text_to_path
 
+MAX_STARS, MAX_LOOKED_AT = 2, 1_000_000  # times ** in a pattern, and files that it looks through
 BATCHES_AHEAD = 2  # read while the model works on an earlier one
-Batches = Iterator[tuple[Tensor, dict]]  # logits (B, C) with what else is known of their images
+LogitBatches = Iterator[tuple[Tensor, dict]]  # logits (B, C) with what else is known of their images
 
 
 def show_progress(loader: Iterable[dict], text: str, accelerator: Accelerator) -> Iterable[dict]:
@@ -43,11 +52,15 @@ def show_progress(loader: Iterable[dict], text: str, accelerator: Accelerator) -
 
 
 @torch.no_grad()
-def predict_batches(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator) -> Batches:
-    """Yield pairs of logits and batch."""
+def predict_batches(
+    model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, precision: str | None = FLOAT32
+) -> LogitBatches:
+    """Yield pairs of logits, in float32, and batch."""
     model.eval()
     for batch in show_progress(loader, "evaluating", accelerator):
-        yield model(batch["pixel_values"].to(accelerator.device)).logits.float(), batch
+        with autocast(accelerator.device, precision):
+            logits = model(batch["pixel_values"].to(accelerator.device)).logits
+        yield logits.float(), batch
 
 
 def describe_images(dataset: Dataset, split: str) -> pa.Table:
@@ -56,14 +69,14 @@ def describe_images(dataset: Dataset, split: str) -> pa.Table:
     columns["split"] = pa.array([split] * len(dataset))
     for name in dataset.column_names:
         kind = dataset.data.schema.field(name).type
-        if name not in ("image", *columns, LOGITS) and not pa.types.is_nested(kind):
+        if name not in ("image", *columns, LOGITS) and (name == BOX or not pa.types.is_nested(kind)):
             columns[name] = select_rows(dataset, dataset.data.column(name))
     return pa.table(columns)
 
 
 def store_batches(
-    batches: Batches, info: PredictionsInfo, folder: Path, images: pa.Table, accelerator: Accelerator
-) -> Batches:
+    batches: LogitBatches, info: PredictionsInfo, folder: Path, images: pa.Table, accelerator: Accelerator
+) -> LogitBatches:
     """Write the logits of a pass over a dataset to the folder of a record, and yield the batches again.
 
     Each process writes the parts of its own images, which are contiguous.
@@ -109,7 +122,8 @@ def predict(
     images: pa.Table,
 ) -> None:
     """Run a model over the images of a loader and write the record of all processes to a folder."""
-    for _ in store_batches(predict_batches(model, loader, accelerator), info, folder, images, accelerator):
+    batches = predict_batches(model, loader, accelerator, info.precision)
+    for _ in store_batches(batches, info, folder, images, accelerator):
         pass
 
 
@@ -119,6 +133,8 @@ class Predictor:
     Args:
         model: folder or Hub id of a classifier.
         device: where it runs; by default the fastest device.
+        precision: "float32", "bfloat16" or "auto", a choice that the first images to predict decide; see
+            `livt_hf.precision.resolve_precision`. `info.precision` names it.
         **training: what `load_classifier` is told of a model that was trained elsewhere.
 
     Example:
@@ -127,8 +143,8 @@ class Predictor:
         >>> predictions.posterior("uniform")
     """
 
-    def __init__(self, model: str, device: str | None = None, **training: str | None):
-        self.device = choose_device(device)
+    def __init__(self, model: str, device: str | None = None, precision: str = AUTO, **training: str | None):
+        self.device, self.precision = choose_device(device), precision
         self.model = load_classifier(model, **training).to(self.device)
         self.processor = load_processor(model)
         # Whether the processor does what transformers' do by default, so that its steps may be called singly.
@@ -137,13 +153,16 @@ class Predictor:
         self.labels = class_names(self.model)
         self.info = PredictionsInfo.from_model(self.model)
 
-    def read(self, path: Path) -> Tensor | str:
-        """Read a file to pixels (3, H, W), as bytes where `finish` can do the rest, or return why it cannot be."""
-        processor = self.processor
+    def read(self, image: Path | Mapping) -> Tensor | str:
+        """Read a file, or a box of it, to pixels (3, H, W), or return why it cannot be.
+
+        They are bytes where `finish` can do the rest.
+        """
+        processor, stored = self.processor, dict(image) if isinstance(image, Mapping) else {"path": os.fspath(image)}
         try:
-            image = decode_rgb(path.read_bytes())
-        except DAMAGED as error:
-            return format_error(error)
+            image = read_image({"bytes": None, **stored}, 0)
+        except BrokenImageError as error:
+            return format_error(error.__cause__ or error)
         if not self.stepwise:
             # In a list: the processor of timm models takes a single tensor for one that is rescaled already.
             return processor([image], return_tensors="pt")["pixel_values"][0]
@@ -167,63 +186,148 @@ class Predictor:
         for shape in {tuple(image.shape) for image in pixels}:
             chosen = [i for i, image in enumerate(pixels) if tuple(image.shape) == shape]
             batch = torch.stack([pixels[i] for i in chosen])
-            result[chosen] = self.model(self.finish(batch)).logits.float().cpu()
+            with autocast(self.device, self.info.precision):
+                result[chosen] = self.model(self.finish(batch)).logits.float().cpu()
         return result
 
+    def choose_precision(self, images: pa.Table) -> None:
+        """Replace precision "auto" by that in which a model classifies these images, and keep it."""
+
+        def read_batch() -> Tensor | None:
+            read = self._read_all(images.slice(0, TRIAL_IMAGES).to_pylist())
+            pixels = [image for image in read if isinstance(image, Tensor)]
+            alike = [image for image in pixels if image.shape == pixels[0].shape]
+            return self.finish(torch.stack(alike)) if alike else None
+
+        chosen = resolve_precision(
+            self.precision,
+            self.model,
+            len(images),
+            read_batch,
+            lambda pixels: self.model(pixels).logits,
+            lambda logits: self.info.scores(logits, self.info.default_rule),
+        )
+        self.precision, self.info = chosen, replace(self.info, precision=chosen)
+
     def predict(
-        self, paths: Sequence[Path], batch_size: int = 32, workers: int | None = None
+        self, images: Sequence[Path] | pa.Table, batch_size: int = 32, workers: int | None = None
     ) -> Iterator[Predictions]:
         """Yield a record for each batch of files, in order.
 
-        The column "error" says why a file could not be read, whose logits are NaN.
+        Args:
+            images: files, or a table with the column `path` and, of boxes, `box` and `box_margin`; further columns are
+                carried along.
+            batch_size: images per forward pass.
+            workers: threads that read files.
+
+        Yields:
+            Records. The column "error" says why a file could not be read, whose logits are NaN.
         """
+        images = as_table(images)
+        self.choose_precision(images)
         with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
             waiting: deque = deque()
-            for start in range(0, len(paths), batch_size):
-                waiting.append([(path, pool.submit(self.read, path)) for path in paths[start : start + batch_size]])
+            for start in range(0, len(images), batch_size):
+                batch = images.slice(start, batch_size)
+                # One thread reads all boxes of a picture, which it decodes once.
+                pictures = itertools.groupby(batch.to_pylist(), operator.itemgetter("path"))
+                waiting.append((batch, [pool.submit(self._read_all, list(rows)) for _, rows in pictures]))
                 if len(waiting) > BATCHES_AHEAD:
-                    yield self._predict_batch(waiting.popleft())
+                    yield self._predict_batch(*waiting.popleft())
             while waiting:
-                yield self._predict_batch(waiting.popleft())
+                yield self._predict_batch(*waiting.popleft())
 
-    def _predict_batch(self, batch: list[tuple[Path, Future]]) -> Predictions:
-        images = [future.result() for _, future in batch]
+    def _read_all(self, rows: list[dict]) -> list[Tensor | str]:
+        return [self.read(row | {"path": str(text_to_path(row["path"]))}) for row in rows]
+
+    def _predict_batch(self, batch: pa.Table, reading: list[Future]) -> Predictions:
+        images = [image for future in reading for image in future.result()]
         readable = [i for i, image in enumerate(images) if isinstance(image, Tensor)]
         logits = torch.full((len(batch), len(self.labels)), torch.nan)
         logits[readable] = self.logits([images[i] for i in readable])
-        errors = [image if isinstance(image, str) else None for image in images]
-        columns = {"path": [str(path) for path, _ in batch], "error": pa.array(errors, pa.string())}
-        return Predictions(pa.table(columns | {LOGITS: as_lists(logits)}), self.info)
+        errors = pa.array([image if isinstance(image, str) else None for image in images], pa.string())
+        table = batch.append_column("error", errors).append_column(LOGITS, as_lists(logits))
+        return Predictions(table, self.info)
 
-    def predict_to(self, folder: str | Path, paths: Sequence[Path], batch_size: int = 32) -> Iterator[Predictions]:
+    def predict_to(
+        self, folder: str | Path, images: Sequence[Path] | pa.Table, batch_size: int = 32
+    ) -> Iterator[Predictions]:
         """Write the record of many files to a folder, part by part, and yield its parts.
 
-        Parts that are there already, of a run that was killed, are read and not predicted again.
+        Parts that are there already, of a run that was killed, are read and not predicted again; precision "auto" is
+        theirs.
         """
-        rows = min(part_rows(len(self.labels)), 100 * batch_size)
-        for start in range(0, len(paths), rows):
-            chosen = paths[start : start + rows]
-            part = read_matching_part(folder, start, list(map(str, chosen)), self.info)
+        images, rows = as_table(images), min(part_rows(len(self.labels)), 100 * batch_size)
+        first = part_path(Path(folder), 0)
+        if self.precision == AUTO and first.exists():
+            self.precision = next(read_parts(first)).info.precision or FLOAT32
+        self.choose_precision(images)
+        for start in range(0, len(images), rows):
+            chosen = images.slice(start, rows)
+            part = read_matching_part(folder, start, chosen, self.info)
             if part is None:
                 part = Predictions.concatenate(list(self.predict(chosen, batch_size)))
-                write_part(folder, part, start, len(paths))
+                write_part(folder, part, start, len(images))
             yield part
+
+
+def as_table(images: Sequence[Path] | pa.Table) -> pa.Table:
+    """Return files as a table with the column `path`; a table is returned as it is."""
+    return (
+        images
+        if isinstance(images, pa.Table)
+        else pa.table({"path": pa.array(map(path_to_text, images), pa.string())})
+    )
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:
     """List files as named (also those that do not exist), every image below a folder, and what a pattern matches."""
-    suffixes = image_suffixes()
     found: dict[Path, None] = {}
     for argument in arguments:
         pattern = glob.has_magic(argument) and not Path(argument).exists()
-        matches = sorted(glob.glob(argument, recursive=True)) if pattern else [argument]
-        for match in map(Path, matches):
-            if not match.is_dir():
-                found[match] = None
-                continue
-            images = [path for path in match.rglob("*") if path.suffix.lower() in suffixes]
-            of_runs = {folder for folder in {path.parent for path in images} if is_in_runs_folder(folder, match)}
-            for path in sorted(images):
-                if path.parent not in of_runs and not any(map(is_hidden, path.relative_to(match).parts)):
-                    found[path] = None
+        for match in _match_pattern(argument) if pattern else [Path(argument)]:
+            found |= dict.fromkeys(_images_below(match) if match.is_dir() else [match])
     return list(found)
+
+
+def _images_below(folder: Path) -> list[Path]:
+    suffixes = image_suffixes()
+    images = [path for path in folder.rglob("*") if path.suffix.lower() in suffixes]
+    of_runs = {parent for parent in {path.parent for path in images} if is_in_runs_folder(parent, folder)}
+    shown = (path for path in images if path.parent not in of_runs)
+    return sorted(path for path in shown if not any(map(is_hidden, path.relative_to(folder).parts)))
+
+
+def _match_pattern(pattern: str) -> list[Path]:
+    """Return the files and folders that a pattern matches, sorted; `**` are any folders, but no links to folders."""
+    parts = [part for part, after in itertools.pairwise([*Path(pattern).parts, ""]) if (part, after) != ("**", "**")]
+    if "**" not in parts:
+        return sorted(map(Path, glob.iglob(pattern)))
+    first = parts.index("**")
+    if parts.count("**") > MAX_STARS:
+        raise LiVTError(f"{pattern} has ** more than {MAX_STARS} times; name a folder instead.", "images")
+    tops = glob.iglob(str(Path(*parts[:first]))) if first else [""]
+    rest, looked_at, matches = tuple(parts[first:]), 0, []
+    for top in tops:
+        if rest == ("**",):
+            matches.append(Path(top))
+            continue
+        for folder, folders, files in os.walk(top or "."):
+            folders[:] = sorted(name for name in folders if not is_hidden(name))
+            looked_at += len(folders) + len(files)
+            if looked_at > MAX_LOOKED_AT:
+                message = f"{pattern} looks through more than {MAX_LOOKED_AT:,} files; name a folder."
+                raise LiVTError(message, "images")
+            below = Path(folder).relative_to(top or ".").parts
+            names = (name for name in sorted([*folders, *files]) if not is_hidden(name))
+            matches += [Path(top, *below, name) for name in names if _matches(rest, (*below, name))]
+    return matches
+
+
+def _matches(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    """Return True if a pattern matches a path, part by part; `**` is any number of parts."""
+    if not pattern or not names:
+        return not names and not any(part != "**" for part in pattern)
+    if pattern[0] == "**":
+        return any(_matches(pattern[1:], names[start:]) for start in range(len(names) + 1))
+    return fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(pattern[1:], names[1:])

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from livt_hf.long_tail.structure import extract_features
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
+from livt_hf.precision import FLOAT32, autocast
 from livt_hf.predictions.predict import show_progress
 
 PROBE_STEPS = 500
@@ -23,14 +24,22 @@ class Features:
     labels: Tensor  # (N,)
 
 
+def extract(model: PreTrainedModel, pixel_values: Tensor) -> Tensor:
+    """Compute what the classifier of a model sees of images; of a pretraining, the mean patch token."""
+    is_pretraining = isinstance(model, LiViTForPreTraining)
+    return model.features(pixel_values) if is_pretraining else extract_features(model, pixel_values)
+
+
 @torch.no_grad()
-def extract_frozen_features(model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator) -> Features:
-    """Compute what the classifier of a model sees of every image; of a pretraining, the mean patch token."""
-    extract = LiViTForPreTraining.features if isinstance(model, LiViTForPreTraining) else extract_features
+def extract_frozen_features(
+    model: PreTrainedModel, loader: Iterable[dict], accelerator: Accelerator, precision: str = FLOAT32
+) -> Features:
+    """Compute the features of all images of a loader, in float32 or bfloat16."""
     model.eval()
     features, labels = [], []
     for batch in show_progress(loader, "encoding", accelerator):
-        features.append(extract(model, batch["pixel_values"].to(accelerator.device)).float())
+        with autocast(accelerator.device, precision):
+            features.append(extract(model, batch["pixel_values"].to(accelerator.device)).float())
         labels.append(batch["labels"].to(accelerator.device))
     return Features(torch.cat(features), torch.cat(labels))
 

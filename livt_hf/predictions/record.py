@@ -22,7 +22,9 @@ from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import Prior, class_prior
-from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, DecisionRule
+from livt_hf.precision import FLOAT32
+from livt_hf.predictions.arrays import check_column, check_labels, check_logits, probabilities_to_logits
+from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, DecisionRule, deployment_label
 from livt_hf.text import format_error
 
 LOGITS, LABEL, MODEL = "logits", "label", "model"
@@ -45,13 +47,15 @@ class PredictionsInfo:
     """What holds for all images of a record.
 
     Out-of-fold records of a cross-validation have several models; the column "model" numbers them. The default rule
-    is the one by which the predictions are judged and served where no other is asked for.
+    is the one by which the predictions are judged and served where no other is asked for. The precision is that in
+    which the model computed, None where it is not known.
     """
 
     class_names: tuple[str, ...]
     models: tuple[ModelInfo, ...] = (ModelInfo(),)
     multi_label: bool = False
     default_rule: DecisionRule = None  # type: ignore[assignment]  # set below where it is not given
+    precision: str | None = FLOAT32
 
     def __post_init__(self):
         for model in self.models:
@@ -75,17 +79,17 @@ class PredictionsInfo:
 
     @property
     def model(self) -> str | None:
-        """Name of the model; None where there are several."""
+        """Return the name of the model; None where there are several."""
         return self.models[0].name if len(self.models) == 1 else None
 
     @property
     def long_tail(self) -> LongTailConfig | None:
-        """Settings of the model's head; None where there are several models."""
+        """Return the settings of the model's head; None where there are several models."""
         return self.models[0].long_tail if len(self.models) == 1 else None
 
     @cached_property
     def heads(self) -> list[LongTailHead | None]:
-        """The heads of the models, which turn logits into probabilities."""
+        """Return the heads of the models, which turn logits into probabilities."""
         problem = "multi_label_classification" if self.multi_label else "single_label_classification"
         config = dict(num_labels=self.num_classes, problem_type=problem)
         tails = [model.long_tail for model in self.models]
@@ -93,7 +97,7 @@ class PredictionsInfo:
 
     @property
     def no_posterior(self) -> str | None:
-        """Why there are no class probabilities, or None where there are."""
+        """Return why there are no class probabilities, or None where there are."""
         found = (UNKNOWN_PRIOR if head is None else head.no_posterior for head in self.heads)
         return next(filter(None, found), None)
 
@@ -103,7 +107,7 @@ class PredictionsInfo:
 
     @property
     def uncalibrated_because(self) -> str | None:
-        """What made posteriors unsure that no calibration has corrected, or None where nothing is known."""
+        """Return what made posteriors unsure that no calibration has corrected; None where nothing is known."""
         if self.no_posterior is not None or self.is_calibrated:
             return None
         settings = next(model.long_tail for model in self.models if model.long_tail.calibration is None)
@@ -115,7 +119,7 @@ class PredictionsInfo:
 
     @property
     def rules(self) -> list[DecisionRule]:
-        """The standard rules, the default first: of several models those that all of them have."""
+        """Return the standard rules, the default first: of several models those that all of them have."""
         first, *others = ([*self._rules_of(model, head)] for model, head in zip(self.models, self.heads, strict=True))
         return [rule for rule in first if all(rule in rules for rules in others)]
 
@@ -126,15 +130,17 @@ class PredictionsInfo:
         may have several labels there is one rule, which decides on each label by itself.
         """
         known = head is not None and head.no_posterior is None
-        test_prior = model.long_tail.test_prior if known else None
+        test_prior = model.long_tail.deployment_prior if known else None
         if self.multi_label:
             named = "training prior" if test_prior is None else "the model's test prior"
             label = f"posterior of each label, {named}" if known else "sigmoid of each logit"
             yield DecisionRule(PER_LABEL, label, "model" if known else None)
             return
         calibrated, own = known and model.long_tail.calibration is not None, test_prior not in (None, "uniform")
-        if calibrated:
-            yield DecisionRule.named(TEST_PRIOR, "model") if own else DecisionRule.named(UNIFORM, "uniform")
+        if calibrated and own:
+            yield DecisionRule(TEST_PRIOR, deployment_label(model.long_tail.objective), "model")
+        elif calibrated:
+            yield DecisionRule.named(UNIFORM, "uniform")
         yield DecisionRule.named(ARGMAX)
         if known and (own or not calibrated):
             yield DecisionRule.named(UNIFORM, "uniform")
@@ -176,7 +182,8 @@ class PredictionsInfo:
         rule = values["default_rule"]
         prior = tuple(rule["prior"]) if isinstance(rule["prior"], list) else rule["prior"]
         default = DecisionRule(rule["name"], rule["label"], prior)
-        return cls(tuple(values["class_names"]), models, values["multi_label"], default)
+        precision = values.get("precision", FLOAT32)
+        return cls(tuple(values["class_names"]), models, values["multi_label"], default, precision)
 
 
 @dataclass(frozen=True)
@@ -208,6 +215,7 @@ class Predictions:
         class_counts: Sequence[int] | None = None,
         loss: str = "ce",
         num_train_images: int | None = None,
+        probabilities: bool = False,
         **columns,
     ) -> "Predictions":
         """Build a record from the logits of any framework.
@@ -220,15 +228,19 @@ class Predictions:
             loss: what the model was trained with: "ce" for softmax, "bce" for sigmoid cross-entropy, or another name
                 of `livt_hf.losses`.
             num_train_images: number of training images, where an image may have several labels.
+            probabilities: the numbers are not logits but their softmax or, by the loss, sigmoid.
             **columns: further columns of one value per image, such as `path` or `group`.
 
         Returns:
             The record.
         """
-        values = _checked_logits(logits, len(class_names))
-        arrays = {name: _checked_column(name, column, len(values)) for name, column in columns.items()}
+        if probabilities:
+            activation = LongTailConfig(loss=loss).definition.activation  # raises an error for an unknown loss
+            logits = probabilities_to_logits(np.asarray(logits), activation)
+        values = check_logits(logits, len(class_names))
+        arrays = {name: check_column(name, column, len(values)) for name, column in columns.items()}
         if labels is not None:
-            labels = _checked_labels(labels, values.shape)
+            labels = check_labels(labels, values.shape)
             arrays[LABEL] = pa.array([np.flatnonzero(row) for row in labels] if labels.ndim == 2 else labels)
         several = labels is not None and labels.ndim == 2
         if class_counts is not None and len(class_counts) != len(class_names):
@@ -242,7 +254,7 @@ class Predictions:
             num_train_images=num_train_images,
             test_prior=None if several else "uniform",
         )
-        info = PredictionsInfo(tuple(map(str, class_names)), (ModelInfo(None, long_tail),), several)
+        info = PredictionsInfo(tuple(map(str, class_names)), (ModelInfo(None, long_tail),), several, precision=None)
         return cls(pa.table(arrays | {LOGITS: as_lists(values)}), info)
 
     @classmethod
@@ -280,7 +292,7 @@ class Predictions:
                 models.append(model)
         info = first
         if len(models) > 1:
-            info = PredictionsInfo(first.class_names, tuple(models), first.multi_label)
+            info = PredictionsInfo(first.class_names, tuple(models), first.multi_label, precision=first.precision)
         tables = [part._numbered(models) if len(models) > 1 else part.table for part in parts]
         return cls(pa.concat_tables(tables, promote_options="default"), info)
 
@@ -358,7 +370,7 @@ class Predictions:
         """Return the record with a further column of one value per image."""
         if name in self.table.column_names:
             raise LiVTError(f"the record has a column {name!r} already; choose another name.", argument=name)
-        column = _checked_column(name, values, len(self))
+        column = check_column(name, values, len(self))
         return dataclasses.replace(self, table=self.table.append_column(name, column))
 
     def take(self, rows) -> "Predictions":
@@ -436,13 +448,13 @@ def replace_info(folder: Path, info: PredictionsInfo) -> None:
         _write_file(file, Predictions(part.table, info), start, total)
 
 
-def read_matching_part(folder: str | Path, start: int, paths: list[str], info: PredictionsInfo) -> Predictions | None:
-    """Return a part that is there, if it is of these files and this model, or None where there is none."""
+def read_matching_part(folder: str | Path, start: int, images: pa.Table, info: PredictionsInfo) -> Predictions | None:
+    """Return a part that is there, if it is of these images and this model, or None where there is none."""
     file = part_path(Path(folder), start)
     if not file.exists():
         return None
     part = _read_part(file)[0]
-    if part.info != info or part.table["path"].to_pylist() != paths:
+    if part.info != info or not part.table.drop_columns(["error", LOGITS]).equals(images):
         raise LiVTError(f"{folder} holds another record; choose another folder.", argument="path")
     return part
 
@@ -500,46 +512,3 @@ def _check_part(part: Predictions) -> None:
     index = part.model_index
     if len(index) and not 0 <= index.min() <= index.max() < len(part.info.models):
         raise ValueError("models are not numbered")
-
-
-def _checked_logits(logits, num_classes: int) -> np.ndarray:
-    try:
-        values = np.asarray(logits.detach().cpu() if isinstance(logits, Tensor) else logits, dtype=np.float32)
-    except (TypeError, ValueError) as error:
-        raise LiVTError("logits are not numbers; pass an array (images, classes).", argument="logits") from error
-    if values.ndim != 2 or values.shape[1] != num_classes:
-        message = f"logits have shape {values.shape} for {num_classes} class names; pass (images, {num_classes})."
-        raise LiVTError(message, argument="logits")
-    wrong = np.flatnonzero(np.isnan(values).any(1) | np.isposinf(values).any(1))
-    if len(wrong):
-        message = (
-            f"logits of {len(wrong)} images are NaN or infinite, first of row {wrong[0]}; leave those images out."
-        )
-        raise LiVTError(message, argument="logits")
-    return values
-
-
-def _checked_labels(labels, shape: tuple[int, int]) -> np.ndarray:
-    labels = np.asarray(labels.detach().cpu() if isinstance(labels, Tensor) else labels)
-    if labels.shape not in (shape, shape[:1]) or not (np.issubdtype(labels.dtype, np.integer) or labels.ndim == 2):
-        message = (
-            f"labels are {labels.dtype} of shape {labels.shape}; pass {shape[0]} class ids, or 0 and 1 for each class."
-        )
-        raise LiVTError(message, argument="labels")
-    allowed = (labels == 0) | (labels == 1) if labels.ndim == 2 else (labels >= 0) & (labels < shape[1])
-    if not allowed.all():
-        message = f"labels hold {labels[~allowed][0]}; the classes are 0 to {shape[1] - 1}."
-        raise LiVTError(message, argument="labels")
-    return labels
-
-
-def _checked_column(name: str, values, rows: int) -> pa.Array:
-    if name in (LOGITS, LABEL, MODEL):
-        raise LiVTError(f"a column cannot be called {name!r}, which the record has already.", argument=name)
-    try:
-        column = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
-    except (pa.ArrowException, TypeError) as error:
-        raise LiVTError(f"column {name!r} cannot be stored: {format_error(error)}.", argument=name) from error
-    if len(column) != rows:
-        raise LiVTError(f"column {name!r} has {len(column)} values for {rows} images; pass one each.", argument=name)
-    return column

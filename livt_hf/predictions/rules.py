@@ -4,12 +4,13 @@ The paper's rule ranks by z itself. A posterior rule gives P(j|x) ~ p_j q_j / pi
 training prior pi and q the prior of the images to come (livt_hf/long_tail/priors.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 ARGMAX, UNIFORM, TEST_PRIOR, PER_LABEL = "argmax", "uniform", "test_prior", "per_label"
+TRAINING, LARGEST = "training", "largest_class"  # what every model is compared with
 GIVEN, ESTIMATED, TRUE = "given", "estimated", "true"
 # What each rule is called in text. Labels are for people: no code reads one.
 LABELS = {
@@ -20,6 +21,8 @@ LABELS = {
     ESTIMATED: "posterior, estimated prior",
     TRUE: "posterior, true prior",
     PER_LABEL: "each label on its own",
+    TRAINING: "posterior, training prior",
+    LARGEST: "always the largest class",
 }
 # The keys of livt_hf 0.2 in evaluation.json and results.json, where a rule's label was its name.
 _NAMES_OF_0_2 = {
@@ -56,14 +59,19 @@ class DecisionRule:
         return cls(name, LABELS[name], prior)
 
 
+def deployment_label(objective: str | None) -> str:
+    """Return the label of the rule of the model's own prior, which names the objective it was chosen for."""
+    return LABELS[TEST_PRIOR] if objective is None else f"posterior, prior for {describe_objective(objective)}"
+
+
+def describe_objective(objective: str) -> str:
+    """Return text for an objective."""
+    return objective.replace("_", " ").replace("f1", "F1")
+
+
 def rule_name(key: str) -> str:
     """Return the name of a rule from a key of a file of this version or of 0.2."""
     return _NAMES_OF_0_2.get(key, key if key in LABELS else GIVEN)
-
-
-def rule_named(rules: Iterable[DecisionRule], name: str) -> DecisionRule:
-    """Return the rule of a name."""
-    return next(rule for rule in rules if rule.name == name)
 
 
 def prior_label(prior: str | Sequence[float]) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from livt_hf.constants import FEW_BELOW, MANY_ABOVE
 from livt_hf.errors import LiVTError
 
 GROUPS = ("many", "medium", "few")
-MANY_ABOVE, FEW_BELOW = 100, 20  # training images; the paper's
 THRESHOLDS = {"many_above": MANY_ABOVE, "few_below": FEW_BELOW}
 
 
@@ -38,7 +38,7 @@ def class_mean(values: Tensor) -> float | None:
 
 def group_means(values: Tensor, groups: Tensor, suffix: str = "") -> dict[str, float | None]:
     """Return the mean over the classes of each group, by the name of the group and a suffix."""
-    return {f"{name}{suffix}": class_mean(values[groups == place]) for place, name in enumerate(GROUPS)}
+    return {f"{name}{suffix}": class_mean(values[groups == index]) for index, name in enumerate(GROUPS)}
 
 
 class ClassMetrics:

@@ -11,8 +11,9 @@ import pyarrow.parquet
 import torch
 from torch import Tensor
 
+from livt_hf.data.labels import BOX, CORNERS
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.decisions import decide
+from livt_hf.predictions.decisions import choose_classes
 from livt_hf.predictions.record import LABEL, LOGITS, MODEL, Predictions
 from livt_hf.predictions.rules import DecisionRule
 
@@ -22,9 +23,9 @@ _WRITERS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWr
 Column = tuple[str, pa.Array]
 
 
-def check_table_path(path: str, argument: str) -> None:
+def check_table_path(path: str, argument: str, others: Sequence[str] = ()) -> None:
     """Raise an error for a file that could not be written at the end of an evaluation."""
-    if Path(path).suffix not in _WRITERS:
+    if Path(path).suffix not in (*_WRITERS, *others):
         raise LiVTError(f"{path} is neither a .parquet nor a .csv file; give the table such a name.", argument)
     if Path(path).exists():
         raise LiVTError(f"{path} exists; give the table of predictions another name.", argument)
@@ -83,6 +84,9 @@ class TableWriter(AbstractContextManager):
         for name in table.column_names:
             if name == LABEL:
                 columns.append((name, self._class_names(predictions, table[name].to_pylist())))
+            elif name == BOX and self.is_csv:
+                sides = table[name].combine_chunks().flatten().to_numpy().reshape(-1, 4).T
+                columns += [(column, pa.array(side)) for column, side in zip(CORNERS, sides, strict=True)]
             elif name not in (LOGITS, MODEL):
                 columns.append(("file" if name == "path" else name, table[name].combine_chunks()))
         return columns
@@ -97,11 +101,10 @@ class TableWriter(AbstractContextManager):
         return pa.array(labels, pa.string())
 
     def _decided(self, predictions: Predictions, rule: DecisionRule, suffix: str) -> list[Column]:
-        scores = predictions.scores(rule)
+        scores, (labels, best) = choose_classes(predictions, rule)
         if predictions.info.multi_label:
             columns = [(f"labels{suffix}", self._given(predictions, scores))]
         else:
-            labels, best = decide(predictions, rule)
             names = self._class_names(predictions, labels.tolist())
             columns = [(f"prediction{suffix}", names), (f"score{suffix}", _numbers(best))]
         if self.is_csv:
