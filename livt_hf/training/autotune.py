@@ -13,7 +13,9 @@ import torch
 from accelerate import Accelerator
 
 from livt_hf.configuration_livit import PRESETS
+from livt_hf.precision import GAIN, has_cpu_bf16, is_large_enough
 from livt_hf.randomness import preserve_rng_state
+from livt_hf.training.device import set_precision
 from livt_hf.training.loop import TrainingLoop, TrainingTask
 from livt_hf.training.spec import CheckpointSpec, OptimizationSpec
 
@@ -45,9 +47,8 @@ KEEP_RATIO = 0.5
 # of 58 minutes to 31.3 %.
 # With patches of 4, 42 % of 26 minutes led to 34.9 %, 65 % of 121 minutes to 43.0 %.
 PRETRAINING_SHARE, SHORT_SHARE = 0.6, 0.4
-# A backbone is trained as a whole where the time is enough for so many epochs and updates; else its classifier alone.
-# A dozen updates, which may be ten epochs of few images, leave all of it behind its head.
-FULL_EPOCHS, FULL_UPDATES = 10, 100
+# Epochs below which a training is warned of.
+FEW_EPOCHS = 1.5
 # Updates per epoch that the batch is chosen for: a short training wants many small updates.
 UPDATES_PER_EPOCH = 80
 # Epochs from which on mixing images pays (on CIFAR-100-LT: not with 12, but with 30).
@@ -61,6 +62,13 @@ def fit_epochs(seconds: float, per_epoch: float, last: int = 0, per_last: float 
     """Return how many whole epochs fit, of which the `last` ones take longer; at least one."""
     rest = seconds - last * per_last
     return max(1, int(seconds / per_last) if last and rest < 0 else last + int(rest / per_epoch))
+
+
+def describe_few_epochs(epochs: float | None, hours: float | None) -> str:
+    """Return a warning about hours that hold about one epoch; empty for more, or for none."""
+    if not epochs or hours is None or epochs >= FEW_EPOCHS:
+        return ""
+    return f"Warning: {hours:g} hours hold about one epoch of the network ({epochs:.1f}), which is short; allow more."
 
 
 def compile_pays(seconds: float, device: str) -> bool:
@@ -110,7 +118,7 @@ class ScratchPlan:
 
     @property
     def model(self) -> tuple[str, int, int]:
-        """Preset, pixels and patch: the largest model that sees each image often enough without enlarging it."""
+        """Return preset, pixels and patch of the largest model that sees each image often enough, not enlarged."""
         fitting = (
             choice
             for choice in FROM_SCRATCH
@@ -125,32 +133,32 @@ class ScratchPlan:
 
     @property
     def batch_size(self) -> int:
-        """Images per update in pretraining."""
+        """Return the images per update in pretraining."""
         return choose_batch_size(self.num_images)
 
     @property
     def second_batch_size(self) -> int:
-        """Images per update in fine-tuning: half, because its loss is less noisy."""
+        """Return the images per update in fine-tuning: half, because its loss is less noisy."""
         return max(min(16, self.batch_size), self.batch_size // 2)
 
     @property
     def base_lrs(self) -> tuple[float, float]:
-        """Learning rates of both stages for 256 images: chosen on CIFAR-100-LT for micro, else the paper's."""
+        """Return the learning rates of both stages for 256 images: by CIFAR-100-LT for micro, else the paper's."""
         return (2e-3, 4e-3) if self.model[0] == "micro" else (1.5e-4, 1e-3)
 
     @property
     def long_enough(self) -> bool:
-        """True if fine-tuning has enough epochs for mixup to pay."""
+        """Return True if fine-tuning has enough epochs for mixup to pay."""
         return (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS
 
     @property
     def mixes(self) -> bool:
-        """True if images are mixed."""
+        """Return True if images are mixed."""
         return self.long_enough and self.soft_labels
 
     @property
     def share(self) -> float:
-        """Share of the time for masked pretraining."""
+        """Return the share of the time for masked pretraining."""
         return PRETRAINING_SHARE if self.long_enough or self.model != SMALL_PATCHES else SHORT_SHARE
 
     def options(self, hours: float) -> dict[str, dict]:
@@ -186,18 +194,14 @@ class ScratchPlan:
             + ("by Muon, " if small else "")
             + ("with cutmix and " if small and self.mixes else "")
             + ("with mixup." if self.mixes else f"without mixup, {unmixed}.")
+            + (f"\n  {few}" if (few := describe_few_epochs((1 - self.share) * self.passes(self.model), hours)) else "")
         )
-
-
-def choose_tuning(seconds: float, per_epoch: float, num_images: int, batch_size: int) -> str:
-    """Choose what of a pretrained backbone to train: "full" where the time allows enough epochs, else "head"."""
-    epochs = seconds / per_epoch
-    enough = epochs >= FULL_EPOCHS and epochs * max(1, num_images // batch_size) >= FULL_UPDATES
-    return "full" if enough else "head"
 
 
 # Updates of a trial: the first warm up caches and allocators.
 WARM_UP, TIMED = 2, 10
+# Updates of a training from which on a trial of bf16 is worth its time.
+MIN_UPDATES = 200
 
 
 def resolve_auto_options(
@@ -205,10 +209,12 @@ def resolve_auto_options(
 ) -> OptimizationSpec:
     """Replace options that are left to the machine by values, and print them.
 
-    `hours`, counted from `began`, becomes the number of epochs that fit; `compile="auto"` becomes True or False. A few
-    updates of a copy of the model are timed. The run is then, bit for bit, the one with these values.
+    `hours`, counted from `began`, becomes the number of epochs that fit; `compile="auto"` becomes True or False; on a
+    CPU with bf16 `mixed_precision="auto"` becomes "no" or "bf16". A few updates of a copy of the model are timed. The
+    run is then, bit for bit, the one with these values.
     """
-    if spec.hours is None and spec.compile != "auto":
+    tries_bf16 = can_try_bf16(spec, task, accelerator)
+    if spec.hours is None and spec.compile != "auto" and not tries_bf16:
         return spec
     updates = task.loader.updates_per_epoch
 
@@ -216,6 +222,14 @@ def resolve_auto_options(
         return measure_update_seconds(spec, task, accelerator, epoch) * updates
 
     per_epoch = epoch_seconds(0)
+    if tries_bf16 and planned_updates(spec, updates, per_epoch) >= MIN_UPDATES:
+        set_precision(accelerator, "bf16")
+        in_bf16 = epoch_seconds(0)
+        spec = spec.replace(mixed_precision="bf16" if per_epoch > GAIN * in_bf16 else "no")
+        set_precision(accelerator, spec.mixed_precision)
+        gain = f"updates in bf16 are {per_epoch / in_bf16:.2f} times as fast"
+        accelerator.print(f"mixed_precision {spec.mixed_precision}: {gain}", file=sys.stderr)
+        per_epoch = in_bf16 if spec.mixed_precision == "bf16" else per_epoch
     if spec.hours is not None:
         last = task.slow_final_epochs
         per_last = epoch_seconds(spec.epochs - 1) if last else 0.0
@@ -230,12 +244,29 @@ def resolve_auto_options(
             message += f" and {per_last:.1f} with all patches (the last {last})"
         late = "; one epoch takes longer than that" if left < (per_last if last else per_epoch) else ""
         accelerator.print(f"{message}: {epochs}{late}", file=sys.stderr)
+        if warning := describe_few_epochs(epochs, spec.hours):
+            accelerator.print(warning, file=sys.stderr)
     if spec.compile == "auto":
         seconds, device = spec.epochs * per_epoch, accelerator.device.type
         spec = spec.replace(compile=compile_pays(seconds, device) and can_compile(device))
         message = f"{'' if spec.compile else 'not '}compiling the model: {seconds / 60:.0f} minutes on {device}"
         accelerator.print(message, file=sys.stderr)
     return spec
+
+
+def can_try_bf16(spec: OptimizationSpec, task: TrainingTask, accelerator: Accelerator) -> bool:
+    """Return whether a trial may choose bf16: for a model large enough, on CPUs all of which have it."""
+    if spec.mixed_precision != "auto" or accelerator.device.type != "cpu" or accelerator.mixed_precision != "no":
+        return False
+    long_enough = planned_updates(spec, task.loader.updates_per_epoch) >= MIN_UPDATES
+    able = long_enough and has_cpu_bf16() and is_large_enough(task.module)
+    return bool(_gather(accelerator, able).min())
+
+
+def planned_updates(spec: OptimizationSpec, per_epoch: int, seconds: float = 0.0) -> float:
+    """Return how many updates a training takes; with `hours`, of whole epochs that take so many seconds."""
+    updates = spec.epochs * per_epoch if spec.hours is None else 3600 * spec.hours / max(seconds, 1e-9) * per_epoch
+    return updates if spec.max_steps is None else min(updates, spec.max_steps)
 
 
 def can_compile(device: str) -> bool:

@@ -34,12 +34,13 @@ class Progress:
     update: int = 0
     # Losses since the last line of the log, so that a resumed run writes the same line.
     pending: list[float] = field(default_factory=list)
-    # Of `select best`: the epoch, and the number on the validation split that it is best by.
+    # Of `select best`: the best epoch and its metric on the validation split, whichever `select_metric` names.
     best_epoch: int | None = None
     best_accuracy: float | None = None
     seconds: float = 0.0
-    # By what the training images are known again (`data.labels.digest_of`); None in runs from before there was one.
+    # Digest of the training images (`data.labels.digest_of`); None in runs from before there was one.
     trained_on: str | None = None
+    total: int | None = None  # updates of the whole training, where that was fitted to the time on the way
 
 
 def list_checkpoints(run: Run) -> list[Path]:

@@ -3,15 +3,15 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 
 from livt_hf.errors import LiVTError
+from livt_hf.precision import has_fast_cpu_bf16
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,16 @@ LONG_TIMEOUT = [InitProcessGroupKwargs(timeout=timedelta(days=1))]
 
 
 def check_distribution(kind: DistributedType) -> None:
-    """Raise an error for launchers that split the model over processes."""
-    if kind in _SPLITTING:
-        raise LiVTError(
-            f"{kind.value} is not supported: every model of the paper fits one GPU, so use DDP, that is plain "
-            "`accelerate launch --num_processes N`, with no such plugin in Accelerate's own config."
-        )
+    """Raise an error for launchers that split the model over processes.
+
+    On a CPU, Accelerate makes DDP of what was asked for; its environment variables still name it.
+    """
+    for splitting in _SPLITTING:
+        if kind == splitting or parse_flag_from_env(f"ACCELERATE_USE_{splitting.value}"):
+            raise LiVTError(
+                f"{splitting.value} is not supported: every model of the paper fits one GPU, so use DDP, that is "
+                "plain `accelerate launch --num_processes N`, with no such plugin in Accelerate's own config."
+            )
 
 
 def check_processes(num_processes: int) -> None:
@@ -42,7 +46,10 @@ def check_processes(num_processes: int) -> None:
 
 
 def choose_precision(requested: str) -> str:
-    """Return Accelerate's `mixed_precision`; "auto" is the launcher's choice, else half precision on a CUDA GPU."""
+    """Return Accelerate's `mixed_precision`; "auto" is the launcher's choice, else half precision on a CUDA GPU.
+
+    On a CPU "auto" is "no" until `autotune.resolve_auto_options` has tried both.
+    """
     cuda = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     cpu = not cuda and not torch.backends.mps.is_available()
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
@@ -60,16 +67,13 @@ def choose_precision(requested: str) -> str:
     return requested
 
 
-def has_fast_cpu_bf16() -> bool:
-    """Return True if bf16 matrices multiply faster than float32; tried in a process of its own, as some CPUs crash."""
-    code = (
-        "import torch, timeit\n"
-        "def seconds(t):\n"
-        "    a = torch.ones(512, 512, dtype=t); a @ a\n"
-        "    return min(timeit.repeat(lambda: a @ a, repeat=3, number=1))\n"
-        "raise SystemExit(seconds(torch.bfloat16) > seconds(torch.float32))"
-    )
-    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
+def set_precision(accelerator: Accelerator, precision: str) -> None:
+    """Set the precision, "no" or "bf16", of what an accelerator on a CPU prepares from now on.
+
+    Accelerate itself wants it when it is made; on a CPU nothing but these two values depends on it.
+    """
+    accelerator.state._mixed_precision = precision
+    accelerator.native_amp = precision != "no"
 
 
 class StopOnSignal:

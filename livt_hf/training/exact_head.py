@@ -40,10 +40,10 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import replacing
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
+from livt_hf.long_tail.loss_table import CONVEX_LOSSES
 from livt_hf.long_tail.losses import class_weighted
 from livt_hf.long_tail.objectives import OBJECTIVES, decide, score_predictions
 
-CONVEX_LOSSES = ("ce", "bce", "bal_ce", "bal_bce", "cb_ce", "cb_bce")
 STRENGTHS = tuple(round(10 ** (1 - step / 3), 7) for step in range(19))  # 10, 4.64, 2.15, 1, ... 1e-5
 _PATH_TOLERANCE, _TOLERANCE = 1e-5, 1e-11  # of the loss above its minimum, in nats per image: on the path, at its end
 _PATIENCE = 2  # strengths without a better score after which the path ends
@@ -51,7 +51,7 @@ _HISTORY, _MAX_ITERATIONS = 10, 500
 _CURVATURE = 0.3  # a line search ends where the slope is this share of the slope it began with
 _OFF = -1e4  # the bias of a class that a fold has no image of
 _IN_MEMORY = 2**28  # numbers that one array may hold in memory
-_STATE = "exact_head.safetensors"
+_STATE, _FORMAT = "exact_head.safetensors", 2
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class ExactHead:
         out_of_fold: logits z (N, C) of every training image by a head that was trained without its fold.
         unseen: (N,), True for images whose class has no image outside of their fold: no head could know it.
         fold: the fold of each image (N,).
+        first_fold: weight and bias of the head that was trained without fold 0. Its bias is that of the fitted
+            posterior, with the logit bias of the loss.
     """
 
     weight: Tensor
@@ -74,6 +76,7 @@ class ExactHead:
     out_of_fold: Tensor
     unseen: Tensor
     fold: np.ndarray
+    first_fold: tuple[Tensor, Tensor]
 
 
 def fit_exact_head(
@@ -129,7 +132,7 @@ def fit_exact_head(
         raise LiVTError(f"select {select!r} is not a score here; use one of {', '.join(allowed)}.", "select")
     fold = assign_folds(labels.numpy(), folds, groups, seed) if isinstance(folds, int) else np.asarray(folds)
     design = _Design(features)
-    path = _Path(design, targets, fold, sorted(strengths, reverse=True), select)
+    path = _RegularizationPath(design, targets, fold, sorted(strengths, reverse=True), select)
     path.run(None if cache is None else Path(cache) / _STATE, callback)
     return path.finish()
 
@@ -437,7 +440,7 @@ def _allocate(*shape: int) -> Tensor:
         return torch.from_numpy(np.memmap(file, dtype=np.float32, mode="w+", shape=shape))
 
 
-class _Path:
+class _RegularizationPath:
     """The heads of all folds along the strengths, with the state that lets an interrupted path continue."""
 
     def __init__(self, design: _Design, targets: _Targets, fold: np.ndarray, strengths: list[float], select: str):
@@ -487,6 +490,7 @@ class _Path:
             self.tensors["out_of_fold"],
             self._unseen(),
             self.fold,
+            self.design.classifier(self.tensors["first_fold"]),
         )
 
     def _take_out_of_fold(self, problem: _Problem, first: int, logits: Tensor) -> None:
@@ -524,6 +528,7 @@ class _Path:
             # Over the folds that know the class: the bias of the others is not a number of this head.
             known = (theta[-1].abs() < -_OFF).float()  # (folds, C)
             self.tensors |= {"mean": (theta * known).sum(1) / known.sum(0).clamp_min(1), "out_of_fold": logits}
+            self.tensors["first_fold"] = theta[:, 0]
 
     def _ended(self) -> bool:
         if len(self.scores) in (0, len(self.strengths)):
@@ -533,7 +538,8 @@ class _Path:
 
     def _key(self) -> str:
         """Return a digest of everything that the solutions depend on."""
-        digest = hashlib.sha256(json.dumps([dict(self.targets.config), self.strengths, self.select]).encode())
+        problem = [_FORMAT, dict(self.targets.config), self.strengths, self.select]
+        digest = hashlib.sha256(json.dumps(problem).encode())
         for array in (self.design.mean, self.design.scale, self.targets.labels.numpy(), self.fold):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()

@@ -1,6 +1,7 @@
 """Cross-validation of fine-tuning: a run of its own for each fold, and the results of all folds together."""
 
 import dataclasses
+import datetime
 import logging
 import shutil
 import statistics
@@ -12,14 +13,13 @@ from accelerate import Accelerator
 from datasets import DatasetDict
 
 from livt_hf.classifiers import load_classifier, load_processor
-from livt_hf.data import class_counts, eval_loader
+from livt_hf.data import eval_loader, shot_counts
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.benchmarks import locate_dataset
 from livt_hf.predictions.evaluate import EvaluationReport
 from livt_hf.predictions.folds import evaluate_folds, join_folds
 from livt_hf.predictions.predict import describe_images, predict
 from livt_hf.predictions.record import FOLDER, PredictionsInfo
-from livt_hf.predictions.rules import ARGMAX, TEST_PRIOR, UNIFORM
 from livt_hf.results import Results, provenance
 from livt_hf.runs import Run
 from livt_hf.training.results import summarize_class_counts
@@ -55,8 +55,9 @@ def evaluate_cross_validation(run: Run, dataset: str, datasets: Sequence[Dataset
     for folder in (run.folder / FOLDER, run.folder / "report"):  # of a run that was killed before it had results
         shutil.rmtree(folder, ignore_errors=True)
     predictions.save(run.folder / FOLDER)
-    summary = {"model": str(run.folder), "split": f"{len(datasets)} folds"} | provenance() | {"dataset": dataset}
-    return evaluate_folds(predictions, [class_counts(part["train"]) for part in datasets], **summary)
+    summary = {"model": str(run.folder), "split": f"{len(datasets)} folds", "date": datetime.date.today().isoformat()}
+    summary |= provenance() | {"dataset": dataset}
+    return evaluate_folds(predictions, shot_counts(datasets[0]), **summary)
 
 
 def join_fold_results(run: Run, report: EvaluationReport, num_folds: int) -> Results:
@@ -64,15 +65,13 @@ def join_fold_results(run: Run, report: EvaluationReport, num_folds: int) -> Res
     folds = [run.fold(number).results for number in range(1, num_folds + 1)]
     summary, rules = report.summary, report.summary["rules"]
     counts = np.array([row["count"] for row in report.per_class])
-    measured = rules.get(ARGMAX, rules[summary["default_rule"]])
     return dataclasses.replace(
         folds[0],
-        metrics=measured,
-        posterior=rules.get(UNIFORM),
-        own_prior=rules.get(TEST_PRIOR),
+        default_rule=summary["default_rule"],
+        rules=rules,
         folds=summary["folds"],
         split=summary["split"],
-        num_images=measured["num_images"],
+        num_images=rules[summary["default_rule"]]["num_images"],
         trained_on=None,  # by all folds together on all images
         num_train_images=round(statistics.mean(fold.num_train_images for fold in folds)),
         class_counts=summarize_class_counts(counts),

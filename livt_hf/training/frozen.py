@@ -1,15 +1,17 @@
 """Training of a classifier on features of a frozen backbone.
 
 The backbone sees each image once: its features are cached on disk under a key of everything they depend on (weights,
-images, processing), so that an epoch of the classifier takes milliseconds.
+images, processing, versions of libraries), so that an epoch of the classifier takes milliseconds.
 """
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +30,20 @@ from livt_hf.data import Batches, DeviceTransform, FinetuneAugmentation, eval_lo
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.decoding import image_digests
 from livt_hf.data.labels import labels_of, number_of_classes
-from livt_hf.data.loading import UpdateSampler, augmented_in_order
+from livt_hf.data.loading import UpdateSampler, ordered_loader, read_first_pixels
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import BalancedClassifier
 from livt_hf.long_tail.structure import extract_features, get_classifier
+from livt_hf.precision import (
+    AUTO,
+    BFLOAT16,
+    FLOAT32,
+    TRIAL_IMAGES,
+    agree_on_precision,
+    autocast,
+    resolve_precision,
+    similarity_posterior,
+)
 from livt_hf.predictions.predict import show_progress
 from livt_hf.processors import read_input_spec
 from livt_hf.runs import runs_folder
@@ -40,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 # Fields of a config that features do not depend on.
-_IRRELEVANT = LABEL_FIELDS | {"num_classes", "label_names", "long_tail"}
+_IRRELEVANT = LABEL_FIELDS | {"num_classes", "label_names", "long_tail", "pretrained_cfg"}  # the last: the processor's
 _IRRELEVANT |= {"architectures", "transformers_version", "_name_or_path"}
 
 
@@ -126,7 +138,9 @@ class FrozenBackbone:
         accelerator: Accelerator,
         seed: int = 0,
         num_workers: int = 0,
+        precision: str = FLOAT32,
     ):
+        self.precision = precision
         self.model, self.processor, self.accelerator = model.to(accelerator.device).eval(), processor, accelerator
         self.seed, self.num_workers = seed, num_workers
         self.weights = _hash_backbone(model)
@@ -136,15 +150,18 @@ class FrozenBackbone:
     ) -> np.ndarray:
         """Return features (views, images, D) as float32. View 0 is the plain image, the others are augmented.
 
-        Plain images are cached one by one, so that splits and folds share them.
+        Plain images are cached one by one, so that splits and folds share them. The first call decides on precision
+        "auto": that in which most of these images are cached, or by a trial.
         """
         digests = [digest for _, digest in image_digests(dataset)]
-        key = {"weights": self.weights, "processor": self.processor.to_dict()}
+        self._choose_precision(dataset, digests)
+        key = self._key(self.precision)
         if augmentation is not None:  # an augmented view depends on the index of its image among all of them
             key |= {"augmentation": repr(augmentation), "views": views, "seed": self.seed}
+            if augmentation.framing.name != "crop":
+                key["framing"] = augmentation.framing.name
             key["data"] = hashlib.sha256(b"".join(digests)).hexdigest()
-        name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        cache = FeatureCache(runs_folder() / "features" / name)
+        cache = FeatureCache.of_key(key)
         missing = [cache.missing(digests)]
         if missing[0] and augmentation is not None:
             missing = [list(range(len(digests)))]
@@ -163,20 +180,43 @@ class FrozenBackbone:
             self.accelerator.wait_for_everyone()
         return cache.read(digests)
 
+    def _key(self, precision: str) -> dict:
+        """Return what plain features depend on besides the image. Those of 0.2, in float32, name no precision."""
+        key = {"weights": self.weights, "processor": self.processor.to_dict(), "versions": _versions()}
+        return key if precision == FLOAT32 else key | {"precision": precision}
+
+    def _choose_precision(self, dataset: Dataset, digests: list[bytes]) -> None:
+        requested = self.precision
+        if requested == AUTO:
+            caches = {name: FeatureCache.of_key(self._key(name)) for name in (FLOAT32, BFLOAT16)}
+            cached = (name for name, cache in caches.items() if 2 * len(cache.missing(digests)) <= len(set(digests)))
+            requested = next(cached, AUTO)
+        self.precision = agree_on_precision(
+            resolve_precision(
+                requested,
+                self.model,
+                len(dataset),
+                partial(read_first_pixels, dataset, self.processor, self.accelerator, TRIAL_IMAGES),
+                partial(extract_features, self.model),
+                similarity_posterior,
+            )
+        )
+
     @torch.no_grad()
     def _compute(self, dataset: Dataset, batches: Batches, augmentation, view: int) -> np.ndarray:
         if view == 0:
             loader, transform = eval_loader(dataset, self.processor, batches), None
         else:
             inputs = read_input_spec(self.processor)
-            loader = augmented_in_order(dataset, augmentation, batches, view)
+            loader = ordered_loader(dataset, augmentation, batches, view)
             transform = DeviceTransform(inputs.mean, inputs.std)
         features = []
         for batch in show_progress(loader, f"features, view {view}", self.accelerator):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             if transform is not None:
                 batch = transform(batch, epoch=view, update=0)
-            features.append(extract_features(self.model, batch["pixel_values"]).float().cpu().numpy())
+            with autocast(self.accelerator.device, self.precision):
+                features.append(extract_features(self.model, batch["pixel_values"]).float().cpu().numpy())
         return np.concatenate(features)
 
 
@@ -185,6 +225,12 @@ class FeatureCache:
 
     def __init__(self, folder: Path):
         self.folder = folder
+
+    @classmethod
+    def of_key(cls, key: dict) -> "FeatureCache":
+        """Return the cache of features that depend on what a key says."""
+        name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return cls(runs_folder() / "features" / name)
 
     def write(self, features: np.ndarray, digests: list[bytes]) -> None:
         """Add a part, which is written as a whole or not at all."""
@@ -238,6 +284,13 @@ class FeatureCache:
             for row, digest in enumerate(digests):
                 locations.setdefault(digest.tobytes(), (part, row))
         return locations
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what reads images and computes features."""
+    return {
+        name: importlib.metadata.version(name) for name in ("pillow", "timm", "torch", "torchvision", "transformers")
+    }
 
 
 def _hash_backbone(model: PreTrainedModel) -> str:

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 VISIBILITY_TIMEOUT = 90  # seconds; a network drive may remember for a minute that there was no such folder
 LOG_INTERVAL = 10  # seconds between lines where there is no progress bar; log.jsonl has every line
+SMOOTHING = 0.3  # weight of the newest images per second in the time left, as in tqdm
 STATISTICS_IMAGES = 4096  # training images that the batch statistics of a moving average are estimated from
 EMA_REMAINDER = 0.1  # share of the first weights in a moving average that is worth a warning
 
@@ -127,7 +128,7 @@ class StepKey:
 
 
 class TrainingTask:
-    """What is trained on what: a module, a loader of training batches, and the loss of a batch.
+    """Module to train, loader of its training batches, and loss of a batch.
 
     The loader has `updates_per_epoch` and `epoch(number, start_update=0)`, which yields micro-batches.
     """
@@ -194,12 +195,12 @@ class TrainingLoop:
 
     @property
     def final_model(self) -> nn.Module:
-        """The model to evaluate and publish: the moving average where there is one."""
+        """Return the module to evaluate: the moving average where there is one, else the trained module."""
         return self.bare_model if self.ema is None else self.ema.module
 
     @property
     def _parts(self) -> dict:
-        """The parts of a checkpoint beside the progress, by file name."""
+        """Return the parts of a checkpoint beside the progress, by file name."""
         parts = {"model.safetensors": self.bare_model, "ema.safetensors": self.ema, "optimizer.bin": self.optimizer}
         parts[SCALER] = self.accelerator.scaler
         return {name: part for name, part in parts.items() if part is not None}
@@ -208,6 +209,7 @@ class TrainingLoop:
         """Load the newest checkpoint, if there is one. `trained_on` is the digest of the training images."""
         state = load_checkpoint(self.accelerator, self.run, self._parts)
         self.progress = Progress(**(state or {}))
+        self.total = self.progress.total or self.total
         check_same_images(self.run, self.progress.trained_on, trained_on)
         self.progress.trained_on = trained_on
         if self.accelerator.is_main_process:
@@ -215,23 +217,38 @@ class TrainingLoop:
             if state is not None:
                 logger.info("resuming %s at update %d of %d", self.run.folder, self.progress.update, self.total)
 
-    def fit(self, evaluate: Callable[["TrainingLoop", int], dict | None] = lambda _loop, _epoch: None) -> None:
-        """Train to the end, or save and raise `Interrupted`."""
+    def fit(
+        self,
+        evaluate: Callable[["TrainingLoop", int], dict | None] = lambda _loop, _epoch: None,
+        refit: Callable[["TrainingLoop"], int | None] = lambda _loop: None,
+    ) -> None:
+        """Train to the end, or save and raise `Interrupted`.
+
+        Args:
+            evaluate: called with the loop and the epoch after each epoch; returns metrics to log, or None.
+            refit: called after each update, to fit the schedule to the time; returns another total number of updates,
+                or None to keep it. A new total is saved at once, so that a resumed run has the same schedule.
+        """
         started = self._saved = time.monotonic()
         seconds_before = self.progress.seconds
         self._begin_window()
-        self._printed = -math.inf
+        self._printed, self._pace = -math.inf, None
         done, hidden = self.progress.update, not self._interactive
         bar = tqdm(total=self.total, initial=done, unit="update", disable=hidden, dynamic_ncols=True)
         with bar, StopOnSignal(announce=self.accelerator.is_main_process) as stopping:
-            for epoch in range(self.progress.update // self.per_epoch, math.ceil(self.total / self.per_epoch)):
+            while self.progress.update < self.total:
+                epoch = self.progress.update // self.per_epoch
                 self.model.train()
-                self.task.begin_epoch(self.bare_model, epoch, self.optimization.epochs)  # may freeze some layers again
+                epochs = math.ceil(self.total / self.per_epoch)
+                self.task.begin_epoch(self.bare_model, epoch, epochs)  # may freeze some layers again
                 batches = iter(self.task.loader.epoch(epoch, start_update=self.progress.update % self.per_epoch))
-                end = min((epoch + 1) * self.per_epoch, self.total)
-                while self.progress.update < end:
+                while self.progress.update < (end := min((epoch + 1) * self.per_epoch, self.total)):
                     self.update(batches, epoch)
                     bar.update()
+                    refitted = refit(self)
+                    if refitted is not None:
+                        self.total = self.progress.total = bar.total = refitted
+                        end = min((epoch + 1) * self.per_epoch, self.total)
                     self.progress.seconds = seconds_before + time.monotonic() - started
                     if self.progress.update % self.checkpointing.log_steps == 0 or self.progress.update == self.total:
                         bar.set_postfix(self._log())
@@ -239,11 +256,11 @@ class TrainingLoop:
                         self._estimate_statistics(epoch)
                         self._share_statistics()
                         self._log_evaluation(evaluate(self, epoch), epoch)
-                    self._save_if_due(stopping.requested or self._out_of_time(started))
+                    self._save_if_due(stopping.requested or self._out_of_time(started), refitted is not None)
 
-    def _save_if_due(self, stop_requested: bool) -> None:
+    def _save_if_due(self, stop_requested: bool, must_save: bool) -> None:
         """Save at the end, when it is time, and when any process wants to stop; then stop."""
-        due = time.monotonic() - self._saved > 60 * self.checkpointing.save_minutes
+        due = must_save or time.monotonic() - self._saved > 60 * self.checkpointing.save_minutes
         stop, save = self._any_process(stop_requested, due)
         finished = self.progress.update == self.total
         every = self.checkpointing.save_steps
@@ -367,6 +384,7 @@ class TrainingLoop:
         then, since = self._window
         speed, last = (progress.update - since) * batch / (time.perf_counter() - then), progress.update == self.total
         self._begin_window()
+        self._pace = speed if self._pace is None else (1 - SMOOTHING) * self._pace + SMOOTHING * speed
         line = {
             "update": progress.update,
             "epoch": round(progress.update / self.per_epoch, 4),
@@ -379,7 +397,7 @@ class TrainingLoop:
             self.run.log(line)
             if not self._interactive and (last or time.monotonic() - self._printed >= LOG_INTERVAL):
                 self._printed = time.monotonic()
-                left = "" if last else f"  {format_duration((self.total - progress.update) * batch / speed)} left"
+                left = "" if last else f"  {format_duration((self.total - progress.update) * batch / self._pace)} left"
                 logger.info(f"update %(update)d  epoch %(epoch).2f  loss %(loss).4f  lr %(lr).2e{left}", line)
         self.accelerator.log({name: line[name] for name in ("loss", "lr", "images_per_second")}, step=progress.update)
         return {"loss": f"{line['loss']:.4f}", "lr": f"{self._lr:.1e}", "images/s": f"{speed:.0f}"}

@@ -23,7 +23,9 @@ class LayeredModel(Protocol):
     def no_weight_decay(self) -> set[str]: ...
 
 
-def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: float = 1.0) -> list[dict]:
+def layer_decay_groups(
+    model: LayeredModel, weight_decay: float, layer_decay: float = 1.0, lr: float | None = None
+) -> list[dict]:
     """Group trainable parameters by layer for layer-wise learning rate decay.
 
     Args:
@@ -31,6 +33,7 @@ def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: fl
             `layer_decay` is not 1) and `no_weight_decay()`.
         weight_decay: decay of the parameters that `no_weight_decay` does not name.
         layer_decay: factor of the learning rate from each layer to the one below.
+        lr: the highest learning rate; with it each group has its own `lr`, as Trainer's `optimizers=` wants it.
 
     Returns:
         Parameter groups for a torch optimizer; every trainable parameter is in exactly one. Multiply the learning
@@ -53,21 +56,26 @@ def layer_decay_groups(model: LayeredModel, weight_decay: float, layer_decay: fl
         if key not in groups:
             scale = layer_decay ** (last - depths[name])
             groups[key] = {"params": [], "weight_decay": 0.0 if key[1] else weight_decay, "lr_scale": scale}
+            groups[key] |= {} if lr is None else {"lr": lr * scale}
         groups[key]["params"].append(parameter)
     return [groups[key] for key in sorted(groups)]
 
 
 def split_muon_groups(model: LayeredModel, groups: list[dict]) -> list[dict]:
-    """Split groups and mark what follows the blocks for NAdamW: Muon is for matrices between features."""
-    depths = model.parameter_depths()
+    """Split groups and mark what follows the blocks, and tables of positions, for NAdamW.
+
+    Muon is for matrices between features: those that are decayed. Vectors it leaves to NAdamW by itself.
+    """
+    depths, undecayed = model.parameter_depths(), model.no_weight_decay()
     last = max(depths.values())
     after = {id(parameter) for name, parameter in model.named_parameters() if depths[name] == last}
+    tables = {id(parameter) for name, parameter in model.named_parameters() if name in undecayed}
     marked = []
     for group in groups:
-        for fallback in (False, True):
-            parameters = [parameter for parameter in group["params"] if (id(parameter) in after) == fallback]
+        for late in (False, True):
+            parameters = [parameter for parameter in group["params"] if (id(parameter) in after) == late]
             if parameters:
-                marked.append(group | {"params": parameters, "use_fallback": fallback})
+                marked.append(group | {"params": parameters, "use_fallback": late or id(parameters[0]) in tables})
     return marked
 
 

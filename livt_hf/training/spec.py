@@ -1,8 +1,11 @@
-"""What the training loop and the two tasks are told: model, optimisation, checkpoints. Nothing here imports torch."""
+"""Specs of the training loop and of the two tasks: model, optimisation, checkpoints. Nothing here imports torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+from livt_hf.constants import PRESETS
+from livt_hf.long_tail.loss_table import CONVEX_LOSSES
+from livt_hf.long_tail.spec import LossSpec
 from livt_hf.specs import (
     AboveZero,
     FractionAboveZero,
@@ -14,14 +17,12 @@ from livt_hf.specs import (
     option,
 )
 
-VIT_SIZES = ("micro", "tiny", "small", "base", "large")
-
 
 @dataclass(frozen=True)
 class ModelSpec(Spec):
     """Model: which network to train."""
 
-    model_size: str = option("base", "preset of the encoder", choices=VIT_SIZES, common=True)
+    model_size: str = option("base", "preset of the encoder", choices=tuple(PRESETS), common=True)
     image_size: Positive | None = option(None, "pixels; default: the preset's", common=True)
     patch_size: Positive | None = option(None, "pixels; default: the preset's")
 
@@ -48,11 +49,25 @@ class FinetuneModelSpec(ModelSpec):
     tune: Literal["full", "lora", "head"] | None = option(
         None,
         "what is trained: everything, low-rank additions (LoRA), or the classifier on features of the frozen "
-        "backbone; each has a config of its own; default: everything, with the dataset's config",
+        "backbone; each has a config of its own; default: full or, of a LiViT, the dataset's config",
         common=True,
     )
     model_size: str = option("base", "preset of the encoder; that of a checkpoint is known", common=True)
     image_size: Positive | None = option(None, "pixels; default: the checkpoint's, or the preset's", common=True)
+    framing: Literal["auto", "own", "crop", "squash", "pad"] = option(
+        "auto",
+        "what a model sees of an image that is not square: the centre (crop), all of it squashed to a square (squash) "
+        "or padded to one (pad), or what the processor of the checkpoint does (own); auto: for a backbone on own "
+        "images that are not nearly square, crop or squash by cross-validation on frozen features, else own",
+        common=True,
+        legacy_default="own",
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = option(
+        "auto",
+        "what tune head computes the features in; auto: bfloat16 on a CPU that has it if it is faster and the "
+        "similarities of the first images agree within 0.02, else float32",
+        legacy_default="float32",
+    )
     solver: Literal["exact", "loop"] = option(
         "exact",
         "how tune head finds the classifier: exact solves a convex loss to its optimum, with the L2 strength by "
@@ -78,7 +93,7 @@ class OptimizationSpec(Spec):
     max_steps: Positive | None = option(None, "stop after this many updates, with the schedule shortened to fit")
     warmup_epochs: NonNegative = option(10, "epochs of linear warm-up")
     batch_size: Positive = option(1024, "images per update, over all processes and accumulation steps", common=True)
-    accumulation: Positive = option(1, "micro-batches per update on each process", common=True)
+    accumulation: Positive = option(1, "micro-batches per update on each process")
     base_lr: NonNegative = option(
         1e-3, "learning rate for 256 images per update; scaled by batch_size / 256", common=True
     )
@@ -91,7 +106,7 @@ class OptimizationSpec(Spec):
         0, "seed of everything random except the split: order, crops, masks, initial weights", common=True
     )
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
-        "auto", "auto: bf16 or fp16 on a GPU, none on a CPU", common=True
+        "auto", "auto: half precision on a GPU, the faster on a CPU", common=True
     )
     compile: Literal[True, False, "auto"] = option(
         False, "torch.compile the model; auto: on a GPU, and on a CPU if training takes more than half an hour"
@@ -136,7 +151,6 @@ class CheckpointSpec(Spec):
     trackers: str | None = option(
         None,
         "also log to these, separated by commas: tensorboard, wandb, trackio",
-        common=True,
         may_change_on_resume=True,
     )
 
@@ -155,3 +169,9 @@ class FinetuneCheckpointSpec(CheckpointSpec):
         choices=("mean_class_accuracy", "accuracy", "macro_f1", "many", "medium", "few", "worst_class_accuracy")
         + ("map", "auroc"),
     )
+
+
+def is_solvable(model: FinetuneModelSpec, optimization: FinetuneOptimizationSpec, loss: LossSpec) -> bool:
+    """Return True if the classifier is solved exactly: a convex loss on frozen features, every image drawn once."""
+    exact = model.tune == "head" and model.solver == "exact" and optimization.sampler == "natural"
+    return exact and loss.loss in CONVEX_LOSSES and loss.drw_start is None

@@ -1,4 +1,7 @@
-"""The start of a fine-tuning: a LiViT, or any image classifier of transformers and timm, with a long-tail head."""
+"""Build the model and the image processor that a fine-tuning starts from.
+
+The model is a LiViT, or any image classifier of transformers and timm, with a long-tail head.
+"""
 
 import inspect
 import logging
@@ -6,9 +9,9 @@ import logging
 import numpy as np
 import timm
 import torch
-from datasets import Dataset
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
 from transformers import (
-    AutoConfig,
     BaseImageProcessor,
     PreTrainedConfig,
     PreTrainedModel,
@@ -18,18 +21,20 @@ from transformers import (
 
 from livt_hf.classifiers import load_processor
 from livt_hf.configuration_livit import LiViTConfig, encoder_preset, get_size_name
-from livt_hf.data import class_counts, eval_processor, normalization
+from livt_hf.data import class_counts, eval_processor, normalization, shot_counts
+from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import is_native
 from livt_hf.data.labels import class_feature, is_multi_label
 from livt_hf.data.sampling import seen_counts
-from livt_hf.data.spec import FinetuneAugmentationSpec
+from livt_hf.data.spec import DataSpec, FinetuneAugmentationSpec
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.balance import balance
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.spec import LossSpec
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.pretrained import explain_load_errors, load_image_classifier, read_config
-from livt_hf.processors import read_input_spec, resize_processor
+from livt_hf.pretrained import explain_load_errors, load_config, load_image_classifier, read_config
+from livt_hf.processors import FRAMINGS, frame_processor, read_input_spec, resize_processor
+from livt_hf.training.framing import MAX_IMAGES, TRIAL_SHARE, FramingTrial, try_framings
 from livt_hf.training.spec import FinetuneModelSpec, FinetuneOptimizationSpec
 
 logger = logging.getLogger(__name__)
@@ -38,6 +43,51 @@ logger = logging.getLogger(__name__)
 def is_livit_compatible(config: dict) -> bool:
     """Return True if a checkpoint is read into a LiViT, as every plain ViT is: only its encoder is used."""
     return config.get("model_type") in ("livit", "vit", "vit_mae") or "livit" in config
+
+
+def build_model_and_processor(
+    dataset: DatasetDict,
+    spec: FinetuneModelSpec,
+    loss: LossSpec,
+    data: DataSpec,
+    optimization: FinetuneOptimizationSpec,
+    augmentation: FinetuneAugmentationSpec,
+    objective: str | None,
+    accelerator: Accelerator,
+) -> tuple[PreTrainedModel, BaseImageProcessor, FramingTrial | None]:
+    """Build the model and its image processor, and choose the framing of the images where it is "auto".
+
+    Args:
+        dataset: splits "train", "test" and perhaps "validation".
+        spec: model, checkpoint and framing.
+        loss: options of the long-tail head.
+        data: source of the dataset; benchmarks keep the framing of the checkpoint.
+        optimization: seed and time; a trial takes a share of the `hours`.
+        augmentation: mixing, which the head records.
+        objective: what a trial compares framings by.
+        accelerator: of all processes.
+
+    Returns:
+        The model, its processor with the framing, and the trial that chose it; None where there was none.
+    """
+    train, trial, framing = dataset["train"], None, spec.framing
+    model = build_classifier(train, spec, loss, optimization, augmentation)
+    store_shot_counts(model, dataset)
+    processor = build_processor(model, train, spec, data.dataset)
+    if framing == "auto" and not isinstance(model, LiViTForImageClassification) and data.dataset not in PUBLIC:
+        trial = try_framings(
+            model,
+            processor,
+            train,
+            accelerator,
+            objective=objective,
+            max_images=MAX_IMAGES["head" if spec.tune == "head" else "full"],
+            seconds=None if optimization.hours is None else TRIAL_SHARE * 3600 * optimization.hours,
+            seed=optimization.seed,
+            num_workers=data.num_workers,
+        )
+        framing = trial.chosen if trial else "own"
+    return model, apply_framing(model, processor, framing), trial
 
 
 def build_classifier(
@@ -69,6 +119,13 @@ def build_classifier(
         message = f"{path} has patches of {model.config.patch_size}; leave patch_size out."
         raise LiVTError(message, argument="patch_size")
     return model
+
+
+def store_shot_counts(model: PreTrainedModel, dataset: DatasetDict) -> None:
+    """Store in the head how many images each class had before some were held out, which make the shot groups."""
+    counts, settings = shot_counts(dataset).tolist(), model.config.long_tail
+    if counts != settings.class_counts:
+        model.config.long_tail = LongTailConfig.from_dict({**settings, "shot_counts": counts})
 
 
 def build_head_config(
@@ -110,7 +167,7 @@ def _build_backbone_classifier(spec: FinetuneModelSpec, head: LongTailConfig, la
     """
     path = spec.pretrained
     with explain_load_errors(path):
-        config = AutoConfig.from_pretrained(path)
+        config = load_config(path)
         drops = {"drop_path_rate": spec.drop_path} if _has_drop_path(config) else {}
     fresh = getattr(config, "long_tail", None) is None or config.id2label != labels["id2label"]
     for name, value in labels.items():
@@ -139,12 +196,32 @@ def _has_drop_path(config: PreTrainedConfig) -> bool:
 def build_processor(
     model: PreTrainedModel, train: Dataset, spec: FinetuneModelSpec, dataset: str
 ) -> BaseImageProcessor:
-    """Build the image processor to train with and to publish.
+    """Build the image processor to train with and to publish, with the framing of the checkpoint.
 
     A backbone keeps its own. A LiViT gets one with the statistics of its checkpoint, or of the dataset of that name.
     """
-    if not isinstance(model, LiViTForImageClassification):
-        return _build_backbone_processor(spec, model)
+    if isinstance(model, LiViTForImageClassification):
+        return _build_livit_processor(model, train, spec, dataset)
+    return _build_backbone_processor(spec, model)
+
+
+def apply_framing(model: PreTrainedModel, processor: BaseImageProcessor, framing: str) -> BaseImageProcessor:
+    """Return the processor with a framing; "own" and "auto" leave it as it is.
+
+    The config of a timm model holds the framing too, and is changed in place.
+    """
+    if framing not in FRAMINGS:
+        return processor
+    processor = frame_processor(processor, framing)
+    if isinstance(model.config, TimmWrapperConfig):
+        config = {name: processor.data_config[name] for name in ("crop_mode", "crop_pct")}
+        model.config.pretrained_cfg = model.config.pretrained_cfg | config
+    return processor
+
+
+def _build_livit_processor(
+    model: LiViTForImageClassification, train: Dataset, spec: FinetuneModelSpec, dataset: str
+) -> BaseImageProcessor:
     mean, std = normalization(dataset)
     if spec.pretrained != "none":
         try:
