@@ -77,7 +77,7 @@ def _add_predictions(demo: DemoModel, path: str, report: str | None) -> None:
     except LiVTError as error:
         demo.notes.append(f"There is no tab Errors: {error}")
         return
-    rules = sorted(predictions.info.rules, key=lambda rule: rule != predictions.info.default_rule)
+    rules = list(dict.fromkeys([predictions.info.default_rule, *predictions.info.rules]))
     demo.predictions = {rule.label: Mistakes.of(predictions, rule) for rule in rules}
     if demo.data is not None and not demo.predictions[rules[0].label].belong_to(demo.data):
         demo.data = None

@@ -8,20 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from livt_hf.errors import LiVTError
 from livt_hf.reports.sheets import labelled_rows
 from livt_hf.reports.style import (
     BLUE,
     GROUP_COLOURS,
+    GROUP_MARKERS,
     NAMED,
+    PALETTE,
     SKY,
     VERMILLION,
-    label_classes,
     new_figure,
     plain,
     save,
-    shade_groups,
     shorten,
 )
 
@@ -37,10 +38,9 @@ def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | 
         np.array([row[name] for row in filled]) for name in ("low", "accuracy", "confidence", "images")
     )
     gaps = np.abs(confidence - accuracy)
-    over = "over" if (confidence * images).sum() > (accuracy * images).sum() else "under"
-    words = f"ECE {100 * (gaps * images).sum() / total:.1f} %, MCE {100 * gaps.max():.1f} %, {over}-confident"
+    words = f"ECE {100 * (gaps * images).sum() / total:.1f} %, MCE {100 * gaps.max():.1f} %"
 
-    figure = new_figure(5, 6.4)
+    figure = new_figure(4.8, 5.4)
     upper, lower = figure.subplots(2, 1, height_ratios=[4, 1], sharex=True)
     plain(upper, ylabel="accuracy", title=f"{title}\n{words}" if title else words)
     upper.bar(lows, accuracy, width, align="edge", color=SKY, edgecolor="white", label="accuracy")
@@ -52,50 +52,51 @@ def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | 
     upper.set(xlim=(0, 1), ylim=(0, 1))
     plain(lower, xlabel="confidence", ylabel="images (%)")
     lower.bar(lows, 100 * images / total, width, align="edge", color="0.6", edgecolor="white")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)  # a bar may stand anywhere in the axes
-    return save(figure, path)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)  # a bar may stand anywhere
+    return save(figure, path, vector=True)
 
 
-def accuracy_by_frequency(per_class: Sequence[Mapping], path: str | Path, measure: str = "accuracy") -> Path:
-    """Plot the accuracy, or another measure, of each class from head to tail, with groups shaded and their means.
+def accuracy_by_frequency(
+    per_class: Sequence[Mapping], path: str | Path, measure: str = "accuracy", intervals: np.ndarray | None = None
+) -> Path:
+    """Plot the accuracy, or another measure, of each class against its training images, with the means of the groups.
 
-    Many classes also get a running mean.
+    Args:
+        per_class: rows of the classes.
+        path: the picture.
+        measure: a column of the rows.
+        intervals: lower and upper bounds by row, (C, 2), drawn where there are few classes.
     """
-    rows = sorted((row for row in per_class if row[measure] is not None), key=lambda row: -row["count"])
-    if not rows:
+    kept = [number for number, row in enumerate(per_class) if row[measure] is not None]
+    if not kept:
         raise LiVTError("no class has a test image; update the metrics before drawing them.")
-    ranks, accuracy = np.arange(len(rows)), 100 * np.array([row[measure] for row in rows])
-    groups = [row["group"] for row in rows]
-    figure = new_figure(9, 4.5)
-    ax = plain(figure.add_subplot(), ylabel=f"{measure.replace('_', ' ')} (%)")
-    shade_groups(ax, groups)
-    colours = [GROUP_COLOURS[group] for group in groups]
-    named = len(rows) <= NAMED
-    if named:
-        ax.bar(ranks, accuracy, width=0.75, color=colours, alpha=0.75)
-    else:
-        # Three test images per class give only four accuracies: spread by 2 points so that crowds show as such.
-        spread = 4 * (ranks * 0.618034 % 1 - 0.5) if len(rows) > 1000 else 0
-        size, alpha = np.clip(4000 / len(rows), 2, 24), np.clip(700 / len(rows), 0.15, 0.7)
-        ax.scatter(ranks, accuracy + spread, s=size, c=colours, alpha=alpha, linewidths=0)
-        window = max(5, len(rows) // 20)
-        weights = np.ones(window)
-        mean = np.convolve(accuracy, weights, "same") / np.convolve(np.ones(len(rows)), weights, "same")
-        ax.plot(ranks, mean, color="black", linewidth=2, label=f"mean of {window} neighbours")
-    for group in dict.fromkeys(groups):
-        members = [i for i, name in enumerate(groups) if name == group]
-        level = accuracy[members].mean()
-        ax.hlines(
-            level, members[0] - 0.5, members[-1] + 0.5, color=GROUP_COLOURS[group], linewidth=2, linestyle="--",
-            label=f"{group}: {level:.1f}",
-        )  # fmt: skip
-    ax.set_ylim(0 if named else -3, 103)
-    label_classes(ax, [row["name"] for row in rows])
-    if named:  # names need the room below the axis
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    else:
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
-    return save(figure, path)
+    rows = [per_class[number] for number in kept]
+    counts = np.array([max(row["count"], 0.7) for row in rows])
+    values, groups = 100 * np.array([row[measure] for row in rows]), np.array([row["group"] for row in rows])
+    figure = new_figure(4.8, 3.4)
+    ax = plain(figure.add_subplot(), "training images of the class", f"{measure.replace('_', ' ')} (%)")
+    ax.set_xscale("log")
+    # Classes of equal numbers would hide each other: spread them by up to 4 % of their number, and by 2 points.
+    order = np.arange(len(rows)) * 0.618034 % 1 - 0.5
+    spread_x, spread_y = counts * (1 + 0.08 * order), values + (4 * order if len(rows) > 1000 else 0)
+    size, alpha = np.clip(4000 / len(rows), 2, 30), np.clip(700 / len(rows), 0.15, 0.85)
+    for group in dict.fromkeys(groups.tolist()):
+        own, colour = groups == group, GROUP_COLOURS[group]
+        marker = dict(s=size, color=colour, alpha=alpha, marker=GROUP_MARKERS[group], linewidths=0)
+        ax.scatter(
+            spread_x[own], spread_y[own], label=f"{group} ({own.sum():,})", rasterized=len(rows) > 1000, **marker
+        )
+        ends = [counts[own].min() / 1.1, counts[own].max() * 1.1]
+        ax.hlines(values[own].mean(), *ends, color=colour, linewidth=1.5, linestyle="--")
+        if intervals is not None and len(rows) <= NAMED:
+            low, high = 100 * intervals[kept][own].T
+            ax.vlines(spread_x[own], low, high, color=colour, linewidth=1, alpha=0.45)
+    ax.set_ylim(-3, 103)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return save(figure, path, vector=True)
 
 
 def confused_classes(pairs: Sequence[Mapping], path: str | Path) -> Path:
@@ -115,12 +116,13 @@ def confused_classes(pairs: Sequence[Mapping], path: str | Path) -> Path:
         chosen = [i for i in places if towards_head[i] == towards]
         ax.barh(chosen, [100 * pairs[i]["share"] for i in chosen], color=colour, label=label, height=0.7)
     for place, pair in zip(places, pairs, strict=True):
-        ax.text(100 * pair["share"], place, f" {pair['images']}", va="center", fontsize=9, color="0.3")
+        total = round(pair["images"] / pair["share"])
+        ax.text(100 * pair["share"], place, f" {pair['images']} of {total}", va="center", fontsize=9, color="0.3")
     labels = [f"{shorten(pair['label_name'], 26)} → {shorten(pair['predicted_name'], 26)}" for pair in pairs]
     ax.set_yticks(places, labels, parse_math=False, fontsize=9)
     ax.invert_yaxis()
     ax.set_ylim(len(pairs) - 0.5, -0.5)
-    ax.margins(x=0.08)
+    ax.margins(x=0.2)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return save(figure, path)
 
@@ -154,3 +156,38 @@ def best_and_worst(per_class: Sequence[Mapping], samples: Callable[[int], Sequen
             words.append(f"{row['count']:,} in training ({row['group']})")
             rows.append(("\n".join(words), colour, samples(i)))
     return labelled_rows(rows, path)
+
+
+def class_counts_chart(counts: Mapping[str, np.ndarray], path: str | Path, names: Sequence[str]) -> Path:
+    """Plot the number of images of each class as horizontal bars, the largest class on top, one bar per split.
+
+    With more classes than have room, the largest and the smallest ones are shown.
+    """
+    ranked = np.argsort(-counts["train"], kind="stable")
+    shown = ranked if len(ranked) <= NAMED else np.r_[ranked[: NAMED // 2], ranked[-NAMED // 2 :]]
+    figure = new_figure(8, 1.2 + 0.24 * len(shown))
+    ax = plain(figure.add_subplot(), xlabel="images")
+    ax.grid(visible=False)
+    height = 0.8 / len(counts)
+    for number, (split, own) in enumerate(counts.items()):
+        offset = (number - (len(counts) - 1) / 2) * height
+        bars = ax.barh(np.arange(len(shown)) + offset, own[shown], height, color=PALETTE[number], label=split)
+        ax.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=7)
+    ax.set_yticks(range(len(shown)), [shorten(names[c], 28) for c in shown], parse_math=False)
+    ax.tick_params(axis="y", labelsize=9)
+    ax.margins(y=0.01)
+    ax.invert_yaxis()
+    if len(shown) < len(ranked):
+        ax.axhline(NAMED // 2 - 0.5, color="0.5", linestyle=":")
+        ax.annotate(
+            f"{len(ranked) - NAMED:,} more classes",
+            (1, NAMED // 2 - 0.5),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color="0.4",
+            fontsize=9,
+        )
+    if len(counts) > 1:
+        figure.legend(loc="outside lower center", ncols=len(counts), frameon=False)
+    return save(figure, path)

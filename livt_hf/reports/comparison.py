@@ -109,7 +109,7 @@ def compare(first: str, second: str, folder: Path) -> tuple[str, Path]:
     pictures = {caption: both for caption, both in paths.items() if all(path.is_file() for path in both)}
     title = f"{first} and {second} on {one.summary['dataset']} ({one.summary['split']})"
     conclusion = describe_difference(one.metrics, other.metrics, _paired_margin(one, other))
-    return conclusion, write_page(folder, title, tables, pictures, lead=conclusion)
+    return conclusion, write_page(folder, title=title, tables=tables, pictures=pictures, lead=conclusion)
 
 
 def describe_difference(first: dict, second: dict, margin: float | None = None) -> str:

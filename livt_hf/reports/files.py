@@ -5,10 +5,11 @@ from pathlib import Path
 PAGE, TEXT = "report.html", "report.md"
 NUMBERS, CLASSES = "evaluation.json", "classes.csv"
 FREQUENCY, CONFUSED, TRAINING, SHIFTS = "frequency.png", "confused.png", "training.png", "shifts.png"
+TRADE_OFF = "trade_off.png"
 RELIABILITY = "reliability-{number}.png"
 BEST_AND_WORST = "classes.png"
 # Plots show numbers and may be published; other pictures show images of the dataset.
-PLOTS = [FREQUENCY, CONFUSED, RELIABILITY.format(number="*"), TRAINING, SHIFTS]
+PLOTS = [FREQUENCY, CONFUSED, RELIABILITY.format(number="*"), TRAINING, SHIFTS, TRADE_OFF]
 PICTURES_OF_IMAGES = [BEST_AND_WORST]
 
 

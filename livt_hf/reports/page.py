@@ -1,6 +1,7 @@
 """Tables in Markdown, and pages rendered by Jinja templates: one HTML file that needs nothing but itself."""
 
 import base64
+import hashlib
 import html
 import mimetypes
 import re
@@ -9,9 +10,11 @@ from numbers import Real
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
 
 from livt_hf.errors import LiVTError
 from livt_hf.reports import files
+from livt_hf.reports.style import read_svg
 from livt_hf.text import format_percent
 
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
@@ -63,12 +66,25 @@ def markdown_table(rows: Sequence[Mapping]) -> str:
     return "\n".join([line([name for name, _ in columns]), rule, *body]) + "\n"
 
 
-def _data_url(path: str | Path) -> str:
+def data_url(content: bytes, kind: str) -> str:
     """Return a picture as a data URL."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _picture(path: str | Path, title: str) -> Markup:
+    """Return the markup of a figure: its SVG where it was saved with one, else the picture inside a data URL."""
+    path = Path(path)
+    if path.with_suffix(".svg").is_file():
+        return Markup(read_svg(path.with_suffix(".svg"), title))
     kind = mimetypes.guess_type(str(path))[0]
     if kind is None or not kind.startswith("image/"):
         raise LiVTError(f"{path} is not a picture that a browser shows; save it as .png or .svg.")
-    return f"data:{kind};base64,{base64.b64encode(Path(path).read_bytes()).decode()}"
+    return Markup('<img alt="{}" src="{}">').format(title, data_url(path.read_bytes(), kind))
+
+
+def _csp_hash(script: str) -> str:
+    """Return what a content security policy calls a script that it allows."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def render(template: str, **context) -> str:
@@ -79,35 +95,31 @@ def render(template: str, **context) -> str:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"cell": _format_cell, "data_url": _data_url, "percent": format_percent}
+    environment.filters |= {
+        "cell": _format_cell,
+        "picture": _picture,
+        "percent": format_percent,
+        "csp_hash": _csp_hash,
+    }
     environment.filters |= {"markdown": escape_markdown, "markdown_table": markdown_table}
-    environment.globals["columns_of"] = _columns_of
+    environment.globals |= {"columns_of": _columns_of, "script": environment.get_template("sort.js").render()}
     return environment.get_template(template).render(**context)
 
 
-def write_page(
-    folder: str | Path,
-    title: str,
-    tables: Mapping[str, Sequence[Mapping]],
-    pictures: Mapping[str, Sequence[str | Path]],
-    *,
-    lead: str = "",
-    verdict: object = None,
-) -> Path:
-    """Write `report.html` into a folder: the first table, the pictures, then the other tables, all inside one file.
+def write_page(folder: str | Path, template: str = "page.html", **context) -> Path:
+    """Write `report.html` into a folder: one file that needs nothing but itself.
 
     Args:
         folder: where the page goes.
-        title: heading of the page.
-        tables: rows by heading; more than 50 rows start folded.
-        pictures: files by caption; several stand side by side.
-        lead: first sentence of the page.
-        verdict: a `Verdict`, which opens the page.
+        template: "page.html" shows a `title`, a `lead`, `tables` (rows by heading) and `pictures` (lists of files by
+            caption, side by side).
+        **context: what the template shows.
 
     Returns:
         The page.
     """
-    page = render("page.html", title=title, tables=tables, pictures=pictures, lead=lead, verdict=verdict)
+    empty: dict[str, object] = {"lead": "", "tables": {}, "pictures": {}}
+    page = render(template, **empty | context)
     path = Path(folder) / files.PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")

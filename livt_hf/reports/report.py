@@ -1,54 +1,111 @@
 """Write the report of one evaluation: pictures, tables and a page, in a folder of their own."""
 
+import contextlib
 import csv
+import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
+from PIL import Image
 
 from livt_hf.data.decoding import read_images
 from livt_hf.data.labels import labels_of
+from livt_hf.errors import LiVTError
 from livt_hf.files import write_values
 from livt_hf.predictions.evaluate import EvaluationReport
+from livt_hf.predictions.rules import describe_objective
 from livt_hf.predictions.shot_groups import GROUPS
+from livt_hf.predictions.significance import wilson_interval
 from livt_hf.reports import files
-from livt_hf.reports.classes import accuracy_by_frequency, best_and_worst, confused_classes, reliability_diagram
-from livt_hf.reports.curves import accuracy_by_shift, shift_rows, training_curves
-from livt_hf.reports.page import render, write_page
-from livt_hf.reports.verdict import judge
+from livt_hf.reports.classes import (
+    accuracy_by_frequency,
+    best_and_worst,
+    best_and_worst_classes,
+    confused_classes,
+    reliability_diagram,
+)
+from livt_hf.reports.curves import accuracy_by_shift, shift_rows, trade_off, training_curves
+from livt_hf.reports.page import data_url, render, write_page
+from livt_hf.reports.verdict import count_units, judge
+from livt_hf.results import Results
+from livt_hf.runs import Run
 from livt_hf.text import format_percent
 
-Pictures, Tables = dict[str, list[Path]], dict[str, list[dict]]
+Figures, Tables = list[tuple[str, Path, str]], dict[str, list[dict]]  # figures: caption, file, note
 SAMPLES = 6  # images of each of the best and worst classes
+SHOWN_CONFUSIONS = 12
 FOLD_METRICS = ("accuracy", "map", "mean_class_accuracy", "macro_f1", *GROUPS, "auroc", "ece")
 _FRACTIONS = ("accuracy", "precision", "recall", "f1", "auroc", "average_precision", "confidence")
+_ON_WIDE_SCREENS = ("F1", "AUROC", "95 % interval", "train")
 
 
-def write_report(folder: Path, report: EvaluationReport, dataset: Dataset) -> Path:
+def write_report(folder: Path, report: EvaluationReport, dataset: Dataset | None) -> Path:
     """Write pictures, tables and the page of an evaluation into a folder, and return the page.
 
     Args:
         folder: where the report goes; predictions may be there already.
         report: what was measured.
-        dataset: the images, in the order of the predictions.
+        dataset: the images, in the order of the predictions; None leaves out their pictures.
 
     Returns:
         The page, `report.html`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     summary, multi_label = report.summary, not report.metrics
-    verdict = None if multi_label else judge(report)
-    pictures, tables = (_multi_label_parts if multi_label else _single_label_parts)(folder, report, dataset)
-    logs = files.find_logs(Path(summary["model"]))
-    if logs:
-        pictures["Training"] = [training_curves(logs, folder / files.TRAINING)]
+    run = Run(Path(summary["model"]))
+    results = None
+    with contextlib.suppress(LiVTError):  # only the title needs them
+        results = run.results if run.finished else None
+    if multi_label:
+        verdict, context = None, {"confusions": [], "examples": []}
+        figures, tables, classes = _multi_label_parts(folder, report)
+    else:
+        verdict = judge(report)
+        figures, tables = _single_label_figures(folder, report), _tables(summary)
+        classes = _rows_by_need(report, {row["class"] for row in verdict.weak})
+        examples = [] if dataset is None else _draw_examples(folder, report, dataset)
+        context = {"examples": examples, "confusions": _shown_confusions(report)}
+    if logs := files.find_logs(run.folder):
+        path = training_curves(logs, folder / files.TRAINING, columns=1)
+        figures.append(("Training", path, "Loss, learning rate and accuracy, on the images that each panel names."))
     write_values(folder / files.NUMBERS, summary | ({"classes": report.per_class} if multi_label else {}))
     if not multi_label:
         write_classes(report.per_class, folder / files.CLASSES)
-    title = f"{summary['model']} on {summary['dataset']} ({summary['split']})"
-    text = render("report.md", title=title, tables=tables, verdict=verdict)
+    title = f"{Path(summary['dataset']).name}: {_name_model(summary['model'], results)}"
+    listed = tables | {"Classes (percent; the accuracy of a class is its recall)": _class_rows(report.per_class)}
+    text = render("report.md", title=title, tables=listed, verdict=verdict)
     (folder / files.TEXT).write_text(text, encoding="utf-8")
-    return write_page(folder, title, tables, pictures, verdict=verdict)
+    context |= {"title": title, "verdict": verdict, "figures": figures, "tables": tables, "classes": classes}
+    context |= {"facts": _list_facts(report), "command": summary.get("command"), "grouped": report.groups is not None}
+    context |= {
+        "class_columns": [n for n in classes[0] if n not in ("name", "group", "is_weak")],
+        "more_columns": _ON_WIDE_SCREENS,
+    }
+    return write_page(folder, "report.html", **context)
+
+
+def _name_model(model: str, results: Results | None) -> str:
+    """Return the name of a model without the folder that it is in: of a run its architecture and loss."""
+    if results is not None and results.model_size:
+        return f"{results.model_size}, {results.loss}"
+    path = Path(model)
+    return "/".join(path.parts[-2:]) if path.is_absolute() or path.is_dir() else model
+
+
+def _list_facts(report: EvaluationReport) -> list[str]:
+    """Return the provenance line: version, date, and what was measured."""
+    summary, rows = report.summary, report.per_class
+    counts, tested = [row["count"] for row in rows], [row for row in rows if row["images"]]
+    images = summary["rules"][summary["default_rule"]]["num_images"]
+    facts = [f"livt-hf {summary['versions']['livt-hf']}"] if "versions" in summary else []
+    facts += [summary["date"]] if "date" in summary else []
+    facts.append(f"split: {summary['split']}, {images:,} images of {len(tested):,} classes")
+    facts.append(
+        f"before anything was held out: {sum(counts):,} training images, {max(counts):,} to {min(counts):,} a class"
+    )
+    return facts
 
 
 def write_classes(rows: list[dict], path: Path) -> None:
@@ -59,45 +116,108 @@ def write_classes(rows: list[dict], path: Path) -> None:
         table.writerows(rows)
 
 
-def _single_label_parts(folder: Path, report: EvaluationReport, dataset: Dataset) -> tuple[Pictures, Tables]:
-    """Draw the pictures and build the tables of images with one label each."""
-    per_class, summary, labels = report.per_class, report.summary, labels_of(dataset).values
+def _single_label_figures(folder: Path, report: EvaluationReport) -> Figures:
+    """Draw the figures of images with one label each."""
+    summary, per_class = report.summary, report.per_class
+    intervals = wilson_interval(*_count_correct(report, per_class))
+    path = accuracy_by_frequency(per_class, folder / files.FREQUENCY, intervals=intervals)
+    note = "Lines: 95 % intervals. Dashed: mean of the group."
+    figures = [("Accuracy of each class against its training images", path, note)]
+    if "trade_off" in summary:
+        chosen = summary["trade_off"]
+        curve, exponent = chosen.get("curve") or (), chosen.get("exponent")
+        path = trade_off(folder / files.TRADE_OFF, curve, exponent, chosen["test"])
+        note = "Deciding under the training prior to the power t: 0 is the uniform prior, 1 the training prior."
+        if exponent is not None:
+            note += f" t = {exponent:g} was chosen for {describe_objective(chosen['objective'])} on training images."
+        figures.append(("What rare classes cost", path, f"{note} The test images only check it."))
+    confused_classes(report.confusions[:20], folder / files.CONFUSED)
+    for number, (rule, metric) in enumerate(report.metrics.items()):
+        if any(row["images"] for row in metric.bins):  # none where all logits are NaN
+            path = reliability_diagram(metric.bins, folder / files.RELIABILITY.format(number=number))
+            if rule == summary["default_rule"]:
+                figures.append(("Are probabilities right?", path, f"Decision rule: {report.default_label}."))
+    if "shifted" in summary:
+        path = accuracy_by_shift(summary["shifted"], folder / files.SHIFTS)
+        figures.append(("Shifted test sets", path, "Test images drawn so that classes are frequent and rare."))
+    return figures
+
+
+def _count_correct(report: EvaluationReport, rows: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Return right predictions and test images of classes, in groups of images where images belong together."""
+    images = count_units(report, rows)
+    return np.array([row["accuracy"] or 0 for row in rows]) * images, images
+
+
+def _draw_examples(folder: Path, report: EvaluationReport, dataset: Dataset) -> list[list[dict]]:
+    """Draw images of the most and least accurate classes, and return their rows with thumbnails for the page."""
+    labels = labels_of(dataset).values
 
     def samples(label: int) -> list[np.ndarray]:
         rows = np.flatnonzero(labels == label)[:SAMPLES].tolist()
         return [image.permute(1, 2, 0).numpy() for image in read_images(dataset, rows)]
 
-    pictures = {
-        "Accuracy against class frequency": [accuracy_by_frequency(per_class, folder / files.FREQUENCY)],
-        "Best and worst classes": [best_and_worst(per_class, samples, folder / files.BEST_AND_WORST)],
-        "Most confused classes": [confused_classes(report.confusions[:20], folder / files.CONFUSED)],
+    best_and_worst(report.per_class, samples, folder / files.BEST_AND_WORST)
+    by_id = {row["class"]: row for row in report.per_class}
+    halves = best_and_worst_classes(report.per_class)
+    return [
+        [by_id[label] | {"thumbnails": [_thumbnail(image) for image in samples(label)]} for label in ids]
+        for ids in halves
+        if ids
+    ]
+
+
+def _thumbnail(image: np.ndarray) -> str:
+    """Return a small copy of an image as a data URL."""
+    small, content = Image.fromarray(image), io.BytesIO()
+    small.thumbnail((112, 112))
+    small.save(content, "JPEG", quality=80)
+    return data_url(content.getvalue(), "image/jpeg")
+
+
+def _shown_confusions(report: EvaluationReport) -> list[dict]:
+    images = {row["class"]: row["images"] for row in report.per_class}
+    return [pair | {"total": images[pair["label"]]} for pair in report.confusions[:SHOWN_CONFUSIONS]]
+
+
+def _rows_by_need(report: EvaluationReport, weak: set[int]) -> list[dict]:
+    """Return the rows of the table of classes, those first that are most surely inaccurate."""
+    rows, bounds = report.per_class, wilson_interval(*_count_correct(report, report.per_class))
+    order = sorted(range(len(rows)), key=lambda row: (not rows[row]["images"], bounds[row, 1]))
+    return [_class_row(rows[row], bounds[row]) | {"is_weak": rows[row]["class"] in weak} for row in order]
+
+
+def _class_row(row: dict, bounds: np.ndarray) -> dict:
+    low, high = (f"{100 * bound:.0f}" for bound in bounds)
+    shown = {"class": row["name"], "name": row["name"], "group": row["group"], "train": f"{row['count']:,}"}
+    shown |= {"test": f"{row['images']:,}", "recall": format_percent(row["accuracy"])}
+    shown |= {
+        "95 % interval": f"{low} to {high}" if row["images"] else "-",
+        "precision": format_percent(row["precision"]),
     }
-    for number, (rule, metric) in enumerate(report.metrics.items()):
-        title = f"Reliability: {summary['rule_labels'][rule]}"
-        if any(row["images"] for row in metric.bins):  # none where all logits are NaN
-            path = folder / files.RELIABILITY.format(number=number)
-            pictures[title] = [reliability_diagram(metric.bins, path, title)]
-    if "shifted" in summary:
-        pictures["Shifted test sets"] = [accuracy_by_shift(summary["shifted"], folder / files.SHIFTS)]
-    return pictures, _tables(summary, per_class)
+    return shown | {"F1": format_percent(row["f1"]), "AUROC": format_percent(row["auroc"])}
 
 
-def _multi_label_parts(folder: Path, report: EvaluationReport, _dataset: Dataset) -> tuple[Pictures, Tables]:
-    """Draw the pictures and build the tables of images with several labels, each a binary question of its own."""
-    metrics, rows, pictures = report.summary["rules"][report.summary["default_rule"]], report.per_class, {}
+def _multi_label_parts(folder: Path, report: EvaluationReport) -> tuple[Figures, Tables, list[dict]]:
+    """Draw the figures and build the tables of images with several labels, each a binary question of its own."""
+    metrics, rows = report.summary["rules"][report.summary["default_rule"]], report.per_class
+    figures: Figures = []
     if metrics["map"] is not None:
-        picture = accuracy_by_frequency(rows, folder / files.FREQUENCY, measure="average_precision")
-        pictures["Average precision against class frequency"] = [picture]
+        path = accuracy_by_frequency(rows, folder / files.FREQUENCY, measure="average_precision")
+        figures.append(
+            ("Average precision of each class against its training images", path, "Dashed: mean of the group.")
+        )
     means = {"mean average precision": "map"} | {group: group for group in GROUPS} | {"AUROC": "auroc"}
     means |= {name: f"macro_{name}" for name in ("precision", "recall", "f1") if f"macro_{name}" in metrics}
     over_classes = {column: format_percent(metrics[name]) for column, name in means.items()}
     tables = {"Mean over classes (percent; average precision by shot group)": [over_classes]}
     if "folds" in report.summary:
         tables["Folds (percent)"] = fold_rows(report.summary)
-    return pictures, tables | {"Classes (percent)": _class_rows(rows)}
+    kept = [{"class" if n == "name" else n: v for n, v in row.items() if n != "class"} for row in _class_rows(rows)]
+    return figures, tables, [row | {"name": row["class"], "is_weak": False} for row in kept]
 
 
-def _tables(summary: dict, per_class: list[dict]) -> Tables:
+def _tables(summary: dict) -> Tables:
     """Return the tables of an evaluation by heading."""
     labels, rules = summary["rule_labels"], summary["rules"]
     default = labels[summary["default_rule"]]
@@ -114,7 +234,7 @@ def _tables(summary: dict, per_class: list[dict]) -> Tables:
         tables[f"Accuracy under the {under['prior']} (percent)"] = rows
     if "shifted" in summary:
         tables["Shifted test sets (accuracy in percent)"] = shift_rows(summary["shifted"])
-    return tables | {"Classes (percent; the accuracy of a class is its recall)": _class_rows(per_class)}
+    return tables
 
 
 def _class_rows(per_class: list[dict]) -> list[dict]:

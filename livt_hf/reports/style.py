@@ -5,13 +5,18 @@ no global list of figures grows, and pictures can be drawn from any thread.
 """
 
 import functools
+import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
 from matplotlib.text import Text
+
+from livt_hf.text import escape_controls
 
 # Okabe and Ito's eight colours.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -26,6 +31,8 @@ EAST_ASIAN += ("Hiragino Sans", "Apple SD Gothic Neo")
 # Colour is never the only sign: each group has a marker of its own too.
 GROUP_COLOURS = {"accuracy": BLACK, "many": BLUE, "medium": GREEN, "few": VERMILLION}
 GROUP_MARKERS = {"accuracy": "o", "many": "s", "medium": "^", "few": "D"}
+_PAGE_COLOURS = {"#000000": "currentColor", "#e6e6e6": "var(--line)", "#ffffff": "var(--paper)"}
+_PAGE_COLOURS |= {BLUE: "var(--blue)", GREEN: "var(--green)", VERMILLION: "var(--red)"}
 GROUP_NAMES = {"accuracy": "all", "many": "many", "medium": "medium", "few": "few"}
 
 
@@ -34,15 +41,33 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-def save(figure: Figure, path: str | Path) -> Path:
-    """Write the figure in the format of the path's suffix and return the path; the folder is made."""
+def save(figure: Figure, path: str | Path, vector: bool = False) -> Path:
+    """Write the figure in the format of the path's suffix and return the path; the folder is made.
+
+    With `vector` an SVG is written beside it, with its text as text: pages show that.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for text in figure.findobj(Text):
         if not text.get_text().isascii():
             text.set_fontfamily(font_families())
     figure.savefig(path, dpi=DPI)
+    if vector:
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, transparent=True)
     return path
+
+
+def read_svg(path: Path, title: str) -> str:
+    """Return a saved SVG to stand inside a page: in the page's font, and in colours that follow light and dark."""
+    text = "<svg" + path.read_text(encoding="utf-8").partition("<svg")[2]
+    text = re.sub(r'<metadata>.*?</metadata>| xmlns(:xlink)?="[^"]*"', "", text, flags=re.DOTALL)
+    text = re.sub(r'font: [^;"]*?([\d.]+px)[^;"]*', r"font-size: \1", text)
+    text = re.sub(r'font-family: [^;"]*(; )?', "", text)
+    for colour, name in _PAGE_COLOURS.items():
+        text = re.sub(colour, name, text, flags=re.IGNORECASE)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{html.escape(title)}"', text, count=1)
+    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
 
 
 @functools.cache
@@ -66,7 +91,7 @@ def plain(ax: Axes, xlabel: str = "", ylabel: str = "", title: str | None = None
 
 def shorten(text: object, length: int) -> str:
     """Shorten a long text in the middle: species names tend to differ at their ends."""
-    text = str(text)
+    text = escape_controls(str(text))
     if len(text) <= length:
         return text
     front = (length - 1) // 2

@@ -1,168 +1,281 @@
-"""The verdict that opens a report: accuracy by group, the least reliable classes and why, and recommendations."""
+"""The verdict that opens a report: accuracy against baselines and by group, weak classes, and advice.
 
-from collections.abc import Mapping, Sequence
+What is said of a class or of another decision rule has passed a test (`livt_hf.predictions.significance`), and each
+piece of advice has its command.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
 
 from livt_hf.predictions.evaluate import EvaluationReport
-from livt_hf.predictions.rules import ARGMAX
+from livt_hf.predictions.rules import ARGMAX, ESTIMATED, GIVEN, LARGEST, TRAINING, UNIFORM
 from livt_hf.predictions.shot_groups import GROUPS
+from livt_hf.predictions.significance import (
+    LEVEL,
+    below_the_rest,
+    calibration_p_value,
+    class_gains,
+    paired_p_value,
+    significant,
+)
 from livt_hf.reports.style import GROUP_COLOURS
 from livt_hf.text import format_percent, shell_line
 
-MAX_CLASSES, MAX_RECOMMENDATIONS = 6, 3  # they fit one screen
-LOW_ACCURACY = 0.5  # of an unreliable class
-OVERCONFIDENCE = 0.15  # of an unreliable class: mean confidence above accuracy
-MIN_IMAGES = 10  # test images from which on a class can be called overconfident
+MAX_CLASSES, MAX_ADVICE = 6, 4  # they fit one screen
+MIN_DIFFERENCE = 0.1  # of a weak class: accuracy below that of the other images
+MIN_CONFIDENCE_GAP = 0.02
 CONFUSED_SHARE = 0.2  # of a class's images predicted as one other class: worth mentioning
-MIN_GAIN = 0.01  # of a recommendation, as a fraction of correct predictions or of calibration
+MIN_IMAGES = 10  # test images below which hardly any class can be told to be weak
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do, why, and the command for it."""
+
+    title: str
+    reason: str
+    command: str
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What opens a report; `unreliable` lists all such classes, of which a page shows `max_classes`."""
+    """What opens a report.
+
+    `weak` lists all weak classes, of which a page shows `max_classes`; `baselines` compare with the default rule.
+    """
 
     lead: str
+    summary: str
+    baselines: list[dict]
     groups: list[dict]
-    unreliable: list[dict]
-    recommendations: list[str]
+    weak: list[dict]
+    advice: list[Advice]
     max_classes: int = MAX_CLASSES
 
 
 def judge(report: EvaluationReport) -> Verdict:
     """Return the verdict on an evaluation of images with one label each."""
-    numbers = report.default_metrics.compute()
-    lead = f"Accuracy {format_percent(numbers['accuracy'])} % on {numbers['num_images']:,} test images"
-    mean = format_percent(numbers["mean_class_accuracy"])
-    if mean != format_percent(numbers["accuracy"]):  # an imbalanced test set
-        lead += f", mean class accuracy {mean} %"
-    lead += f" (decision rule: {report.default_label})."
-    return Verdict(lead, summarize_groups(report), find_unreliable_classes(report), recommend(report))
+    return _Judge(report).verdict()
 
 
-def _tested_classes(report: EvaluationReport) -> list[dict]:
-    """Return rows of the classes that have test images, each with its most frequent confusion, or None."""
+def find_weak_classes(report: EvaluationReport) -> list[dict]:
+    """Return the classes that are significantly less accurate than the other images, the weakest first."""
+    tested = [row for row in report.per_class if row["images"]]
+    images, accuracy = count_units(report, tested), np.array([row["accuracy"] for row in tested])
+    right = accuracy * images
+    found = significant(below_the_rest(images, right))
+    others = (right.sum() - right) / np.maximum(images.sum() - images, 1)
     confused: dict[int, dict] = {}
     for pair in report.confusions:
         confused.setdefault(pair["label"], pair)
-    return [row | {"confused": confused.get(row["class"])} for row in report.per_class if row["images"]]
-
-
-def summarize_groups(report: EvaluationReport) -> list[dict]:
-    """Return accuracy and interval of each shot group that has classes."""
-    metrics, groups = report.default_metrics, [row["group"] for row in _tested_classes(report)]
-    numbers, intervals = metrics.compute(), report.summary["intervals"][report.summary["default_rule"]]
-    many, few = metrics.many_above, metrics.few_below
-    sizes = (f"more than {many}", f"{few} to {many}", f"fewer than {few}")
-    return [
-        {
-            "name": name,
-            "colour": GROUP_COLOURS[name],
-            "description": f"{_count(groups.count(name), 'class', 'classes')} with {size} training images",
-            "accuracy": numbers[name],
-            "interval": intervals.get(name),
-        }
-        for name, size in zip(GROUPS, sizes, strict=True)
-        if numbers[name] is not None
+    weak = [
+        row | {"reason": _explain(row, confused.get(row["class"]))}
+        for row, is_low, other in zip(tested, found, others, strict=True)
+        if is_low and row["accuracy"] <= other - MIN_DIFFERENCE
     ]
+    return sorted(weak, key=lambda row: (row["accuracy"], -row["images"]))
 
 
-def find_unreliable_classes(report: EvaluationReport) -> list[dict]:
-    """Return classes of low accuracy or high overconfidence with the reasons, the least accurate first.
-
-    A class with a single test image counts only where no class has more.
-    """
-    rows = _tested_classes(report)
-    rows = [row for row in rows if row["images"] > 1] or rows
-    found = [(row, _explain(row)) for row in sorted(rows, key=lambda row: (row["accuracy"], -row["images"]))]
-    return [{"name": row["name"], "accuracy": row["accuracy"], "reason": reason} for row, reason in found if reason]
+def count_units(report: EvaluationReport, rows: Sequence[dict]) -> np.ndarray:
+    """Return the number of test images of classes or, where images belong together, of their groups."""
+    if report.groups is None:
+        return np.array([row["images"] for row in rows])
+    pairs = np.unique(np.stack([report.labels, report.groups]), axis=1)
+    return np.bincount(pairs[0], minlength=len(report.per_class))[[row["class"] for row in rows]]
 
 
-def _explain(row: Mapping) -> str | None:
-    """Return why the predictions of a class are unreliable, or None where they are reliable."""
-    confidence = row["confidence"]
-    measurable = confidence is not None and row["images"] >= MIN_IMAGES
-    overconfident = measurable and confidence - row["accuracy"] > OVERCONFIDENCE
-    if row["accuracy"] >= LOW_ACCURACY and not overconfident:
+class _Judge:
+    """What the parts of a verdict on one report have in common."""
+
+    def __init__(self, report: EvaluationReport):
+        self.report, self.default = report, report.summary["default_rule"]
+        self.numbers = report.default_metrics.compute()
+        self.tested = [row for row in report.per_class if row["images"]]
+
+    def verdict(self) -> Verdict:
+        split = {"all": "images of all splits"}.get(self.report.summary["split"], self.report.summary["split"])
+        images = f"{self.numbers['num_images']:,} images ({split})"
+        lead = f"Accuracy {format_percent(self.numbers['accuracy'])} %, mean class accuracy "
+        lead += f"{format_percent(self.numbers['mean_class_accuracy'])} % on {images}; decision rule: "
+        lead += f"{self.report.default_label}."
+        summary = self.summarize_baselines()
+        return Verdict(lead, summary, self.baselines, self.groups(), find_weak_classes(self.report), self.advice())
+
+    def test(self, rule: str, other: str, by_class: bool = False) -> float:
+        """Return the p-value of a difference in accuracy, or in mean class accuracy, between two rules."""
+        labels, groups = self.report.labels, self.report.groups
+        one, two = (self.report.decisions[name].labels.numpy() for name in (rule, other))
+        gains = class_gains(one, two, labels) if by_class else (one == labels).astype(float) - (two == labels)
+        return paired_p_value(gains, groups)
+
+    @cached_property
+    def baselines(self) -> list[dict]:
+        """Return rows of the default rule and the baselines, and how accuracies differ: 1 better, -1 worse, 0 open."""
+        rows = [{"rule": self.default, "label": f"This model ({self.report.default_label})", "metrics": self.numbers}]
+        largest = max(self.report.per_class, key=lambda row: row["count"])["name"]
+        labels = {LARGEST: f"Always “{largest}”, the largest class", TRAINING: "The same model, training prior"}
+        for rule, metrics in self.report.summary["baselines"].items():
+            signs = {}
+            for name in ("accuracy", "mean_class_accuracy"):
+                gain, by_class = self.numbers[name] - metrics[name], name != "accuracy"
+                signs[name] = int(np.sign(gain)) if self.test(self.default, rule, by_class) <= LEVEL else 0
+            rows.append({"rule": rule, "label": labels[rule], "metrics": metrics, "signs": signs})
+        return rows
+
+    def summarize_baselines(self) -> str:
+        """Return in a sentence whether the model is better than always answering the largest class."""
+        row = next(row for row in self.baselines if row["rule"] == LARGEST)
+        accuracy, mean = row["signs"]["accuracy"], row["signs"]["mean_class_accuracy"]
+        share = f"{format_percent(row['metrics']['accuracy'])} %"
+        if accuracy > 0:
+            return f"Better than always answering the largest class, which is right in {share}."
+        if mean > 0:
+            text = "Tells the classes apart, but is right "
+            text += "less often than" if accuracy < 0 else "about as often as"
+            return f"{text} always answering the largest class ({share}): the decision rule favours rare classes."
+        return f"Not better than always answering the largest class, which is right in {share}."
+
+    def groups(self) -> list[dict]:
+        """Return recall, its interval, and precision of each shot group that has classes."""
+        metrics, members = self.report.default_metrics, [row["group"] for row in self.tested]
+        intervals, many, few = self.report.summary["intervals"][self.default], metrics.many_above, metrics.few_below
+        sizes = (f"more than {many}", f"{few} to {many}", f"fewer than {few}")
+        return [
+            {
+                "name": name,
+                "colour": GROUP_COLOURS[name],
+                "description": f"{_count(members.count(name), 'class', 'classes')} with {size} training images",
+                "accuracy": self.numbers[name],
+                "precision": self.numbers[f"{name}_precision"],
+                "interval": intervals.get(name),
+            }
+            for name, size in zip(GROUPS, sizes, strict=True)
+            if self.numbers[name] is not None
+        ]
+
+    def advice(self) -> list[Advice]:
+        kinds = (self.change_rule, self.count_correct_images, self.tell_apart, self.label_more, self.calibrate)
+        found = [advice for kind in (*kinds, self.test_more) if (advice := kind()) is not None]
+        return found[:MAX_ADVICE]
+
+    def change_rule(self) -> Advice | None:
+        """Advise another rule if it is better in one accuracy, by a paired test, and not worse in the other."""
+        priors = {UNIFORM: "uniform", ESTIMATED: "prior.json"}
+        rules = [rule for rule in self.report.metrics if rule in priors and rule != self.default]
+        if self.default == GIVEN:  # the prior was given for images whose classes are frequent otherwise than here
+            return None
+        for rule in rules:
+            metrics = self.report.metrics[rule].compute()
+            gains = [metrics[name] - self.numbers[name] for name in ("accuracy", "mean_class_accuracy")]
+            p_values = [self.test(rule, self.default, by_class) for by_class in (False, True)]
+            if min(gains) >= 0 and min(p_values) <= LEVEL / (2 * len(rules)):
+                label, reason = self.report.summary["rule_labels"][rule], self.compare(metrics)
+                return Advice(f"Decide by “{label}”.", reason, self.redecide(priors[rule]))
         return None
-    reasons = []
+
+    def count_correct_images(self) -> Advice | None:
+        """Advise the training prior to those who count correct images, where it has more of them."""
+        row = next((row for row in self.baselines if row["rule"] == TRAINING), None)
+        if row is None or row["signs"]["accuracy"] >= 0:
+            return None
+        return Advice(
+            "Use the training prior if the number of correct images is what counts.",
+            f"{self.compare(row['metrics'])} This is for images whose classes are as frequent as in training.",
+            self.redecide("training"),
+        )
+
+    def compare(self, metrics: dict) -> str:
+        pairs = [(metrics[name], self.numbers[name]) for name in ("accuracy", "mean_class_accuracy")]
+        (one, now), (mean, mean_now) = ([format_percent(value) for value in pair] for pair in pairs)
+        return f"Accuracy {one} instead of {now} %, mean class accuracy {mean} instead of {mean_now} %."
+
+    def redecide(self, prior: str) -> str:
+        model = self.report.summary["model"]
+        if "folds" in self.report.summary:
+            return shell_line(["livt", "decide", Path(model, "predictions"), "--prior", prior, "--output", "decided"])
+        return shell_line(["livt", "predict", model, "IMAGES", "--prior", prior])
+
+    def tell_apart(self) -> Advice | None:
+        """Advise more training only where no decision rule is at fault: not even the training prior is better."""
+        best = TRAINING if TRAINING in self.report.decisions else self.default
+        right = (self.report.decisions[best].labels.numpy() == self.report.labels).mean()
+        share = self.report.summary["baselines"][LARGEST]["accuracy"]
+        tells = right > share and self.test(best, LARGEST) <= LEVEL
+        if tells or self.summarize_baselines().startswith(("Better", "Tells")):
+            return None
+        return Advice(
+            "Fine-tune the whole model, or start from a stronger one.",
+            "Under no decision rule is it significantly better than always answering the largest class.",
+            shell_line(["livt", "train", self.report.summary["dataset"], "--pretrained", "MODEL", "--hours", "2"]),
+        )
+
+    def label_more(self) -> Advice | None:
+        """Advise to label images of rare classes if rare classes are significantly below the other images."""
+        rare = [row for row in self.tested if row["group"] == "few"]
+        command = self.train_again()
+        if not rare or len(rare) == len(self.tested) or command is None:
+            return None
+        others = [row for row in self.tested if row["group"] != "few"]
+        accuracy = [np.array([row["accuracy"] for row in rows]) for rows in (rare, others)]
+        images = [count_units(self.report, rows) for rows in (rare, others)]
+        right = np.array([own @ units for own, units in zip(accuracy, images, strict=True)])
+        if below_the_rest(np.array([units.sum() for units in images]), right)[0] > LEVEL:
+            return None
+        names = [row["name"] for row in sorted(rare, key=lambda row: row["accuracy"])]
+        own, other = (format_percent(values.mean()) for values in accuracy)
+        few = self.report.default_metrics.few_below
+        return Advice(
+            f"Label more images of {_list_names(names)}, then train again.",
+            f"Classes with fewer than {few} training images have a mean accuracy of {own} %, others {other} %.",
+            command,
+        )
+
+    def train_again(self, *options: str) -> str | None:
+        """Return the command that trains the model again from the options of its run; None where there is no run."""
+        arguments = Path(self.report.summary["model"], "arguments.yaml")
+        return shell_line(["livt", "finetune", "--config", arguments, *options]) if arguments.is_file() else None
+
+    def calibrate(self) -> Advice | None:
+        if "folds" in self.report.summary or len(self.report.metrics) == 1 or self.default != ARGMAX:
+            return None  # a cross-validation has no model of its own; without probabilities, or calibrated
+        decided = self.report.decisions[self.default]
+        gap = (self.numbers["mean_confidence"] or 0) - self.numbers["accuracy"]
+        right, groups = decided.labels.numpy() == self.report.labels, self.report.groups
+        if abs(gap) < MIN_CONFIDENCE_GAP or calibration_p_value(decided.scores.numpy(), right, groups) > LEVEL:
+            return None
+        direction = "over" if gap > 0 else "under"
+        return Advice(
+            "Calibrate the probabilities on other labelled images.",
+            f"The model is {direction}confident: mean confidence {format_percent(self.numbers['mean_confidence'])} %, "
+            f"accuracy {format_percent(self.numbers['accuracy'])} %.",
+            shell_line(["livt", "calibrate", self.report.summary["model"], "--dataset", "FOLDER", "--split", "all"]),
+        )
+
+    def test_more(self) -> Advice | None:
+        small = sum(row["images"] < MIN_IMAGES for row in self.tested)
+        command = self.train_again("--folds", "5")
+        if small == 0 or "folds" in self.report.summary or command is None:
+            return None
+        return Advice(
+            "Test on every image by cross-validation.",
+            f"{small:,} of {len(self.tested):,} classes have fewer than {MIN_IMAGES} test images, too few to tell "
+            "whether one of them is weak.",
+            command,
+        )
+
+
+def _explain(row: dict, pair: dict | None) -> str:
+    """Return what is known of a weak class: few training images, what it is confused with, how often it is found."""
+    reasons = [f"{round(row['accuracy'] * row['images'])} of {_count(row['images'], 'image', 'images')} right"]
     if row["group"] == "few":
         reasons.append(f"only {_count(row['count'], 'training image', 'training images')}")
-    pair = row["confused"]
-    if pair is not None and pair["share"] >= CONFUSED_SHARE:
-        reasons.append(f"{format_percent(pair['share'])} % are predicted as {pair['predicted_name']}")
-    if overconfident:
-        reasons.append(f"overconfident (mean confidence {format_percent(confidence)} %)")
-    return "; ".join(reasons) or "no single reason was found"
-
-
-def recommend(report: EvaluationReport) -> list[str]:
-    """Return recommendations, the most promising first."""
-    kinds = (_change_rule, _label_more, _calibrate, _train_longer, _check_labels, _test_more)
-    found = [item for kind in kinds if (item := kind(report)) is not None and item[0] >= MIN_GAIN]
-    return [text for _, text in sorted(found, key=lambda item: -item[0])[:MAX_RECOMMENDATIONS]]
-
-
-def _change_rule(report: EvaluationReport) -> tuple[float, str]:
-    """Compare the rules under the given prior or, without one, by mean class accuracy."""
-    accuracy = {rule: metric.compute()["mean_class_accuracy"] for rule, metric in report.metrics.items()}
-    measure = "a mean class accuracy of {} %"
-    if "under_prior" in report.summary:
-        under = report.summary["under_prior"]
-        accuracy = {rule: under["accuracy"].get(rule, 0.0) for rule in accuracy}
-        measure = f"an accuracy of {{}} % under the {under['prior']}"
-    default, best = report.summary["default_rule"], max(accuracy, key=accuracy.get)
-    labels = report.summary["rule_labels"]
-    reached = measure.format(format_percent(accuracy[best]))
-    text = f"Use another decision rule: “{labels[best]}” reaches {reached}, “{labels[default]}” "
-    return accuracy[best] - accuracy[default], f"{text}{format_percent(accuracy[default])} %."
-
-
-def _label_more(report: EvaluationReport) -> tuple[float, str] | None:
-    numbers, rows = report.default_metrics.compute(), _tested_classes(report)
-    rare, many = [row for row in rows if row["group"] == "few"], numbers["many"]
-    if not rare or many is None:
-        return None
-    weak = sorted((row for row in rare if row["accuracy"] < many), key=lambda row: row["accuracy"])
-    text = f"Label more images of {_list_names([row['name'] for row in weak])}: classes with fewer than "
-    text += f"{report.default_metrics.few_below} training images reach an accuracy of "
-    text += f"{format_percent(numbers['few'])} %, frequent classes {format_percent(many)} %."
-    return (many - numbers["few"]) * len(rare) / len(rows), text
-
-
-def _calibrate(report: EvaluationReport) -> tuple[float, str] | None:
-    numbers = report.default_metrics.compute()
-    if "folds" in report.summary or numbers["ece"] is None:  # a cross-validation has no model of its own
-        return None
-    if len(report.metrics) == 1 or report.summary["default_rule"] != ARGMAX:  # without probabilities, or calibrated
-        return None
-    direction = "overconfident" if numbers["mean_confidence"] > numbers["accuracy"] else "underconfident"
-    command = f"livt calibrate {shell_line([report.summary['model']])} --dataset FOLDER --split all"
-    text = f"Calibrate the model on other labelled images ({command}): it is {direction} by "
-    return numbers["ece"] / 2, f"{text}{format_percent(numbers['ece'])} points on average."
-
-
-def _train_longer(report: EvaluationReport) -> tuple[float, str] | None:
-    metrics = report.default_metrics
-    many = metrics.compute()["many"]
-    if many is None or many > 0.7:
-        return None
-    text = f"Train longer, or start from a better pretraining: even classes with more than {metrics.many_above}"
-    return (1 - many) / 2, f"{text} training images reach only {format_percent(many)} %."
-
-
-def _check_labels(report: EvaluationReport) -> tuple[float, str] | None:
-    pair = next((pair for pair in report.confusions[:50] if pair["share"] >= CONFUSED_SHARE), None)
-    if pair is None:
-        return None
-    text = f"Compare images of {pair['label_name']} and {pair['predicted_name']}: {pair['images']} of the first are "
-    return pair["images"] / report.default_metrics.num_images, f"{text}predicted as the second. Check their labels."
-
-
-def _test_more(report: EvaluationReport) -> tuple[float, str]:
-    rows = _tested_classes(report)
-    small = sum(row["images"] < MIN_IMAGES for row in rows)
-    text = f"Test on more images: {small:,} of {len(rows):,} classes have fewer than {MIN_IMAGES} test images, so "
-    return 0.02 * small / len(rows), f"{text}their accuracies are uncertain."
+    if pair is not None and pair["share"] >= CONFUSED_SHARE and pair["images"] > 1:
+        reasons.append(f"{pair['images']} predicted as {pair['predicted_name']}")
+    return "; ".join(reasons)
 
 
 def _count(number: int, one: str, more: str) -> str:
