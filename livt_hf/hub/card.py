@@ -13,10 +13,11 @@ from livt_hf.errors import LiVTError
 from livt_hf.hub.names import DATASET_TITLES, dataset_title, find_hub_ids, format_options, split_title
 from livt_hf.hub.paper import paper_result
 from livt_hf.hub.publication import Publication
+from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.losses import LOSSES, PACKAGED, LossDefinition
 from livt_hf.metrics import GROUPS
-from livt_hf.predictions.rules import ARGMAX, LABELS
+from livt_hf.predictions.rules import ARGMAX, describe_objective
 from livt_hf.results import Results
 from livt_hf.text import format_count, format_duration, format_percent
 
@@ -35,6 +36,7 @@ PAPER_OPTIONS = {
 }
 PAPER_TAUS = {"places-lt": (1.0, 1.05)}  # 1.05 is the appendix's; everywhere else 1
 ACCURACY_COLUMNS = (*GROUPS, "accuracy")
+TRADE_OFF_COLUMNS = ("accuracy", "mean_class_accuracy", "macro_f1")
 HYPERPARAMETERS = ("model_size", "patch_size", "tune", "epochs", "batch_size", "optimizer", "base_lr", "weight_decay")
 HYPERPARAMETERS += ("layer_decay", "drop_path", "keep_ratio", "mask_ratio", "decode_ratio", "loss", "tau")
 HYPERPARAMETERS += ("test_prior", "mixup", "cutmix", "seed")
@@ -137,10 +139,8 @@ def needs_plugin(results: Results) -> bool:
     return results.loss is not None and results.loss not in PACKAGED
 
 
-def card_data(
-    results: Results, model_name: str, options: str = "", source: Mapping | None = None, **extra
-) -> ModelCardData:
-    """Return the metadata of a card; `source` names who measured, where it was not the run itself."""
+def card_data(results: Results, model_name: str, options: str = "", **extra) -> ModelCardData:
+    """Return the metadata of a card."""
     classifier = results.stage == "finetune"
     hub_id = dataset_title(results)[1]
     tags = TAGS + (["vit"] if is_vit(results) else [])
@@ -152,7 +152,7 @@ def card_data(
         datasets=[hub_id] if hub_id else None,
         metrics=[kind for kind, *_ in _measured_metrics(results).values()][:1] if classifier else None,
         model_name=model_name,
-        eval_results=_eval_results(results, options, **(source or {})) if classifier else None,
+        eval_results=_eval_results(results, options) if classifier else None,
         **extra,
     )
 
@@ -161,12 +161,12 @@ def _measured_metrics(results: Results) -> dict[str, tuple[str, str, float]]:
     """Return type, name and value of each measured metric under the default rule."""
     rule, metrics = next(iter(results.rules.items()))
     titles = MULTI_LABEL_TITLES if "map" in metrics else METRIC_TITLES
-    suffix = "" if rule == ARGMAX or "map" in metrics else f", {LABELS[rule]}"
+    suffix = "" if rule == ARGMAX or "map" in metrics else f", {results.rule_labels[rule]}"
     found = {key: (kind, name + suffix, metrics.get(key)) for key, (kind, name) in titles.items()}
     return {key: metric for key, metric in found.items() if metric[-1] is not None}
 
 
-def _eval_results(results: Results, options: str, **source) -> list[EvalResult]:
+def _eval_results(results: Results, options: str) -> list[EvalResult]:
     """Return the measured metrics for the card's `model-index`."""
     title, hub_id = dataset_title(results)
     split = split_title(results)
@@ -178,8 +178,7 @@ def _eval_results(results: Results, options: str, **source) -> list[EvalResult]:
             dataset_split=f"{split}, selected by {options}" if options else split,
             metric_type=kind,
             metric_name=name,
-            metric_value=value,
-            **source,
+            metric_value=round(value, 4),
         )
         for kind, name, value in _measured_metrics(results).values()
     ]
@@ -197,7 +196,7 @@ def eval_result_files(results: Results, arguments: Mapping) -> dict[str, str]:
         EvalResultEntry(
             dataset_id=hub_id,
             task_id=metric,
-            value=value,
+            value=round(value, 4),
             notes=f"{name} on {describe_split(results)} after training on {title}, as a fraction",
         )
         for metric, (_, name, value) in _measured_metrics(results).items()
@@ -225,7 +224,24 @@ def _describe_outputs(head: LongTailHead) -> dict:
         no_posterior=head.no_posterior,
         calibrated_on=calibration.get("num_images"),
         calibration_split=calibration.get("split"),
+        trade_off=_trade_off_rows(settings),
     )
+
+
+def _trade_off_rows(settings: LongTailConfig) -> dict | None:
+    """Describe the deployment prior: its objective, and the trade-off curve in rows of text."""
+    found = settings.trade_off
+    if found is None:
+        return None
+    marks: dict[float, list[str]] = {0.0: ["uniform prior"], 1.0: ["training prior"]}
+    for objective, exponent in found["exponents"].items():
+        marks.setdefault(exponent, []).append(describe_objective(objective))
+    rows = [
+        [f"{row['exponent']:g}", ", ".join(marks[row["exponent"]]), *_percents(row, TRADE_OFF_COLUMNS)]
+        for row in found["curve"]
+        if row["exponent"] in marks
+    ]
+    return found | {"rows": rows}
 
 
 def _result_tables(results: Results, arguments: Mapping) -> dict:
@@ -234,10 +250,10 @@ def _result_tables(results: Results, arguments: Mapping) -> dict:
         rows = [["this model", *_percents(results.metrics, (*GROUPS, "map"))]]
         return dict(multi_label=True, accuracy_rows=rows, calibration_rows=[], paper=None)
     rules = results.rules
-    rows = [[f"this model, {LABELS[rule]}", *_percents(m, ACCURACY_COLUMNS)] for rule, m in rules.items()]
+    rows = [[f"this model, {results.rule_labels[rule]}", *_percents(m, ACCURACY_COLUMNS)] for rule, m in rules.items()]
     scores = {ARGMAX: "softmax(z), the authors' convention"}
     calibration = [
-        [scores.get(rule, f"class probabilities, {LABELS[rule]}"), *_percents(metrics, ("ece", "mce"))]
+        [scores.get(rule, f"class probabilities, {results.rule_labels[rule]}"), *_percents(metrics, ("ece", "mce"))]
         for rule, metrics in rules.items()
     ]
     paper = _paper_row(results, arguments)

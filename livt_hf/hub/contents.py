@@ -21,7 +21,7 @@ from livt_hf.results import Results
 TEXT_OPTIONS = (
     *SELECTION_OPTIONS, *COLUMN_OPTIONS, "rule", "group_column", "fold", "model_size", "mixed_precision", "compile",
     "tune", "optimizer", "pooling", "loss", "bias", "head_start", "sampler", "augmentation", "select", "select_metric",
-    "solver", "objective",
+    "solver", "objective", "framing", "precision",
 )  # fmt: skip
 PATH_OPTIONS = ("dataset", "pretrained", "test_prior", "class_weights")
 EVALUATION_FIELDS = ("split", "default_rule", "thresholds", "versions", "git_revision", "rankings", "folds", "classes")
@@ -56,7 +56,7 @@ def public_results(results: Results) -> Results:
     """Return results whose dataset and starting weights are a benchmark, a Hub id, or the last part of a path."""
     names = {name: getattr(results, name) for name in ("dataset", "pretrained")}
     local = {"dataset": results.dataset_local, "pretrained": results.pretrained_local}
-    shortened = {n: shorten_path(v) for n, v in names.items() if local[n] and v is not None and "/" in v}
+    shortened = {n: shorten_path(v) for n, v in names.items() if local[n] and v is not None and set(v) & set("/\\")}
     return replace(results, **shortened)
 
 
@@ -65,7 +65,7 @@ def public_arguments(arguments: Mapping, results: Results) -> dict:
     hub_ids = find_hub_ids(results)
     kept = select_numbers(arguments, (*TEXT_OPTIONS, *PATH_OPTIONS))
     paths = {n: v for n, v in kept.items() if n in PATH_OPTIONS and isinstance(v, str) and v not in hub_ids}
-    return kept | {name: shorten_path(value) for name, value in paths.items() if "/" in value}
+    return kept | {name: shorten_path(value) for name, value in paths.items() if set(value) & set("/\\")}
 
 
 def public_evaluation(summary: Mapping, results: Results) -> dict:

@@ -10,7 +10,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 from livt_hf.data import class_counts, is_made_split
 from livt_hf.data.benchmarks import BENCHMARKS, Benchmark
 from livt_hf.data.decoding import stored_paths
-from livt_hf.data.labels import class_feature
+from livt_hf.data.labels import BOX, class_feature
 from livt_hf.data.load import resolve_benchmark_defaults
 from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
@@ -42,6 +42,10 @@ class Origin:
 
 def origin_of(splits: DatasetDict, settings: DataSpec) -> Origin:
     """Describe how a dataset was made that was loaded with these settings."""
+    if any(BOX in split.column_names for split in splits.values()):
+        raise LiVTError(
+            f"{settings.dataset} has boxes in pictures, which are not published: publish whole images.", "dataset"
+        )
     benchmark, local = BENCHMARKS.get(settings.dataset, Benchmark()), Path(settings.dataset).exists()
     made, chosen = resolve_benchmark_defaults(settings), format_options(settings.to_dict(), tuple(SELECTION_OPTIONS))
     rule = [f"The images were selected by `{chosen}`."] if chosen else []

@@ -30,7 +30,7 @@ def shorten_path(path: str) -> str:
 
     Nothing is kept of a home directory, whose name is that of its owner.
     """
-    parts = [part for part in PurePosixPath(path).parts if part != "/"]
+    parts = [part for part in PurePosixPath(path.replace("\\", "/")).parts if part != "/"]
     kept = parts[parts.index("runs") + 1 :] if "runs" in parts[:-1] else parts[-1:]
     if parts[-2:-1] in (["home"], ["Users"]) or any(part.startswith("~") for part in kept):
         kept = []

@@ -33,6 +33,7 @@ from livt_hf.hub.publication import Publication, asking_the_hub
 from livt_hf.metrics import THRESHOLDS
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.predictions.evaluate import upgrade_summary
+from livt_hf.processors import to_portable_processor
 from livt_hf.reports import files
 from livt_hf.reports.biases import class_distribution
 from livt_hf.results import Results
@@ -141,7 +142,7 @@ def _write_model(run: Path, folder: Path, results: Results, form: str) -> PreTra
     write_values(folder / "config.json", public_config(read_record(folder / "config.json"), published.config))
     prepared = folder / "preprocessor_config.json"
     if prepared.exists():  # timm's models have it in their config
-        write_values(prepared, select_numbers(read_record(prepared), PROCESSOR_TEXTS))
+        write_values(prepared, select_numbers(to_portable_processor(read_record(prepared)), PROCESSOR_TEXTS))
     return model
 
 
