@@ -22,6 +22,12 @@ LOCK, PLAN = ".lock", "plan.json"  # the plan of `livt train` lies beside the ru
 LOCK_TIMEOUT = 15  # data loading workers outlive a killed process by some seconds and hold its lock
 FOLD = "fold-"
 _LOCKS: dict[str, FileLock] = {}  # by folder
+# Tables and lists that say nothing of what they are about.
+_COMMON_NAME = re.compile(
+    r"((train|val|test|instances|image)[ _-]?)?"
+    r"(labels?|meta(data)?|data(set)?|annotations?|images?|index|list|train|val|test|default)",
+    re.IGNORECASE,
+)
 # What the commands put into the folder of runs.
 _IN_RUNS = re.compile(r"(pretrain|finetune|train|data|report|slurm)-.+|compare|comparison(-\d+)?|sweeps|features")
 
@@ -29,6 +35,19 @@ _IN_RUNS = re.compile(r"(pretrain|finetune|train|data|report|slurm)-.+|compare|c
 def runs_folder() -> Path:
     """Return the folder of runs: `runs` here, or the environment variable LIVT_RUNS."""
     return Path(os.environ.get("LIVT_RUNS", "runs"))
+
+
+def dataset_name(dataset: str) -> str:
+    """Return the name of a dataset in the names of run folders: of a table such as labels.csv, that of its folder."""
+    path = Path(dataset)
+    if path.suffix and _COMMON_NAME.fullmatch(path.name.partition(".")[0]):
+        return Path(os.path.abspath(path)).parent.name or path.name
+    return path.name
+
+
+def data_folder(dataset: str) -> Path:
+    """Return the folder of the pictures of a dataset."""
+    return runs_folder() / f"data-{dataset_name(dataset)}"
 
 
 def is_in_runs_folder(path: str | Path, root: str | Path) -> bool:
@@ -93,8 +112,12 @@ class Run:
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Write the arguments of a new run."""
-        with claim_file(self.folder / ARGUMENTS) as path:
-            replace_text(path, yaml.safe_dump(dict(arguments), sort_keys=False))
+        with claim_file(self.folder / ARGUMENTS):
+            self.update(arguments)
+
+    def update(self, arguments: Mapping[str, Any]) -> None:
+        """Replace the arguments of a run whose next part has others."""
+        replace_text(self.folder / ARGUMENTS, yaml.safe_dump(dict(arguments), sort_keys=False))
 
     def lock(self) -> None:
         """Raise an error if another process works in the folder; the system unlocks it when this process ends."""

@@ -170,9 +170,9 @@ class Spec:
                 own[declared.name] = current.replace(**inner)
         return dataclasses.replace(self, **own, **values)
 
-    def non_defaults(self, part: str) -> dict[str, Any]:
-        """Return the options of a part that are not at their defaults."""
-        values = getattr(self, part).to_dict()
+    def non_defaults(self, part: str | None = None) -> dict[str, Any]:
+        """Return the options, or those of a part, that are not at their defaults."""
+        values = (self if part is None else getattr(self, part)).to_dict()
         return {name: value for name, value in values.items() if value != self.options()[name].default}
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from livt_hf.errors import Interrupted, LiVTError
-from livt_hf.text import shell_line
+from livt_hf.text import escape_controls, shell_line
 
 # Conventional for "failed for now, try again": what a scheduler may requeue.
 EXIT_UNFINISHED = 75
@@ -22,6 +22,8 @@ SIGNALLED = 128
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 NOT_ALLOWED = {errno.EACCES, errno.EPERM}
 BAD_PATH = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+# What gloo and NCCL say where another process was killed.
+_PEER_GONE = re.compile(r"Connection (closed|reset)|Broken pipe|remote process|Socket closed|Timed out waiting", re.I)
 # Messages that nobody can act on: implementation of timm processors, processes of an upload, weights of a font.
 SILENCED = (
     "transformers.models.auto.image_processing_auto",
@@ -33,8 +35,33 @@ SILENCED = (
 SELF_PRINTING = ("datasets", "huggingface_hub")
 # In the environment of the commands that `livt train` runs, which itself prints about the data and the next command.
 WITHIN_TRAIN = "LIVT_WITHIN_TRAIN"
+_MOVES = re.compile(r"(\n|\x1b\[A)*")  # of the cursor, by which tqdm writes several bars
 # Two processes that raise the same error should print it once: the launcher ends the others when the first is gone.
 FIRST_PROCESS_TIMEOUT = 60  # seconds; on a busy machine the first may be much later
+
+
+class EscapingStream:
+    """A stream whose text cannot steer the terminal, as names of files and classes may try to."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if _MOVES.fullmatch(text):  # of several progress bars
+            return self._stream.write(text)
+        start = "\r" * text.startswith("\r")  # of a progress bar
+        return self._stream.write(start + escape_controls(text.removeprefix(start)))
+
+
+def protect_terminal() -> None:
+    """Escape control characters in all that is written to standard output and error."""
+    os.environ.setdefault("PYTHON_COLORS", "0")  # of tracebacks, which would be escaped
+    for name in ("stdout", "stderr"):
+        if not isinstance(getattr(sys, name), EscapingStream):
+            setattr(sys, name, EscapingStream(getattr(sys, name)))
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -48,11 +75,24 @@ def run_command(main: Callable[[], None]) -> None:
             print("Stopped and saved." + format_next_command("To resume", *stopped.args))
         sys.exit(EXIT_UNFINISHED)
     except (LiVTError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in DISK_FULL | NOT_ALLOWED | BAD_PATH:
+        if isinstance(error, OSError) and not _is_of_machine(error):
             raise
         if not is_first:
             time.sleep(FIRST_PROCESS_TIMEOUT)
         exit_with(error)
+    except RuntimeError as error:
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not _PEER_GONE.search(str(error)):
+            raise
+        time.sleep(FIRST_PROCESS_TIMEOUT)  # the launcher ends this process too, and says what ended the other
+        exit_with(
+            LiVTError("another process of this command has ended; --resume continues a training that has begun.")
+        )
+
+
+def _is_of_machine(error: OSError) -> bool:
+    """Return True for conditions of the machine; in /proc and /sys there is no folder to make anything in."""
+    virtual = os.path.realpath(os.fsdecode(error.filename or ".")).startswith(("/proc/", "/sys/"))
+    return virtual or error.errno in DISK_FULL | NOT_ALLOWED | BAD_PATH
 
 
 def exit_with(error: LiVTError | OSError) -> NoReturn:
@@ -77,6 +117,7 @@ def _configure_output(is_first: bool) -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream.encoding.lower() != "utf-8":  # a pipe in a C locale, which lacks letters of class names
             stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    protect_terminal()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for package in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
         logging.getLogger(package).setLevel(logging.INFO if is_first else logging.ERROR)
@@ -107,7 +148,7 @@ def exit_as(status: int) -> NoReturn:
 def format_os_error(error: OSError) -> str:
     """Format a full disk, or a path that cannot be used, as a sentence."""
     path = "" if error.filename is None else f" {error.filename}"
-    if error.errno in BAD_PATH:
+    if error.errno in BAD_PATH | {errno.ENOENT}:
         return f"there can be no file or folder{path}: {error.strerror}; choose another path."
     if error.errno in DISK_FULL:
         message = f"could not write{path}: {error.strerror}; make room or choose another folder"

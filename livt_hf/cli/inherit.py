@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from livt_hf.cli.options import CONFIGS, Argv, CommandSettings
-from livt_hf.data.benchmarks import locate_dataset
+from livt_hf.data.benchmarks import BENCHMARKS, locate_dataset
 from livt_hf.data.spec import DataSpec
-from livt_hf.errors import LiVTError
+from livt_hf.errors import LiVTError, did_you_mean
 from livt_hf.plugins import find_module
 from livt_hf.runs import Run, finished_runs, runs_folder
 from livt_hf.specs import REQUIRED
@@ -79,6 +79,7 @@ def inherit_from_checkpoint(explicit: dict) -> dict:
     for name in fixed.keys() & explicit.keys():
         if explicit[name] != fixed[name]:
             raise LiVTError(f"{start} is a {family}, whose {name} cannot be changed; leave {name} out.", argument=name)
+    # The configs of datasets are for a LiViT; `tune` names that of a pretrained backbone.
     return {"model_size": family, "patch_size": None, "tune": "full"}
 
 
@@ -88,8 +89,9 @@ def inherit_from_run(explicit: dict) -> dict:
     Named or not, the run's own data are split as they were in training.
     """
     from livt_hf.cli.training_settings import FinetuneSettings
+    from livt_hf.predictions.logit_files import is_logit_file  # imports torch
 
-    if "compare" in explicit:
+    if "compare" in explicit or is_logit_file(explicit.get("model", "auto")):
         return {}
     inherited: dict[str, Any] = {}
     if explicit.get("model", "auto") == "auto":
@@ -100,6 +102,12 @@ def inherit_from_run(explicit: dict) -> dict:
     else:
         run = Run(Path(explicit["model"]))
     if "dataset" not in explicit:
+        if not run.folder.exists():
+            raise LiVTError(
+                f"there is no run or checkpoint {run.folder} here; correct the path, or pass --dataset to measure a "
+                f"model of the Hub.{did_you_mean(run.folder)}",
+                argument="model",
+            )
         if run.folder.is_dir() and not run.started and not (run.folder / "config.json").exists():
             raise LiVTError(f"{run.folder} holds no model: it has no config.json; name a run or a checkpoint.")
         if not run.finished:
@@ -147,6 +155,13 @@ def inherit_plugin_of(name: str) -> Callable[[dict], dict]:
     return lambda explicit: {} if "plugin" in explicit else {"plugin": inherit_plugin(Path(explicit.get(name, "")))}
 
 
+def inherit_for_prediction(explicit: dict) -> dict:
+    """Return what a prediction takes over from a run: its plugin, and the margin around boxes."""
+    run = Run(Path(explicit.get("model", "")))
+    margin = {name: value for name, value in run.arguments.items() if name == "box_margin"} if run.started else {}
+    return inherit_plugin_of("model")(explicit) | margin
+
+
 def _lies_in(plugin: str, folder: Path) -> bool:
     if plugin.endswith(".py"):
         paths: list[str | None] = [plugin]
@@ -162,6 +177,7 @@ def find_pretraining(settings: Any) -> str:
     A pretraining of another split may have seen what is now the test set, and so may one of a stream.
     """
     from livt_hf.cli.training_settings import PretrainSettings
+    from livt_hf.data.readers.source import read_source  # imports `datasets`
 
     if settings.model.pretrained is not None:
         return settings.model.pretrained
@@ -174,6 +190,8 @@ def find_pretraining(settings: Any) -> str:
     chosen = {name: value for name, value in same.items() if value != defaults[name].default}
     wanted = ", ".join(f"{name} {value}" for name, value in (chosen | {"model_size": size}).items())
     other = newest_finished(PretrainSettings, streaming=False, **same)
+    if other is None and not Path(settings.data.dataset).exists() and settings.data.dataset not in BENCHMARKS:
+        read_source(settings.data, {}, streaming=True)  # raises an error for a dataset that does not exist
     way_out = WITHOUT_PRETRAINING
     if other is not None:
         size = settings_from_run(PretrainSettings, other)["model_size"]
@@ -187,7 +205,7 @@ INHERIT: dict[str, Callable[[dict], dict]] = {
     "finetune": inherit_from_checkpoint,
     "eval": inherit_from_run,
     "calibrate": inherit_from_run,
-    "predict": inherit_plugin_of("model"),
+    "predict": inherit_for_prediction,
     "publish": inherit_plugin_of("run"),
     "convert": inherit_plugin_of("source"),
 }

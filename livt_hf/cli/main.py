@@ -58,9 +58,9 @@ def main() -> None:
         sys.exit(answer_without_command(words))
     launcher, command, argv = words[:index], words[index], words[index + 1 :]
     if argv[:1] == [RESOLVED]:
-        from livt_hf.cli.resume import Resolved
+        from livt_hf.cli.resume import ResolvedTraining
 
-        run_here(command, Resolved.read(Path(argv[1])))
+        run_here(command, ResolvedTraining.read(Path(argv[1])))
         return
     options: Any = parse_words(settings_class(command), argv)  # --help and misspelt options need no torch
     if command in LAUNCHED and "LOCAL_RANK" not in os.environ:  # else it has been launched
@@ -77,10 +77,10 @@ def main() -> None:
 
 def resolve(command: str, options: dict) -> Any:
     """Resolve the settings of a stage, so that errors come before anything is launched."""
-    from livt_hf.cli.resume import Resolved, resolve_training
+    from livt_hf.cli.resume import ResolvedTraining, resolve_training
     from livt_hf.cli.training_settings import STAGES
 
-    return Resolved(*resolve_training(STAGES[command], options)) if command in STAGES else options
+    return ResolvedTraining(*resolve_training(STAGES[command], options)) if command in STAGES else options
 
 
 def run_here(command: str, options: Any) -> None:
@@ -115,7 +115,7 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str], options: 
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         from livt_hf.cli.console import EXIT_UNFINISHED, exit_as
-        from livt_hf.cli.resume import Resolved
+        from livt_hf.cli.resume import ResolvedTraining
 
     mpi_launcher = accelerated.simple_launcher
 
@@ -135,7 +135,8 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str], options: 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     accelerated.simple_launcher = launch_one
     with tempfile.TemporaryDirectory(prefix="livt-") as folder:
-        if isinstance(options, Resolved) and "--mpirun_hostfile" not in launcher:  # other hosts have other disks
+        # Other hosts have other disks.
+        if isinstance(options, ResolvedTraining) and "--mpirun_hostfile" not in launcher:
             argv = [RESOLVED, str(Path(folder, "settings.yaml"))]
             options.write(Path(argv[1]))
         words = [*launcher, "--module", MODULE, command, *argv]
@@ -215,11 +216,12 @@ def has_few_images(folder: Path) -> bool:
 
 def command() -> None:
     """Run the command line, as the entry point of the package."""
+    from livt_hf.cli.console import exit_with, protect_terminal
+
+    protect_terminal()
     try:
         main()
     except LiVTError as error:
-        from livt_hf.cli.console import exit_with
-
         exit_with(error)
     except KeyboardInterrupt:  # a training that has begun saves itself
         sys.exit(130)

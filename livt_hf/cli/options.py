@@ -27,7 +27,7 @@ Argv = Sequence[str] | Mapping[str, Any] | None
 CONFIGS = Path(str(find_spec("livt_hf.recipes").origin)).parent / "configs"  # type: ignore[union-attr]
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 GROUPS = (
-    "Model trained elsewhere", "Data", "Model", "Optimisation", "Loss", "Augmentation", "Checkpoints", "Hub",
+    "Model trained elsewhere", "Data", "Boxes", "Model", "Optimisation", "Loss", "Augmentation", "Checkpoints", "Hub",
     "Benchmarks",
 )  # fmt: skip
 _AS_OPTION = "--"  # before the name of a positional argument that was given as an option
@@ -67,7 +67,7 @@ class CommandSettings(Spec):
             named = read_config(cls, Path(named["config"]).expanduser()) | named
         named |= {name: expand_user(named[name]) for name in cls.names("is_path") if name in named}
         load_plugin(named.get("plugin"))
-        return named | {name: _trained_model(named[name]) for name in cls.names("is_model") if name in named}
+        return named | {name: _resolve_train_folder(named[name]) for name in cls.names("is_model") if name in named}
 
     @classmethod
     def resolve(cls, explicit: dict, configs: Path | None = None, inherited: dict | None = None) -> Self:
@@ -179,7 +179,7 @@ def _make_parser(cls: type[CommandSettings], show_all: bool = True) -> argparse.
         declared = cls.options()[name]
         nargs = "*" if get_origin(declared.kind) is list else "?"
         own.add_argument(name, nargs=nargs, metavar=name.upper(), help=_describe(declared))
-        shape: dict[str, Any] = {"nargs": "+"} if nargs == "*" else {}
+        shape: dict[str, Any] = {"nargs": "+", "action": "extend"} if nargs == "*" else {}
         parser.add_argument(f"--{name}", dest=_AS_OPTION + name, help=argparse.SUPPRESS, **shape)
     for name, declared in cls.options().items():
         if name in cls.positionals:
@@ -213,7 +213,7 @@ def _shape(declared: Option) -> dict[str, Any]:
     if declared.is_flag or declared.facts["const"]:
         shape |= {"nargs": "?", "const": "true" if declared.is_flag else declared.facts["const"]}
     elif is_list:
-        shape["nargs"] = "+"
+        shape |= {"nargs": "+", "action": "extend"}
     return shape
 
 
@@ -282,9 +282,9 @@ def format_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _trained_model(path: Any) -> Any:
+def _resolve_train_folder(path: Any) -> Any:
     """Return the fine-tuning that a folder of `livt train` ends with; any other path unchanged."""
     if isinstance(path, list):
-        return [_trained_model(one) for one in path]
+        return [_resolve_train_folder(one) for one in path]
     folder, last = Path(path), Path(path, "finetune")
     return str(last) if (last / "config.json").exists() and not (folder / "config.json").exists() else path

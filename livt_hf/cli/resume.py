@@ -4,10 +4,11 @@
 - `--resume` is the run in `--output_dir`, else the newest unfinished run that was started with all options named now;
   `--resume auto` is that or, where there is none, a new run.
 - A resumed run keeps its settings. Options that change the data or the mathematics cannot be changed.
-- Options that were chosen automatically when the run began (epochs by --hours or --max_steps, --compile auto) stay.
+- Options that were chosen automatically when the run began (epochs by --hours, those that were auto) stay.
 - A finished run cannot be resumed.
 """
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +19,23 @@ import yaml
 
 from livt_hf.cli.inherit import INHERIT, settings_from_run
 from livt_hf.cli.options import CONFIGS, Argv, parse_words
-from livt_hf.cli.training_settings import STAGES, TrainingSettings, check_hours
+from livt_hf.cli.training_settings import STAGES, FinetuneSettings, TrainingSettings, check_hours
 from livt_hf.errors import LiVTError
 from livt_hf.files import read_record, replace_text
 from livt_hf.runs import ARGUMENTS, PLAN, Run, new_run, runs_folder
 from livt_hf.text import shell_line
+from livt_hf.training.spec import is_solvable
+
+logger = logging.getLogger(__name__)
+# Options of training by gradient steps, which the exact solution of a classifier on frozen features does without.
+_STEP_OPTIONS = (
+    "epochs", "hours", "max_steps", "warmup_epochs", "batch_size", "accumulation", "base_lr", "min_lr", "weight_decay",
+    "adam_beta2", "clip_grad", "ema_decay", "optimizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedTraining:
     """The settings of a training with everything merged, and the run that is resumed with them, if any."""
 
     settings: TrainingSettings
@@ -39,7 +48,7 @@ class Resolved:
         replace_text(path, yaml.safe_dump(record))
 
     @classmethod
-    def read(cls, path: Path) -> "Resolved":
+    def read(cls, path: Path) -> "ResolvedTraining":
         """Read the settings in a launched process."""
         record = read_record(path)
         settings = STAGES[record["stage"]].resolve(record["settings"])
@@ -47,10 +56,10 @@ class Resolved:
 
 
 def resolve_training(
-    cls: type[TrainingSettings], argv: "Argv | Resolved" = None, configs: Path = CONFIGS
+    cls: type[TrainingSettings], argv: "Argv | ResolvedTraining" = None, configs: Path = CONFIGS
 ) -> tuple[Any, Run | None]:
     """Return the settings of a stage, and the run that is resumed with them, if any."""
-    if isinstance(argv, Resolved):
+    if isinstance(argv, ResolvedTraining):
         return argv.settings, argv.run
     words = argv if isinstance(argv, Mapping) else parse_words(cls, sys.argv[1:] if argv is None else argv)
     explicit = cls.explicit_options(words)
@@ -58,12 +67,41 @@ def resolve_training(
     inherited = INHERIT[cls.stage](explicit) if run is None else settings_from_run(cls, run)
     settings = cls.resolve(explicit, configs, inherited)
     check_hours(settings, dict(words))
+    warn_about_ignored_options(settings, explicit)
     if run is not None:
         check_resumable(run, settings)
         settings = keep_automatic_options(settings, run)
     if settings.hub.push_to_hub and not settings.hub.hub_model_id:
         raise LiVTError("push_to_hub needs hub_model_id organisation/name.", argument="hub_model_id")
     return settings, run
+
+
+def warn_about_ignored_options(settings: TrainingSettings, explicit: Mapping[str, Any]) -> None:
+    """Warn about options that were named although an exact solution ignores them."""
+    named = [f"--{name} {explicit[name]}" for name in _STEP_OPTIONS if name in explicit]
+    if not isinstance(settings, FinetuneSettings) or not named:
+        return
+    if is_solvable(settings.model, settings.optimization, settings.loss):
+        logger.warning(
+            "%s is ignored: --tune head solves loss %s exactly, without gradient steps; --solver loop trains it by "
+            "them.",
+            ", ".join(named),
+            settings.loss.loss,
+        )
+
+
+def fit_batch_size(settings: Any, num_images: int) -> Any:
+    """Reduce the default batch size to what the images fill; an explicit one that is larger raises an error later."""
+    from livt_hf.training.autotune import choose_batch_size  # imports torch
+
+    if settings.optimization.batch_size <= num_images:
+        return settings
+    known = {name: value for name, value in settings.to_dict().items() if name in ("dataset", "tune") and value}
+    if settings.optimization.batch_size != type(settings).resolve(known, CONFIGS).optimization.batch_size:
+        return settings
+    batch_size = choose_batch_size(num_images)
+    logger.info("there are only %d training images: an update takes %d of them", num_images, batch_size)
+    return settings.replace(batch_size=batch_size)
 
 
 def start_run(settings: TrainingSettings) -> Run:
@@ -137,7 +175,9 @@ def automatic_options(settings: TrainingSettings) -> list[str]:
     """Return the options that these settings leave to be chosen when a run begins."""
     optimization = settings.optimization
     limited = optimization.hours is not None or optimization.max_steps is not None
-    return ["epochs"] * limited + ["compile"] * (optimization.compile == "auto")
+    automatic = [name for name in ("compile", "mixed_precision") if getattr(optimization, name) == "auto"]
+    automatic += [name for name in ("framing", "precision") if getattr(settings.model, name, None) == "auto"]
+    return ["epochs"] * limited + automatic
 
 
 def keep_automatic_options(settings: Any, run: Run) -> Any:

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from livt_hf.cli.options import CommandSettings
+from livt_hf.constants import FEW_BELOW, MANY_ABOVE
 from livt_hf.data.benchmarks import BENCHMARKS, PUBLIC
-from livt_hf.data.spec import DataSpec
+from livt_hf.data.spec import BoxSpec, DataSpec
 from livt_hf.errors import LiVTError
 from livt_hf.specs import REQUIRED, NonNegativeInt, Positive, Spec, option, part
 
 _DATASET = {"dataset": "the images; default: those the run was trained on"}
+_PRECISION = (
+    "what the model computes in; auto: bfloat16 on a CPU that has it if it is faster and the posteriors of the first "
+    "images agree within 0.02, else float32"
+)
 _THREADS = "CPU threads per process; default: the machine's cores shared out"
 
 
@@ -63,6 +68,7 @@ class EvalSettings(CommandSettings):
     )
     split: str = option("test", "split to measure on; all: every image, for a model that was trained on none of them")
     batch_size: Positive = option(256, "images per forward pass on each process")
+    precision: Literal["auto", "float32", "bfloat16"] = option("auto", _PRECISION)
     prior: str | None = option(
         None, "class frequencies at deployment: training, uniform, or a JSON or YAML file", is_path=True
     )
@@ -78,8 +84,8 @@ class EvalSettings(CommandSettings):
         const="50,25,10,5,2,-2,-5,-10,-25,-50",
         pattern=r"[-+.,\s\d]+",
     )
-    many_above: NonNegativeInt = option(100, "classes with more training images are many-shot")
-    few_below: NonNegativeInt = option(20, "classes with fewer training images are few-shot")
+    many_above: NonNegativeInt = option(MANY_ABOVE, "classes with more training images are many-shot")
+    few_below: NonNegativeInt = option(FEW_BELOW, "classes with fewer training images are few-shot")
     predictions: str | None = option(
         None, "also write the scores of each image under each rule, to a .parquet or .csv file", is_path=True
     )
@@ -112,12 +118,20 @@ class CalibrateSettings(CommandSettings):
     positionals: ClassVar[tuple[str, ...]] = ("model",)
     examples: ClassVar[tuple[str, ...]] = (
         "livt calibrate RUN",
+        "livt calibrate RUN --objective macro_f1           # no images are needed where it is calibrated",
         "livt calibrate RUN --dataset FOLDER --split all",
         "livt calibrate MODEL --dataset FOLDER --class_counts counts.json",
     )
 
     model: str = option(REQUIRED, "run or checkpoint folder; its config.json is changed", is_path=True, is_model=True)
-    split: str = option("validation", "labelled images that the model was not trained on; all: of another dataset")
+    split: str | None = option(
+        None,
+        "labelled images that the model was not trained on; all: of another dataset; default: validation or, with "
+        "objective, none where the model is calibrated",
+    )
+    objective: Literal["mean_class_accuracy", "macro_f1", "balanced", "accuracy"] | None = option(
+        None, "what to serve the model for: chooses the deployment prior pi^t; default: as it was"
+    )
     batch_size: Positive = option(256, "images per forward pass")
     threads: Positive | None = option(None, "CPU threads; default: all cores")
     data: DataSpec = part(DataSpec, _DATASET, dataset=None)
@@ -134,10 +148,16 @@ class PredictSettings(CommandSettings):
         "livt predict MODEL IMAGE... 'folder/**/*.jpg'",
         "livt predict MODEL FOLDER --prior training --output predictions.parquet",
         "livt predict MODEL FOLDER --prior prior.json --class_counts counts.json",
+        "livt predict MODEL detections.json --output classified.json",
     )
 
     model: str = option(REQUIRED, "run folder, checkpoint or Hub id", is_path=True, is_model=True)
-    images: list[str] = option(REQUIRED, "files, folders or quoted patterns", is_path=True)
+    images: list[str] = option(
+        REQUIRED,
+        "files, folders or quoted patterns; or one file of boxes: a table, or COCO's or MegaDetector's .json",
+        is_path=True,
+    )
+    source: str | None = option(None, "folder of the pictures that a file of boxes names", is_path=True)
     prior: str | None = option(
         None,
         "class frequencies at deployment: training, uniform, or a JSON or YAML file; default: the largest logit until "
@@ -147,12 +167,81 @@ class PredictSettings(CommandSettings):
     top_k: Positive = option(5, "classes to print per image")
     format: Literal["table", "jsonl", "csv"] = option("table", "format of a line")
     output: str | None = option(
-        None, "also write the scores of all classes for each file, to a .parquet or .csv file", is_path=True
+        None,
+        "also write the scores of all classes for each file, to a .parquet or .csv file; the classes of boxes to a "
+        "copy of their .json file; or a prediction record to a folder",
+        is_path=True,
     )
     batch_size: Positive = option(32, "images per forward pass")
+    precision: Literal["auto", "float32", "bfloat16"] = option("auto", _PRECISION)
     device: str | None = option(None, "cuda, mps or cpu; default: the first that is available")
     threads: Positive | None = option(None, "CPU threads; default: all cores")
+    boxes: BoxSpec = part(BoxSpec, {"box_margin": "margin around each box; default: that of the training, or 0.3"})
     foreign: ForeignModelSpec = part(ForeignModelSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecideSettings(CommandSettings):
+    """Decide saved predictions by another prior or for another objective, without an image."""
+
+    stage: ClassVar[str] = "decide"
+    positionals: ClassVar[tuple[str, ...]] = ("predictions",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "livt decide RUN --prior prior.json --output decided.parquet",
+        "livt decide PREDICTIONS --objective macro_f1",
+        "livt decide logits.csv --class_counts counts.json --prior uniform --output decided.csv",
+        "livt decide PREDICTIONS --boxes coco.json --output answers.json",
+    )
+
+    predictions: str = option(
+        REQUIRED,
+        "prediction record, or the folder of a run or a report that holds one; or a CSV, TSV, parquet or npz file of "
+        "logits or probabilities from any framework",
+        is_path=True,
+    )
+    prior: str | None = option(
+        None,
+        "class frequencies at deployment: training, uniform, or a JSON or YAML file; default: the record's own rule",
+        is_path=True,
+    )
+    objective: Literal["mean_class_accuracy", "macro_f1", "balanced", "accuracy"] | None = option(
+        None, "decide under the prior pi^t for this, with the exponent that is stored with the model"
+    )
+    choose_on: str | None = option(
+        None,
+        "choose the exponent on this labelled record instead: images the model was not trained on, nor tested on",
+        is_path=True,
+    )
+    values: Literal["logits", "probabilities"] | None = option(
+        None, "what a file holds; default: numbers that sum to 1 for every image are probabilities"
+    )
+    output: str | None = option(
+        None,
+        "write the class and the scores of each image to a .parquet or .csv file; a name without a suffix is a folder "
+        "for a prediction record with this rule",
+        is_path=True,
+    )
+    boxes: str | None = option(
+        None,
+        "file of COCO or MegaDetector that the boxes of the predictions came from; their answers are written into a "
+        "copy of it, an output that ends in .json",
+        is_path=True,
+    )
+    foreign: ForeignModelSpec = part(ForeignModelSpec)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.boxes is None) == str(self.output).endswith(".json"):
+            message = (
+                f"boxes is {self.boxes} and output {self.output}; name a file of boxes and a .json file, or neither."
+            )
+            raise LiVTError(message, "boxes")
+        if self.prior is not None and self.objective is not None:
+            raise LiVTError(
+                f"prior {self.prior} and objective {self.objective} both name a prior; leave one out.", "prior"
+            )
+        if self.choose_on is not None and self.objective is None:
+            raise LiVTError(f"choose_on {self.choose_on} chooses for an objective; name one.", "choose_on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +380,7 @@ class ConvertSettings(CommandSettings):
 
 @dataclass(frozen=True)
 class InspectDataSettings(CommandSettings):
-    """Inspect a dataset before training on it: its table, its broken images, and two pictures."""
+    """Inspect a dataset before training on it: counts, labels, broken images, copies and two pictures."""
 
     stage: ClassVar[str] = "data"
     positionals: ClassVar[tuple[str, ...]] = ("dataset",)
@@ -307,6 +396,11 @@ class InspectDataSettings(CommandSettings):
     check_images: bool = option(
         True, "read every image to find broken ones and copies in two splits, which takes as long as an epoch"
     )
+    pretrained: str | None = option(
+        None,
+        "look for near copies by the features of this classifier, a folder or a Hub id, and show what it sees of an "
+        "image; default: by pixels, and a centre crop",
+    )
     data: DataSpec = part(DataSpec)
 
 
@@ -317,6 +411,7 @@ COMMANDS = {
     "eval": "settings.EvalSettings",
     "calibrate": "settings.CalibrateSettings",
     "predict": "settings.PredictSettings",
+    "decide": "settings.DecideSettings",
     "demo": "settings.DemoSettings",
     "publish": "settings.PublishSettings",
     "publish-data": "settings.PublishDataSettings",

@@ -7,12 +7,13 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from livt_hf.cli.options import CommandSettings
+from livt_hf.constants import FEW_IMAGES, SMALL_BACKBONE
 from livt_hf.data.spec import AugmentationSpec, DataSpec, FinetuneAugmentationSpec
 from livt_hf.errors import LiVTError
 from livt_hf.hub.spec import HubSpec
 from livt_hf.long_tail.spec import LossSpec, loss_names
-from livt_hf.runs import runs_folder
-from livt_hf.specs import REQUIRED, AboveZero, Positive, option, part
+from livt_hf.runs import dataset_name, runs_folder
+from livt_hf.specs import REQUIRED, NonNegative, Positive, option, part
 from livt_hf.training.spec import (
     CheckpointSpec,
     FinetuneCheckpointSpec,
@@ -56,7 +57,7 @@ class TrainingSettings(CommandSettings):
     def run_name(self) -> str:
         """Return the name of the folder that numbered runs of these settings are in."""
         factor = f"-{self.data.imbalance_factor:g}" if self.data.imbalance_factor else ""
-        return f"{self.stage}-{Path(self.data.dataset).name}{factor}-{self.model.model_size}"
+        return f"{self.stage}-{dataset_name(self.data.dataset)}{factor}-{self.model.model_size}"
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,18 @@ class TrainSettings(CommandSettings):
     stage: ClassVar[str] = "train"
     positionals: ClassVar[tuple[str, ...]] = ("dataset",)
     examples: ClassVar[tuple[str, ...]] = (
-        "livt train FOLDER --hours 2                                        # from scratch: MGP, then BFT",
+        "livt train FOLDER --hours 0.5",
         "livt train FOLDER --hours 0.5 --pretrained org/any-classifier",
+        "livt train FOLDER --hours 2 --pretrained none                      # from scratch: MGP, then BFT",
         "livt train --resume runs/train-FOLDER/1",
     )
 
-    hours: AboveZero = option(1.0, "hours of training; evaluation comes on top")
+    hours: NonNegative = option(1.0, "hours of training; evaluation comes on top")
     pretrained: str | None = option(
-        None, "checkpoint folder or Hub id of any image classifier; default: from scratch", is_path=True
+        None,
+        "checkpoint folder or Hub id of any image classifier; none: from scratch; default: "
+        f"{SMALL_BACKBONE} for fewer than {FEW_IMAGES:,} training images of your own, else none",
+        is_path=True,
     )
     loss: str = option("bal_bce", "as for `livt finetune`", choices=loss_names)
     flip: bool | None = option(None, "as for `livt finetune`; default: as the dataset's configs say, else true")
@@ -163,7 +168,7 @@ class CompareSettings(CommandSettings):
     @property
     def folder(self) -> Path:
         """Return the folder of the runs and of the report."""
-        name = f"{Path(self.data.dataset).name}-{Path(self.pretrained).name}-{self.minutes:g}"
+        name = f"{dataset_name(self.data.dataset)}-{Path(self.pretrained).name}-{self.minutes:g}"
         return Path(self.output_dir or runs_folder() / "compare" / name)
 
 
@@ -201,7 +206,7 @@ class SweepSettings(CommandSettings):
     @property
     def name(self) -> str:
         """Return the name of the folder of the runs."""
-        return "-".join(filter(None, (Path(self.dataset).name, self.model_size, self.imbalance_factor)))
+        return "-".join(filter(None, (dataset_name(self.dataset), self.model_size, self.imbalance_factor)))
 
     @property
     def folder(self) -> Path:
