@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.hub.paper import paper_table
+from livt_hf.long_tail.loss_table import LOSSES
+from livt_hf.predictions.rules import ARGMAX, UNIFORM
 from livt_hf.results import Results
 
 REPORTED = ("accuracy", "many", "medium", "few", "ece")
@@ -34,17 +36,16 @@ class Sweep:
     variants: list[Variant]
     axis: str = "variant"
     tables: tuple[str, ...] = ()
+    compares_losses: bool = False  # any other loss may be a variant too
 
 
 _HARD = {"mixup": 0, "cutmix": 0}  # for what is defined for hard labels only
 _FROZEN = _HARD | {"erase": 0}  # features of a frozen backbone cannot be mixed
 
 
-def _losses(names: list[str]) -> list[Variant]:
-    return [
-        Variant(name, {"loss": name} | (_HARD if name in ("lade", "ib") else {}), paper={"loss": name})
-        for name in names
-    ]
+def loss_variant(name: str) -> Variant:
+    """Return the variant that trains with a loss; one that needs hard labels gets neither mixup nor cutmix."""
+    return Variant(name, {"loss": name} | ({} if LOSSES[name].soft_labels else _HARD), paper={"loss": name})
 
 
 def _values(option: str, values: list[float], stage: str = "finetune", **fixed) -> list[Variant]:
@@ -52,7 +53,7 @@ def _values(option: str, values: list[float], stage: str = "finetune", **fixed) 
 
 
 def _sizes(sizes: list[str], losses: list[str]) -> list[Variant]:
-    """Every size with every loss. The config of ViT-B is the dataset's own."""
+    """Return variants of every size with every loss. The config of ViT-B is the dataset's own."""
     return [
         Variant(
             f"{size}, {loss}",
@@ -71,7 +72,7 @@ def _recipe(method: str, finetune: dict, pretrain: dict | None, configs: dict[st
 
 
 def _at_384(method: str, finetune: dict, **first) -> Variant:
-    """A recipe at 384 pixels: its second stage or, where it has one stage, a fine-tuning of the model it ends with."""
+    """Return a recipe at 384 pixels: its second stage or, where it has one stage, a fine-tuning of its model."""
     configs = {data: f"finetune-{data}-384" for data in ("imagenet-lt", "inat18", "places-lt")}
     paper = {"method": method}
     return Variant(f"{method}, 384", {"image_size": 384} | finetune, paper=paper, configs=configs, **first)
@@ -98,19 +99,24 @@ _TRANSFERRED = {
 
 SWEEPS: dict[str, Sweep] = {
     "losses": Sweep(
-        "The proposed bias on CE and BCE", _losses(["ce", "bal_ce", "bce", "bal_bce"]), "loss", ("bias-ablation",)
+        "The proposed bias on CE and BCE",
+        [loss_variant(name) for name in ("ce", "bal_ce", "bce", "bal_bce")],
+        "loss",
+        ("bias-ablation",),
+        compares_losses=True,
     ),
     "rebalancing": Sweep(
         "Rebalancing strategies",
         [
-            *_losses(["ce", "cb_ce", "cb_bce", "ldam", "lade", "ib", "nt_bce", "bal_ce", "bal_bce"]),
+            *map(loss_variant, "ce cb_ce cb_bce focal ldam lade ib nt_bce bal_ce bal_bce".split()),
             # Not in the paper, but expected beside it: Kang et al.'s sampling and cRT, and LDAM as Cao et al. have it.
             Variant("ce, balanced sampling", {"loss": "ce", "sampler": "balanced"}),
-            Variant("cRT", {"tune": "head", "loss": "ce", "sampler": "balanced"} | _FROZEN, start=_losses(["ce"])[0]),
+            Variant("cRT", {"tune": "head", "loss": "ce", "sampler": "balanced"} | _FROZEN, start=loss_variant("ce")),
             Variant("ldam, DRW", {"loss": "ldam", "normalised_classifier": True, "drw_start": 0.8}),
         ],
         "loss",
         ("loss-on-vit",),
+        compares_losses=True,
     ),
     "sizes": Sweep(
         "Model sizes",
@@ -209,7 +215,7 @@ SWEEPS: dict[str, Sweep] = {
 
 
 def paper_rows(sweep: Sweep, variant: Variant, run: FinetuneSettings, pretrained_on: str | None) -> list[dict]:
-    """The paper's rows for a run of these settings, pretrained on that dataset, or on what nobody knows (None).
+    """Return the paper's rows for a run of these settings, pretrained on a dataset, None if unknown.
 
     A recipe stands beside the paper's number only where it is the paper's: its size, resolution and pretraining data
     agree. Losses are also compared at other sizes: with the paper's ViT-B, which the table then names.
@@ -241,18 +247,19 @@ def summarise(
     paper: Callable[[str], dict | None] = lambda _: None,
     pretraining: dict[str, list[Results]] | None = None,
 ) -> list[dict]:
-    """One row per variant: mean and deviation (percent) over its seeds, and the paper's numbers where it has them.
+    """Return one row per variant: mean and std (percent) over its seeds, and the paper's numbers where it has them.
 
     `pretraining` holds the first stages of the runs, given where the variants differ in them.
     """
     rows = []
     for label, runs in results.items():
         row = {"variant": label, "seeds": len(runs)}
+        measured = [run.rules.get(ARGMAX, run.metrics) for run in runs]  # as the paper measures
         for name in REPORTED:
-            values = [100 * run.metrics[name] for run in runs if run.metrics.get(name) is not None]
+            values = [100 * metrics[name] for metrics in measured if metrics.get(name) is not None]
             row[name] = statistics.fmean(values) if values else None
             row[f"{name}_deviation"] = statistics.stdev(values) if len(values) > 1 else None
-        posterior = [100 * run.posterior["accuracy"] for run in runs if run.posterior]
+        posterior = [100 * run.rules[UNIFORM]["accuracy"] for run in runs if UNIFORM in run.rules]
         row["posterior_accuracy"] = statistics.fmean(posterior) if posterior else None
         row["minutes"] = statistics.fmean(run.seconds / 60 for run in runs)
         first = pretraining[label] if pretraining else []
@@ -263,12 +270,12 @@ def summarise(
 
 
 def in_the_paper(row: dict) -> str:
-    """The accuracy of a row of the paper with the model it belongs to."""
+    """Return the accuracy of a row of the paper with the model it belongs to."""
     return f"{row['accuracy']} (ViT-{row['model_size'][0].upper()})"
 
 
 def table_rows(rows: list[dict]) -> list[dict]:
-    """The summary as people read it: `mean ± deviation`, the paper's overall accuracy beside."""
+    """Return the summary as a table of text: `mean ± std`, the paper's overall accuracy beside."""
 
     def cell(row: dict, name: str) -> str:
         if row[name] is None:

@@ -24,7 +24,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import write_values
 from livt_hf.pretrained import read_config
 from livt_hf.recipes.ablations import Variant, summarise, table_rows
-from livt_hf.recipes.sweep import Plan, carried_out
+from livt_hf.recipes.sweep import Plan, print_commands, run_plan
 from livt_hf.recipes.train import mixing_options, plan_scratch_training
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import describe_difference
@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "lora" in ways and not settings.dry_run:
         check_lora(or_else=" Or compare the others: --ways scratch head full")
     plan = StrategyPlan(build_sweep(settings), [build_variant(way, settings, train) for way in ways])
-    if carried_out(plan):
+    if settings.dry_run:
+        print_commands(plan)
+    else:
+        run_plan(plan)
         write_report(settings, plan)
 
 

@@ -23,11 +23,12 @@ from livt_hf.conversion import OFFICIAL_CLASSES, from_official, save_timm, to_be
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
 from livt_hf.export import EXPORTERS, export_model, get_output_size
-from livt_hf.files import read_values
+from livt_hf.files import read_record, read_values, write_values
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.plugins import find_module
 from livt_hf.predictions import PredictionsInfo
 from livt_hf.predictions.decisions import load_prior
+from livt_hf.processors import to_portable_processor
 
 OF_AUTHORS = ("dataset", "labels", "keep_class_order")  # what their files do not say
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_form(settings: ConvertSettings, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
-    """The same weights under the names of another library."""
+    """Write the same weights under the names of another library."""
     if not isinstance(model, LiViTForImageClassification):
         raise LiVTError(
             f"{settings.source} holds {type(model).__name__}; only a fine-tuned LiViT has the form {settings.to}. "
@@ -64,10 +65,12 @@ def write_form(settings: ConvertSettings, model: PreTrainedModel, processor: Bas
     else:
         to_beit(model).save_pretrained(settings.output)
         processor.save_pretrained(settings.output)
+        path = Path(settings.output, "preprocessor_config.json")
+        write_values(path, to_portable_processor(read_record(path)))
 
 
 def export(settings: ConvertSettings, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
-    """A graph that runs without this package."""
+    """Write a graph that runs without this package."""
     for name in ("onnxscript", "onnx_ir"):  # which tell every rewritten node
         logging.getLogger(name).setLevel(logging.WARNING)
     folder = Path(settings.output)
@@ -107,7 +110,7 @@ def convert_official(settings: ConvertSettings) -> None:
 
 
 def told_by_head(classes: int | None, settings: ConvertSettings) -> str:
-    """The dataset of an authors' file, whose normalisation the processor needs: a head tells it by its size."""
+    """Find the dataset of an authors' file, whose normalisation the processor needs: a head tells it by its size."""
     fitting = [name for name, number in OFFICIAL_CLASSES.items() if number == classes]
     if fitting:
         return fitting[0]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from datasets import concatenate_datasets
 
+from livt_hf.cli.copies import warn_about_copies
 from livt_hf.cli.inherit import settings_from_run
 from livt_hf.cli.resume import keep_automatic_options, start_run
 from livt_hf.cli.training_settings import FinetuneSettings
-from livt_hf.data.decoding import warn_about_duplicates
 from livt_hf.data.labels import digest_of
 from livt_hf.data.load import load_pool
 from livt_hf.errors import LiVTError
@@ -51,11 +51,14 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         if value:
             message = f"{name} {value} is for one model and folds trains several; leave {name} out."
             raise LiVTError(message, argument=name)
+    if run is not None and run.fold(1).started:
+        first = settings_from_run(FinetuneSettings, run.fold(1))  # whose precision all folds have
+        settings = settings.replace(mixed_precision=first["mixed_precision"])
     started, accelerator = time.monotonic(), make_accelerator(settings.optimization, settings.checkpoints.trackers)
     with accelerator.main_process_first():
         images = load_pool(fold_settings(settings, 1).data)
     if accelerator.is_main_process:
-        warn_about_duplicates(images.fold_datasets(), settings.data.dataset)
+        warn_about_copies(images.fold_datasets(), settings.data, made=True)
         warn_about_seen_images(settings.model.pretrained, settings.data.dataset, settings.folds)
     folds = [fold_settings(settings, number) for number in range(1, settings.folds + 1)]
     for number, fold in enumerate(folds, 1):
@@ -63,9 +66,10 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         if own is not None and own.finished:
             check_same_images(own, own.results.trained_on, digest_of(dataset["train"]))
             continue
-        accelerator = make_accelerator(
-            settings.optimization, settings.checkpoints.trackers
-        )  # a new one: it keeps the models that it has seen
+        if number > 1:
+            fold = fold.replace(mixed_precision=accelerator.mixed_precision)
+        # A new one: it keeps the models that it has seen.
+        accelerator = make_accelerator(fold.optimization, settings.checkpoints.trackers)
         accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)
         if settings.checkpoints.max_hours is not None:
             fold = fold.replace(
@@ -92,7 +96,7 @@ def format_folds(settings: FinetuneSettings, run: Run, report: EvaluationReport,
     batch = "" if batch_size == settings.optimization.batch_size else f", with --batch_size {batch_size} as here"
     return (
         f"\nCross-validated {settings.model.model_size} with {settings.loss.loss} on {settings.data.dataset}, in "
-        f"percent (decision rule: {report.default_label}); many, medium and few by the training images of a fold:\n"
+        f"percent, each image tested by the model of another fold (decision rule: {report.default_label}):\n"
         f"{markdown_table(fold_rows(report.summary))}"
         f"Report: {page}\nPredictions: {run.folder / FOLDER}\n"
         f"Next, train the model to use: the same command without --folds{batch}."

@@ -8,6 +8,7 @@
     livt eval RUN --predictions p.csv    # what each rule says of each image
     livt eval RUN --dataset FOLDER --split all    # every image of another place, which needs no split
     livt eval org/any-classifier --dataset FOLDER --class_counts counts.json    # one trained elsewhere
+    livt eval logits.csv --class_counts counts.json    # logits or probabilities of any framework
     livt eval PRETRAINING_RUN            # kNN and a linear probe on frozen features
     livt eval org/any-backbone --dataset FOLDER --probe    # the same for any model, before anyone trains it
     livt eval --compare RUN_A RUN_B      # the newest reports of two runs side by side
@@ -16,15 +17,20 @@
 """
 
 import contextlib
+import datetime
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 from livt_hf.classifiers import (
     check_classes_match,
@@ -37,22 +43,26 @@ from livt_hf.classifiers import (
 )
 from livt_hf.cli.console import run_command
 from livt_hf.cli.inherit import resolve_settings
+from livt_hf.cli.options import format_words
 from livt_hf.cli.settings import EvalSettings
 from livt_hf.data import class_counts, eval_loader, load_evaluation_data
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.labels import digest_of, is_multi_label, labels_of
+from livt_hf.data.loading import read_first_pixels
 from livt_hf.errors import LiVTError
 from livt_hf.files import replacing, write_values
 from livt_hf.long_tail.priors import numbers_by_name
+from livt_hf.precision import TRIAL_IMAGES, agree_on_precision, resolve_precision, similarity_posterior
 from livt_hf.predictions.blocks import Source, iterate_blocks, open_source
 from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.evaluate import EvaluationReport, Evaluator, accuracy_under_prior
+from livt_hf.predictions.logit_files import is_logit_file, read_logit_file
 from livt_hf.predictions.metrics import long_tail_metrics
 from livt_hf.predictions.predict import describe_images, predict
 from livt_hf.predictions.prior_estimation import estimate_record_prior
-from livt_hf.predictions.probes import extract_frozen_features, knn_scores, linear_probe_scores
+from livt_hf.predictions.probes import extract, extract_frozen_features, knn_scores, linear_probe_scores
 from livt_hf.predictions.record import FOLDER, PredictionsInfo
-from livt_hf.predictions.rules import ESTIMATED, DecisionRule, prior_label, rule_for_prior
+from livt_hf.predictions.rules import ESTIMATED, LABELS, DecisionRule, prior_label, rule_for_prior
 from livt_hf.predictions.shifts import build_shifted_sets, measure_shift
 from livt_hf.predictions.shot_groups import shot_groups
 from livt_hf.predictions.tables import TableWriter, check_table_path
@@ -60,6 +70,7 @@ from livt_hf.pretrained import load_backbone
 from livt_hf.reports import markdown_table
 from livt_hf.reports.comparison import compare
 from livt_hf.reports.curves import shift_rows
+from livt_hf.reports.files import PAGE
 from livt_hf.reports.report import write_report
 from livt_hf.results import provenance
 from livt_hf.run_data import check_split_unseen, was_trained_on
@@ -82,6 +93,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_processes(accelerator.num_processes)
     configure_threads(accelerator.device, settings.threads)
     shot_groups([1], **thresholds_of(settings))
+    if is_logit_file(settings.model):
+        evaluate_file(settings, accelerator, folder)
+        return
     if settings.probe or is_pretraining(settings.model):
         probe(settings, accelerator, folder)
         return
@@ -89,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     info = PredictionsInfo.from_model(model, settings.model)
     check_options(info, settings, known_counts(model) is not None)
     prior = None if settings.prior is None else load_prior(settings.prior, info)
+    info = info if prior is None else replace(info, default_rule=rule_for_prior(settings.prior, prior.tolist()))
     data = load_splits(settings, accelerator)
     check_classes_match(model, data["train"])
     check_split_unseen(settings.model, settings.data, settings.split, data)
@@ -99,29 +114,77 @@ def main(argv: Sequence[str] | None = None) -> None:
         shifted = build_shifted_sets(settings.test_imbalance, labels, counts, settings.seed)
     loader = make_loader(settings, data[settings.split], accelerator)
     images = describe_images(data[settings.split], settings.split)
+    posterior = partial(info.scores, rule=info.default_rule)
+    precision = choose_precision(settings, model, data[settings.split], accelerator, posterior)
+    info = replace(info, precision=precision)
     with new_folder(folder, accelerator) as writing:
         predict(model, loader, accelerator, writing / FOLDER, info, images)
         if not accelerator.is_main_process:
             return
         predictions = open_source(writing / FOLDER)
-        rules, estimated = choose_rules(predictions, info, settings, prior)
-        evaluator = Evaluator(predictions, counts, **thresholds_of(settings))
-        report = evaluator.evaluate(
-            rules, **describe(settings), **estimated, **seen_in_calibration(info, data[settings.split])
-        )
-        if prior is not None:
-            accuracy = accuracy_under_prior(report.metrics, prior)
-            report.summary["under_prior"] = {"prior": prior_label(settings.prior), "accuracy": accuracy}
-        if shifted:
-            report.summary["shifted"] = [measure_shift(evaluator, one) for one in shifted]
-        page = write_report(writing, report, data[settings.split])
-        if settings.predictions is not None:
-            write_table(settings.predictions, predictions, rules)
-        if ESTIMATED in report.summary["rules"]:
-            values = estimated["estimated_prior"]["prior"]
-            write_values(writing / "prior.json", numbers_by_name(values, info.class_names))
-    print(format_summary(report, info, evaluator.groups is not None))
-    print(f"Report: {folder / page.name}")
+        report = write_evaluation(settings, predictions, info, counts, prior, shifted, writing, data[settings.split])
+    print_evaluation(settings, report, info, folder)
+
+
+def evaluate_file(settings: EvalSettings, accelerator: Accelerator, folder: Path) -> None:
+    """Measure the logits of any framework, as those of a model are measured."""
+    if settings.probe or settings.data.dataset is not None:
+        name = "probe" if settings.probe else "dataset"
+        raise LiVTError(f"{name} needs a model, and {settings.model} holds its logits alone; leave it out.", name)
+    given = settings.foreign
+    predictions = read_logit_file(settings.model, given.class_counts, given.trained_with or "ce")
+    info, split = predictions.info, predictions.column("split")
+    check_options(info, settings, counts_known=True)
+    prior = None if settings.prior is None else load_prior(settings.prior, info)
+    info = info if prior is None else replace(info, default_rule=rule_for_prior(settings.prior, prior.tolist()))
+    predictions = replace(predictions, info=info)
+    counts = np.asarray(info.long_tail.class_counts or [1] * info.num_classes)
+    shifted = []
+    if settings.test_imbalance is not None:
+        shifted = build_shifted_sets(settings.test_imbalance, predictions.labels, counts, settings.seed)
+    settings = settings.replace(dataset=settings.model, split=settings.split if split is None else str(split[0]))
+    if not accelerator.is_main_process:
+        return
+    with new_folder(folder, accelerator) as writing:
+        predictions.save(writing / FOLDER)
+        report = write_evaluation(settings, predictions, info, counts, prior, shifted, writing)
+    print_evaluation(settings, report, info, folder)
+    print("Pictures of images and measures of features need the model itself: livt eval MODEL.")
+
+
+def write_evaluation(
+    settings: EvalSettings,
+    predictions: Source,
+    info: PredictionsInfo,
+    counts: np.ndarray,
+    prior: Tensor | None,
+    shifted: Sequence,
+    folder: Path,
+    dataset: Dataset | None = None,
+) -> EvaluationReport:
+    """Write the report on a record, with pictures of its images where there is a dataset."""
+    rules, estimated = choose_rules(predictions, info, settings)
+    evaluator = Evaluator(predictions, counts, **thresholds_of(settings))
+    seen = {} if dataset is None else seen_in_calibration(info, dataset)
+    report = evaluator.evaluate(rules, **describe(settings, info.precision), **estimated, **seen)
+    if prior is not None:
+        accuracy = accuracy_under_prior(report.metrics, prior)
+        report.summary["under_prior"] = {"prior": prior_label(settings.prior), "accuracy": accuracy}
+    if shifted:
+        report.summary["shifted"] = [measure_shift(evaluator, one) for one in shifted]
+    write_report(folder, report, dataset)
+    if settings.predictions is not None:
+        write_table(settings.predictions, predictions, rules)
+    if ESTIMATED in report.summary["rules"]:
+        values = estimated["estimated_prior"]["prior"]
+        write_values(folder / "prior.json", numbers_by_name(values, info.class_names))
+    return report
+
+
+def print_evaluation(settings: EvalSettings, report: EvaluationReport, info: PredictionsInfo, folder: Path) -> None:
+    """Print the numbers of an evaluation and where its files are."""
+    print(format_summary(report, info))
+    print(f"Report: {folder / PAGE}")
     if settings.predictions is not None:
         print(f"Predictions: {settings.predictions}")
     if ESTIMATED in report.summary["rules"]:
@@ -159,9 +222,13 @@ def thresholds_of(settings: EvalSettings) -> dict[str, int]:
     return {"many_above": settings.many_above, "few_below": settings.few_below}
 
 
-def describe(settings: EvalSettings) -> dict:
+def describe(settings: EvalSettings, precision: str | None) -> dict:
     """Return what evaluation.json says of the evaluation itself."""
     named = {"model": settings.model, "dataset": settings.data.dataset, "split": settings.split}
+    named |= {"precision": precision}
+    options = {name: value for name, value in settings.to_dict().items() if value != settings.options()[name].default}
+    command = shell_line(["livt", "eval", settings.model, *format_words(options | {"model": None})])
+    named |= {"date": datetime.date.today().isoformat(), "command": command}
     return named | {"thresholds": thresholds_of(settings)} | provenance()
 
 
@@ -189,6 +256,22 @@ def make_loader(settings: EvalSettings, dataset: Dataset, accelerator: Accelerat
     """Return the images of this process as the model's own processor prepares them."""
     batches = build_eval_batches(settings.batch_size, accelerator, settings.data.num_workers)
     return eval_loader(dataset, load_processor(settings.model), batches)
+
+
+def choose_precision(
+    settings: EvalSettings,
+    model: PreTrainedModel,
+    images: Dataset,
+    accelerator: Accelerator,
+    posterior: Callable[[Tensor], Tensor] | None = None,
+) -> str:
+    """Return the precision of all processes, compared by posteriors of logits or, without, by features."""
+    read_batch = partial(read_first_pixels, images, load_processor(settings.model), accelerator, TRIAL_IMAGES)
+    forward = partial(extract, model) if posterior is None else lambda pixels: model(pixels).logits
+    compared = resolve_precision(
+        settings.precision, model.eval(), len(images), read_batch, forward, posterior or similarity_posterior
+    )
+    return agree_on_precision(compared)
 
 
 def check_options(info: PredictionsInfo, settings: EvalSettings, counts_known: bool) -> None:
@@ -225,15 +308,13 @@ def check_options(info: PredictionsInfo, settings: EvalSettings, counts_known: b
 
 
 def choose_rules(
-    predictions: Source, info: PredictionsInfo, settings: EvalSettings, prior: Tensor | None
+    predictions: Source, info: PredictionsInfo, settings: EvalSettings
 ) -> tuple[list[DecisionRule], dict]:
-    """Return the standard rules with those of the options, and what evaluation.json says of an estimated prior.
+    """Return the rules to measure, the default rule first, and what evaluation.json says of an estimated prior.
 
     An estimated prior that should not be used is not offered.
     """
-    rules = info.rules
-    if prior is not None:
-        rules.append(rule_for_prior(settings.prior, prior.tolist()))
+    rules = list(dict.fromkeys([info.default_rule, *info.rules]))
     if not settings.adapt_prior:
         return rules, {}
     estimate = estimate_record_prior(predictions)
@@ -259,7 +340,7 @@ def write_table(path: str, predictions: Source, rules: list[DecisionRule]) -> No
             table.write(block)
 
 
-def format_summary(report: EvaluationReport, info: PredictionsInfo, grouped: bool) -> str:
+def format_summary(report: EvaluationReport, info: PredictionsInfo) -> str:
     """Return the numbers of an evaluation as a few lines of text."""
     summary, default = report.summary, report.summary["default_rule"]
     metrics, images = summary["rules"][default], summary["rules"][default]["num_images"]
@@ -270,16 +351,18 @@ def format_summary(report: EvaluationReport, info: PredictionsInfo, grouped: boo
         means = ", ".join(f"{name} {format_percent(metrics[key])}" for name, key in shown.items() if key in metrics)
         return "\n".join([*lines, f"  {format_accuracy(metrics)}", f"  mean over classes: {means}"])
     lines.append(
-        f"Accuracy {format_percent(metrics['accuracy'])} % on {images:,} images, mean class accuracy "
-        f"{format_percent(metrics['mean_class_accuracy'])} % (decision rule: {info.default_rule.label})"
+        f"Accuracy {format_percent(metrics['accuracy'])} % on {images:,} images ({summary['split']}), mean class "
+        f"accuracy {format_percent(metrics['mean_class_accuracy'])} % (decision rule: {info.default_rule.label})"
     )
     labels = summary["rule_labels"]
-    lines += [f"  {labels[name]:32s} {format_accuracy(values)}" for name, values in summary["rules"].items()]
+    measured = {labels[name]: values for name, values in summary["rules"].items()}
+    measured |= {LABELS[name]: values for name, values in summary["baselines"].items() if LABELS[name] not in measured}
+    lines += [f"  {label:32s} {format_accuracy(values)}" for label, values in measured.items()]
     found = {name: bounds for name, bounds in summary["intervals"][default].items() if bounds is not None}
     if found:
         shown = (f"{name} {format_percent(low)} to {format_percent(high)}" for name, (low, high) in found.items())
-        over = "over groups" if grouped else "over images"
-        lines.append(f"  {labels[default]}, 95 % intervals {over}: {', '.join(shown)}")
+        over = "images" if report.groups is None else "groups"
+        lines.append(f"  {labels[default]}, 95 % intervals over {over}: {', '.join(shown)}")
     if "under_prior" in summary:
         under = summary["under_prior"]
         shown = ", ".join(f"{labels[name]} {format_percent(value)}" for name, value in under["accuracy"].items())
@@ -315,8 +398,9 @@ def probe(settings: EvalSettings, accelerator: Accelerator, folder: Path) -> Non
         )
     model, counts = model.to(accelerator.device), torch.from_numpy(class_counts(data["train"]))
     loaders = [make_loader(settings, data[split], accelerator) for split in ("train", settings.split)]
-    train, test = (extract_frozen_features(model, loader, accelerator) for loader in loaders)
-    summary = describe(settings)
+    precision = choose_precision(settings, model, data["train"], accelerator)
+    train, test = (extract_frozen_features(model, loader, accelerator, precision) for loader in loaders)
+    summary = describe(settings, precision)
     scores = {"kNN": knn_scores(train, test, len(counts))}
     scores["linear probe"] = linear_probe_scores(train, test, len(counts), seed=settings.seed)
     for name, values in scores.items():

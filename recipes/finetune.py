@@ -10,7 +10,6 @@ The run folder ends up holding the checkpoint, its image processor, log.jsonl an
 options.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,30 +17,30 @@ from accelerate import Accelerator
 from datasets import DatasetDict
 
 from livt_hf.cli.console import format_next_command, run_command
+from livt_hf.cli.copies import warn_about_copies
 from livt_hf.cli.inherit import find_pretraining
-from livt_hf.cli.options import CONFIGS
 from livt_hf.cli.publish import check_publishing, publish_run
-from livt_hf.cli.resume import resolve_training, start_run
+from livt_hf.cli.resume import fit_batch_size, resolve_training, start_run
 from livt_hf.cli.training_settings import FinetuneSettings
-from livt_hf.data import load_dataset
-from livt_hf.data.decoding import warn_about_duplicates
-from livt_hf.data.labels import digest_of
+from livt_hf.data import is_made_split, load_dataset
+from livt_hf.data.labels import digest_of, is_multi_label
 from livt_hf.predictions.calibrate import calibrate_if_possible
-from livt_hf.predictions.rules import LABELS
+from livt_hf.results import format_rules
 from livt_hf.runs import Run
-from livt_hf.text import format_accuracy, format_duration
+from livt_hf.text import format_duration
 from livt_hf.training import autotune
 from livt_hf.training.finetune import (
     EpochEvaluator,
     build_finetune_results,
     build_finetune_task,
     check_finetune_options,
+    choose_objective,
+    write_framing_trial,
 )
 from livt_hf.training.loop import TrainingLoop, finish_run, make_accelerator, open_run
-from livt_hf.training.solve import is_solvable, solve_head
-from livt_hf.training.start import build_classifier, build_processor
-
-logger = logging.getLogger(__name__)
+from livt_hf.training.solve import solve_head
+from livt_hf.training.spec import is_solvable
+from livt_hf.training.start import build_model_and_processor
 
 
 def finetune(
@@ -62,48 +61,69 @@ def finetune(
         create_run: creates the folder of a new run.
         began: value of `autotune.clock()` at the start of the command.
     """
-    prepared = autotune.clock()
+    preparation_began = autotune.clock()
     train = dataset["train"]
     settings = fit_batch_size(settings, len(train))
     check_finetune_options(
         dataset, settings.model, settings.optimization, settings.loss, settings.augmentation, settings.checkpoints
     )
-    optimization = autotune.limit_epochs(settings.optimization, len(train) // settings.optimization.batch_size)
-    torch.manual_seed(optimization.seed)
-    model = build_classifier(train, settings.model, settings.loss, optimization, settings.augmentation)
-    processor = build_processor(model, train, settings.model, settings.data.dataset)
+    updates_per_epoch = len(train) // settings.optimization.batch_size
+    settings = settings.replace(optimization=autotune.limit_epochs(settings.optimization, updates_per_epoch))
+    objective = choose_objective(settings.loss, settings.data, is_multi_label(train))
+    torch.manual_seed(settings.optimization.seed)
+    model, processor, trial = build_model_and_processor(
+        dataset,
+        settings.model,
+        settings.loss,
+        settings.data,
+        settings.optimization,
+        settings.augmentation,
+        objective,
+        accelerator,
+    )
+    if settings.model.framing == "auto":
+        settings = settings.replace(framing=trial.chosen if trial else "own")
     task = build_finetune_task(
         model,
         processor,
         dataset,
         settings.model,
-        optimization,
+        settings.optimization,
         settings.augmentation,
         accelerator,
         settings.data.num_workers,
     )
-    prepared = autotune.clock() - prepared
-    solvable = is_solvable(settings.model, optimization, settings.loss)
+    if settings.model.tune == "head":
+        settings = settings.replace(precision=task.precision)
+    preparation_seconds = autotune.clock() - preparation_began
+    solvable = is_solvable(settings.model, settings.optimization, settings.loss)
     if resumed is None and not solvable:
-        optimization = autotune.resolve_auto_options(optimization, task, accelerator, began or autotune.clock())
-    settings = settings.replace(optimization=optimization)
+        optimization = autotune.resolve_auto_options(
+            settings.optimization, task, accelerator, began or autotune.clock()
+        )
+        settings = settings.replace(optimization=optimization)
     # Only now: what raised an error above leaves no folder behind.
     run = open_run(accelerator, lambda: resumed or create_run(settings), settings.to_dict())
+    if trial is not None and accelerator.is_main_process:
+        write_framing_trial(run.folder, trial)
+    optimization = settings.optimization
+    if solvable:
+        optimization = optimization.replace(ema_decay=None)  # there are no steps to average
     loop = TrainingLoop(task, optimization, settings.checkpoints, accelerator, run)
     loop.resume(digest_of(train))
     evaluator = EpochEvaluator(task, dataset, settings.checkpoints)
     if solvable:
-        evaluator.solution = solve_head(loop, settings.loss.objective)
+        evaluator.solution = solve_head(loop, objective)  # which calibrates on out-of-fold logits
     else:
         loop.fit(evaluator)
         evaluator.restore_best(loop)
-    if not solvable and "validation" in dataset:
-        held_out = dataset["validation"], task.eval_batches("validation")
-        calibrate_if_possible(loop.final_model, *held_out, accelerator, "validation")
+        if "validation" in dataset:
+            images, batches = dataset["validation"], task.eval_batches("validation")
+            calibrate_if_possible(loop.final_model, images, batches, accelerator, "validation", objective)
     metrics = evaluator.evaluate_test(loop)
     model = task.final_model(loop.final_model)
     results = build_finetune_results(
-        loop, evaluator, model, processor, metrics, settings.data, settings.model, prepared
+        loop, evaluator, model, processor, metrics, settings.data, settings.model, preparation_seconds
     )
     finish_run(loop, model, processor, results)
     return run
@@ -124,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with accelerator.main_process_first():
         dataset = load_dataset(settings.data)
     if accelerator.is_main_process:
-        warn_about_duplicates(dataset, settings.data.dataset)
+        warn_about_copies(dataset, settings.data, is_made_split(dataset, "test"))
     run = finetune(settings, dataset, accelerator, resumed, began=began)
     accelerator.end_training()
     if accelerator.is_main_process:
@@ -135,12 +155,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def format_summary(settings: FinetuneSettings, run: Run) -> str:
     """Return what was trained, its accuracy, its folder and the next command."""
     results = run.results
+    few = autotune.describe_few_epochs(results.epochs, settings.optimization.hours)
     start = "scratch" if settings.model.pretrained == "none" else settings.model.pretrained
     name = f"{settings.model.model_size} with {settings.loss.loss}"
     return (
         f"\nFine-tuned {name} on {results.num_train_images:,} images of "
         f"{settings.data.dataset}, from {start}, in {format_duration(results.seconds)}; {results.selection}.\n"
-        + "".join(f"  test, {LABELS[rule]}: {format_accuracy(metrics)}\n" for rule, metrics in results.rules.items())
+        + format_rules(results)
+        + (f"{few}\n" if few else "")
         + f"  checkpoint: {run.folder}"
         + format_next_command("Next, look closer", "eval", run.folder)
     )
@@ -152,18 +174,6 @@ def keep_all_images(settings: FinetuneSettings) -> FinetuneSettings:
     if solvable and settings.data.validation_fraction is None:
         return settings.replace(validation_fraction=0.0)
     return settings
-
-
-def fit_batch_size(settings: FinetuneSettings, num_images: int) -> FinetuneSettings:
-    """Reduce the batch size of a `tune` config, which is for any number of images, to what the images fill."""
-    if settings.model.tune is None or settings.optimization.batch_size <= num_images:
-        return settings
-    default = FinetuneSettings.resolve({"tune": settings.model.tune}, CONFIGS).optimization.batch_size
-    if settings.optimization.batch_size != default:
-        return settings  # explicit, so it raises an error
-    batch_size = autotune.choose_batch_size(num_images)
-    logger.info("there are only %d training images: an update takes %d of them", num_images, batch_size)
-    return settings.replace(batch_size=batch_size)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ import torch
 from accelerate import Accelerator
 
 from livt_hf.cli.console import format_next_command, run_command
-from livt_hf.cli.options import CONFIGS
 from livt_hf.cli.publish import check_publishing, publish_run
-from livt_hf.cli.resume import resolve_training, start_run
-from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
+from livt_hf.cli.resume import fit_batch_size, resolve_training, start_run
+from livt_hf.cli.training_settings import PretrainSettings
 from livt_hf.data import class_counts, eval_loader, eval_processor, load_dataset, normalization
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.decoding import is_native
@@ -54,6 +53,8 @@ def pretrain(
     with accelerator.main_process_first():
         dataset = load_dataset(settings.data, streaming=settings.streaming)
     train, size = dataset["train"], choose_image_size(settings.model)
+    if not settings.streaming:
+        settings = fit_batch_size(settings, len(train))
     on_broken = (
         settings.data.on_broken if settings.streaming else "error"
     )  # stored data was cleaned when it was loaded
@@ -117,10 +118,6 @@ def format_summary(settings: PretrainSettings, run: Run) -> str:
     results = run.results
     loss, zero_loss = results.metrics["loss"], results.metrics["zero_prediction_loss"]
     advice = format_update_advice(loss, zero_loss, results.updates)
-    # A small folder has fewer images than fine-tuning takes per update by default; the command printed must run.
-    default = FinetuneSettings.resolve({"dataset": settings.data.dataset}, CONFIGS).optimization.batch_size
-    left = int(0.9 * results.num_train_images)  # the rest may be held out
-    smaller = ["--batch_size", str(autotune.choose_batch_size(left))] if default > left else []
     return (
         f"\nPretrained {settings.model.model_size} on {results.num_train_images:,} images of {settings.data.dataset} "
         f"for {results.updates:,} updates in {format_duration(results.seconds)}.\n"
@@ -128,7 +125,7 @@ def format_summary(settings: PretrainSettings, run: Run) -> str:
         + (f"  warning                  {advice}\n" if advice else "")
         + f"  checkpoint               {run.folder}  (a stock ViTMAE)\n"
         f"  look at                  {run.folder / 'reconstructions.png'}"
-        + format_next_command("Next, fine-tune it", "finetune", "--pretrained", run.folder, *smaller)
+        + format_next_command("Next, fine-tune it", "finetune", "--pretrained", run.folder)
     )
 
 

@@ -5,9 +5,10 @@
     livt sweep tau --dataset cifar100-lt --source FOLDER --finetune "--epochs 20" --jobs 2
     livt sweep transfer --dataset inat18 --source FOLDER --pretrain "--source IMAGENET"
     livt sweep tau --dataset cifar100-lt --source FOLDER --pretrained facebook/vit-mae-base
+    livt sweep losses --plugin my_loss.py --only my_loss bal_bce       # a loss of your own beside them
 
-Variants that share a pretraining share one MGP run. A sweep that is stopped goes on where it was; what is done is
-skipped. It ends with a table, a plot and sweep.json in the output folder. `livt sweep` alone lists the ablations.
+Variants that share a pretraining share one MGP run. The same command resumes a sweep that was stopped and skips
+finished runs. It ends with a table, a plot and sweep.json in the output folder. `livt sweep` lists the ablations.
 """
 
 import itertools
@@ -31,7 +32,17 @@ from livt_hf.cli.resume import check_same_settings
 from livt_hf.cli.training_settings import STAGES, SweepSettings, TrainingSettings
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.files import write_values
-from livt_hf.recipes.ablations import REPORTED, SWEEPS, Sweep, Variant, paper_rows, summarise, table_rows
+from livt_hf.long_tail.loss_table import LOSSES
+from livt_hf.recipes.ablations import (
+    REPORTED,
+    SWEEPS,
+    Sweep,
+    Variant,
+    loss_variant,
+    paper_rows,
+    summarise,
+    table_rows,
+)
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.results import Results
 from livt_hf.runs import Run
@@ -41,7 +52,7 @@ from livt_hf.threads import available_cores
 
 @dataclass
 class Planned:
-    """A run of a sweep: the words of its command, and the run of the same sweep that it starts from."""
+    """A run of a sweep: the options of its command, and the run of the same sweep that it starts from."""
 
     stage: str
     words: list[str]
@@ -82,7 +93,7 @@ class Plan:
 
     def finetuning(self, variant: Variant, seed: int) -> Path:
         """Plan a run of a variant and, before it, what it starts from."""
-        start, name = self.start_of(variant, seed)
+        start, name = self.find_start(variant, seed)
         config = variant.configs.get(variant.finetune.get("dataset", self.settings.dataset))
         base = {}
         if config is not None:
@@ -94,8 +105,8 @@ class Plan:
         self.runs[folder] = Planned("finetune", words, start if isinstance(start, Path) else None)
         return folder
 
-    def start_of(self, variant: Variant, seed: int) -> tuple[Path | str, list[str]]:
-        """What a variant starts from, and how that is told in the name of its run."""
+    def find_start(self, variant: Variant, seed: int) -> tuple[Path | str, list[str]]:
+        """Return what a variant starts from, and its part of the name of the run."""
         if variant.start is not None:
             return self.finetuning(variant.start, seed), [f"after={variant.start.label.replace(' ', '-')}"]
         if variant.pretrain is None:
@@ -110,23 +121,23 @@ class Plan:
         return folder
 
     def changes(self, stage: str, options: dict, base: dict | None = None) -> list[str]:
-        """What a run changes of the settings that it would have without its options."""
+        """Return the options of a run that differ from the settings it would have without them."""
         without = Planned(stage, self.words(stage, base or {})).settings.to_dict()
         return [f"{name}={value}" for name, value in sorted(options.items()) if value != without[name]]
 
     def rounds(self) -> list[list[Path]]:
-        """The runs, those first that others start from."""
+        """Return the runs in rounds: each run comes after the one that it starts from."""
         depth = {}
         for folder, run in self.runs.items():  # a start is planned before what it is the start of
             depth[folder] = 0 if run.start is None else depth[run.start] + 1
         return [[folder for folder in depth if depth[folder] == level] for level in sorted(set(depth.values()))]
 
     def results(self) -> dict[str, list[Results]]:
-        """Of finished runs, by variant."""
+        """Return the results of finished runs by variant."""
         return {label: [Run(run).results for run in runs] for label, runs in self.runs_of.items()}
 
     def first_stages(self) -> dict[str, list[Results]]:
-        """Those of the pretrainings that the runs of each variant started from."""
+        """Return the results of the pretrainings that the runs of each variant started from."""
         starts = {label: filter(None, (self.runs[run].start for run in runs)) for label, runs in self.runs_of.items()}
         return {
             label: [Run(run).results for run in runs if self.runs[run].stage == "pretrain"]
@@ -134,7 +145,7 @@ class Plan:
         }
 
     def pretrained_on(self, variant: Variant) -> str | None:
-        """The dataset of the model that a variant starts from, its own where it has none; None: nobody knows."""
+        """Return the dataset of the model that a variant starts from, its own where it has none; None if unknown."""
         if variant.start is None and variant.pretrain is not None and self.settings.pretrained is not None:
             return None
         start = self.runs[self.runs_of[variant.label][0]].start
@@ -145,7 +156,7 @@ class Plan:
         return paper_rows(sweep, variant, settings, self.pretrained_on(variant))
 
     def paper(self, sweep: Sweep, variant: Variant) -> dict | None:
-        """The paper's numbers for a variant, with the size of the model that they belong to."""
+        """Return the paper's numbers for a variant, with the size of the model that they belong to."""
         rows = self.paper_rows(sweep, variant)
         return {name: rows[0][name] for name in ("model_size", *REPORTED) if name in rows[0]} if rows else None
 
@@ -157,12 +168,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name:14s} {sweep.title}: {'; '.join(variant.label for variant in sweep.variants)}")
         return
     if settings.pretrained is not None and settings.model_size is None:
-        inherited = lent("finetune", {"dataset": settings.dataset, "pretrained": settings.pretrained})
+        inherited = inherit_from_start("finetune", {"dataset": settings.dataset, "pretrained": settings.pretrained})
         settings = settings.replace(model_size=inherited.get("model_size"))
     sweep = find_sweep(settings.sweep)
-    variants = chosen(sweep.variants, settings.only)
+    variants = select_variants(sweep, settings.only)
     plan = Plan(settings, variants)
-    if carried_out(plan):
+    if settings.dry_run:
+        print_commands(plan)
+    else:
+        run_plan(plan)
         report(settings, sweep, plan, variants)
 
 
@@ -173,22 +187,23 @@ def find_sweep(name: str) -> Sweep:
     return SWEEPS[name]
 
 
-def carried_out(plan: Plan) -> bool:
-    """Run what a plan holds; of a dry run, print the commands and say that nothing was run."""
-    if plan.settings.dry_run:
-        for folder in itertools.chain(*plan.rounds()):
-            run = plan.runs[folder]
-            print(shell_line(["livt", run.stage, *run.words, "--output_dir", str(folder)]))
-        return False
+def print_commands(plan: Plan) -> None:
+    """Print the commands of a plan."""
+    for folder in itertools.chain(*plan.rounds()):
+        run = plan.runs[folder]
+        print(shell_line(["livt", run.stage, *run.words, "--output_dir", str(folder)]))
+
+
+def run_plan(plan: Plan) -> None:
+    """Run what is not finished of a plan."""
     for folders in plan.rounds():
         run_all({folder: plan.runs[folder] for folder in folders}, plan.settings)
-    return True
 
 
 def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
-    """Run what is not finished, `jobs` at a time; each can be stopped and goes on the next time."""
+    """Run what is not finished, `jobs` at a time; each run is resumed where it was stopped."""
     threads = max(1, available_cores() // settings.jobs)
-    failed, under_way = threading.Event(), []
+    failed, processes = threading.Event(), []
 
     def run(folder: Path) -> None:
         if failed.is_set():
@@ -199,7 +214,7 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
         log = folder.with_name(f"{folder.name}.out")
         before = log.stat().st_size if log.exists() else 0
         with log.open("a", encoding="utf-8") as output:
-            under_way.append(command := start(words, output))
+            processes.append(command := start_command(words, output))
             status = command.wait()
         if status:
             failed.set()
@@ -209,48 +224,48 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
 
     def stop(*_) -> None:
         failed.set()
-        for command in under_way:
+        for command in processes:
             command.terminate()  # a training saves itself
         raise Interrupted
 
     for folder, planned in runs.items():  # begun under the same name, but perhaps with other options
         if Run(folder).started:
-            check_same_settings(Run(folder), settings_again(planned, Run(folder)))
+            check_same_settings(Run(folder), resolve_again(planned, Run(folder)))
     waiting = [folder for folder in runs if not Run(folder).finished]
     before = signal.signal(signal.SIGTERM, stop)
     try:
         with ThreadPoolExecutor(settings.jobs) as pool:
             list(tqdm(pool.map(run, waiting), total=len(waiting), unit="run", file=sys.stderr))
     except (Interrupted, KeyboardInterrupt):
-        print("Stopped; what was under way has saved itself. The same command goes on with it.")
+        print("Stopped; running trainings have saved themselves. The same command resumes them.")
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def start(words: Sequence[str], output: TextIO) -> subprocess.Popen:
-    """`livt` with these words, in a process of its own."""
+def start_command(words: Sequence[str], output: TextIO) -> subprocess.Popen:
+    """Start `livt` with these options in a process of its own."""
     command = [sys.executable, "-m", "livt_hf.cli.main", *words]
     return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
-def settings_again(planned: Planned, run: Run) -> TrainingSettings:
-    """Those that a run which was begun would have now. Few images may have lowered the batch of a config."""
+def resolve_again(planned: Planned, run: Run) -> TrainingSettings:
+    """Return the settings that a started run would have now. Few images may have lowered the batch of a config."""
     cls = STAGES[planned.stage]
-    asked = cls.explicit_options(planned.words)
-    settings = cls.resolve(asked, CONFIGS, lent(planned.stage, asked))
-    if settings.to_dict().get("tune") and "batch_size" not in asked:
+    explicit = cls.explicit_options(planned.words)
+    settings = cls.resolve(explicit, CONFIGS, inherit_from_start(planned.stage, explicit))
+    if settings.to_dict().get("tune") and "batch_size" not in explicit:
         return settings.replace(batch_size=settings_from_run(cls, run)["batch_size"])
     return settings
 
 
-def lent(stage: str, asked: dict) -> dict:
-    """What a run of a stage takes over from where it starts."""
-    return inherit_from_checkpoint(asked) if stage == "finetune" else {}
+def inherit_from_start(stage: str, explicit: dict) -> dict:
+    """Return the options that a run of a stage inherits from the checkpoint it starts from."""
+    return inherit_from_checkpoint(explicit) if stage == "finetune" else {}
 
 
 def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Variant]) -> None:
-    """The table, the plot and sweep.json of a sweep whose runs are finished."""
+    """Write the table, the plot and sweep.json of a sweep whose runs are finished."""
     results = plan.results()
     # Where the first stages differ, what they cost is part of the comparison.
     pretraining = plan.first_stages() if any(variant.pretrain for variant in variants) else None
@@ -259,15 +274,15 @@ def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Var
     table = markdown_table(table_rows(rows))
     folder = settings.folder / settings.sweep
     folder.mkdir(parents=True, exist_ok=True)
-    said = {"title": sweep.title, "budget": budget(results, plan), "command": command(settings), "rows": rows}
-    write_values(folder / "sweep.json", said)
+    record = {"title": sweep.title, "budget": budget(results, plan), "command": command(settings), "rows": rows}
+    write_values(folder / "sweep.json", record)
     (folder / "table.md").write_text(table + "\n", encoding="utf-8")
     sweep_plot(rows, folder / "plot.png", sweep.axis, title=f"{sweep.title} ({settings.name})")
     print(f"{sweep.title} on {settings.dataset}, percent\n\n{table}\n\nPlot: {folder / 'plot.png'}")
 
 
 def budget(results: dict[str, list[Results]], plan: Plan) -> str:
-    """What each run was given, in a few words."""
+    """Return model, images, epochs and seeds of the runs in a few words."""
     runs = [run for variant in results.values() for run in variant]
     parts = [f"{runs[0].model_size}, {runs[0].num_train_images:,} training images"]
     pretrainings = [Run(folder).results for folder, run in plan.runs.items() if run.stage == "pretrain"]
@@ -287,11 +302,11 @@ def minutes(runs: list[Results]) -> str:
 
 
 def command(settings: SweepSettings) -> str:
-    """This command, without the paths of this machine."""
+    """Return the command of a sweep without local paths."""
     # The size of a checkpoint is known, and not always that of a preset.
-    silent = {"sweep"} if settings.pretrained is None else {"sweep", "model_size"}
-    said, defaults = settings.to_dict().items(), SweepSettings().to_dict()
-    shown = {name: value for name, value in said if name not in silent and value not in (defaults[name], "")}
+    hidden = {"sweep"} if settings.pretrained is None else {"sweep", "model_size"}
+    options, defaults = settings.to_dict().items(), SweepSettings().to_dict()
+    shown = {name: value for name, value in options if name not in hidden and value not in (defaults[name], "")}
     for name in shown:
         if name in settings.names("is_path") and Path(str(shown[name])).exists():
             shown[name] = "FOLDER"
@@ -301,7 +316,7 @@ def command(settings: SweepSettings) -> str:
 
 
 def without_paths(text: str) -> str:
-    """FOLDER for each path in an option's value, which may itself hold several options."""
+    """Replace each path in an option's value, which may itself hold several options, by FOLDER."""
 
     def hidden(word: str) -> str:
         option, equals, value = word.rpartition("=")
@@ -311,12 +326,18 @@ def without_paths(text: str) -> str:
     return shell_line(map(hidden, shell_words(text)))
 
 
-def chosen(variants: list[Variant], only: list[str] | None) -> list[Variant]:
-    labels = [variant.label for variant in variants]
-    unknown = [label for label in only or () if label not in labels]
+def select_variants(sweep: Sweep, only: list[str] | None) -> list[Variant]:
+    """Return the variants that `--only` names, or all; a sweep of losses takes every registered loss."""
+    if only is None:
+        return sweep.variants
+    known = {variant.label: variant for variant in sweep.variants}
+    if sweep.compares_losses:
+        known |= {name: loss_variant(name) for name in LOSSES if name not in known}
+    unknown = [label for label in only if label not in known]
     if unknown:
-        raise LiVTError(f"there is no variant {unknown[0]!r} in this sweep; choose from: {'; '.join(labels)}")
-    return [variant for variant in variants if only is None or variant.label in only]
+        message = f"there is no variant {unknown[0]!r} in this sweep; choose from: {'; '.join(known)}."
+        raise LiVTError(message, argument="only")
+    return [variant for label, variant in known.items() if label in only]
 
 
 if __name__ == "__main__":
