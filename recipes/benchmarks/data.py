@@ -135,7 +135,7 @@ def small_images(quick: bool) -> list[dict]:
 
 
 def stock_pretrain_transform(size: int) -> transforms.Compose:
-    """That of MAE."""
+    """Return the augmentation of MAE."""
     crop = transforms.RandomResizedCrop(size, scale=(0.2, 1.0), interpolation=transforms.InterpolationMode.BICUBIC)
     flip, normalize = transforms.RandomHorizontalFlip(), transforms.Normalize(MEAN, STD)
     return transforms.Compose([crop, flip, transforms.ToTensor(), normalize])
@@ -161,7 +161,7 @@ def set_transform_batches(dataset: Dataset, transform, batch_size: int = BATCH) 
 
 
 def rates(makers: dict[str, Callable], count: int, repeats: int) -> dict[str, float]:
-    """Images per second of an epoch."""
+    """Measure images per second of an epoch."""
     ways = {name: partial(deque, make(), maxlen=0) for name, make in makers.items()}
     return {name: count / time for name, time in median_seconds(ways, repeats, processor_seconds).items()}
 
@@ -172,7 +172,7 @@ def latencies(makers: dict[str, Callable], repeats: int) -> dict[str, float]:
 
 
 def splits(quick: bool) -> list[dict]:
-    """A derived split of a table as long as ImageNet with as many classes as iNaturalist 2018."""
+    """Measure a derived split of a table as long as ImageNet with as many classes as iNaturalist 2018."""
     rows, classes = 1_281_167, 8_142
     say(f"derived split of {rows:,} rows")
     labels = np.random.RandomState(0).permutation(np.arange(rows) % classes)

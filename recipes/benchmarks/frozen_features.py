@@ -22,13 +22,14 @@ from livt_hf.data import exponential_counts, long_tail_indices
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features (N, D) and labels (N,) of training and test images; `groups` (N,) of the training images or None."""
+    """Features (N, D), labels (N,) and, where there are any, groups (N,) of training and test images."""
 
     train: np.ndarray
     train_labels: np.ndarray
     test: np.ndarray
     test_labels: np.ndarray
     groups: np.ndarray | None = None
+    test_groups: np.ndarray | None = None
 
 
 Images = tuple[Iterator[Image.Image], np.ndarray]

@@ -48,7 +48,7 @@ def median_seconds(
 
 
 def compared(question: str, values: dict[str, float], unit: str, smaller_is_better: bool = False) -> list[dict]:
-    """A row for each peer of `values["ours"]`."""
+    """Return a row for each peer of `values["ours"]`."""
     ours = values["ours"]
     return [
         {
@@ -65,7 +65,7 @@ def compared(question: str, values: dict[str, float], unit: str, smaller_is_bett
 
 
 def ratio_words(row: dict) -> str:
-    """The ratio with its range over runs, and whether that leaves open who is faster."""
+    """Format the ratio with its range over runs, and whether that leaves open who is faster."""
     low, high = row.get("ratio_range", (row["ratio"],) * 2)
     if low == high:
         return f"{row['ratio']:.2f}"

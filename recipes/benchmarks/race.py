@@ -175,7 +175,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet32(classes: int = 100) -> nn.Module:
-    """The ResNet of He et al. for CIFAR: three stages of 16, 32 and 64 channels with n = 5 blocks each."""
+    """Train the ResNet of He et al. for CIFAR: three stages of 16, 32 and 64 channels with n = 5 blocks each."""
     widths = [16, *[16] * 5, *[32] * 5, *[64] * 5]
     stem = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
     blocks = [ResidualBlock(*pair) for pair in itertools.pairwise(widths)]
@@ -213,7 +213,7 @@ def run_stock(row: Row) -> dict:
 
 
 def run_ours(row: Row, **changed) -> dict:
-    """What `livt train` does with such a time, with some options changed; its evaluations are taken off."""
+    """Train as `livt train` does with such a time, with some options changed; its evaluations are taken off."""
     from livt_hf.recipes import finetune, pretrain
 
     autotune.clock, not_counted = core_seconds, []
@@ -306,7 +306,7 @@ def stored(path: Path) -> list[dict]:
 
 
 def race_table(rows: list[dict]) -> list[dict]:
-    """One line per entry, one column per budget: mean accuracy in percent, with the range over several seeds."""
+    """Return one line per entry, one column per budget: mean accuracy in percent, with its range over seeds."""
     budgets = sorted({row["budget"] for row in rows})
     table = []
     for name, (words, _) in PEERS.items():

@@ -70,7 +70,7 @@ def record(path: Path, rows: list[dict]) -> None:
 
 
 def answered(name: str, quick: bool, runs: int) -> list[dict]:
-    """The rows of a question; of several runs, each in a process of its own, what they have in common."""
+    """Return the rows of a question; of several runs, each in a process of its own, what they have in common."""
     if runs == 1:
         configure_threads(torch.device("cpu"), available_cores())  # peers in the same process gain by it alike
         module, function = BENCHMARKS[name]
@@ -90,7 +90,7 @@ def answered(name: str, quick: bool, runs: int) -> list[dict]:
 
 
 def merged(rows: Sequence[dict]) -> dict:
-    """One row of several runs: medians, and the range of the ratios."""
+    """Merge one row of several runs: medians, and the range of the ratios."""
     ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
     medians = {name: statistics.median(row[name] for row in rows) for name in ("ours", "peer")}
     found = {"ratio": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]} if ratios else {}

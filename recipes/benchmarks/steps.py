@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance, pretraining_config
+from livt_hf.precision import has_fast_cpu_bf16
 from livt_hf.recipes.benchmarks.measuring import compared, median_seconds, processor_seconds, say
 from livt_hf.training.autotune import count_layer_flops
-from livt_hf.training.device import has_fast_cpu_bf16
 from livt_hf.training.optim import layer_decay_groups
 
 # Preset, images per step.

@@ -1,0 +1,180 @@
+"""Measure how many near copies are found and how many are false alarms, without a model and with features of one.
+
+    LIVT_DATA=FOLDER python recipes/benchmarks/near_copies.py [--pretrained FOLDER]
+
+Bursts: of PlantDoc's training images (one of each group of near copies), every fifth is photographed three times more:
+moved, turned, cropped, exposed and compressed anew, at three strengths. All are split at random; an image of a burst
+with another one on the other side should be found, an image without one should not. CIFAR-100-LT and PlantDoc are
+taken with their own splits. Scaling: vectors of noise, a tenth with a copy at cosine .9. Writes
+recipes/results/near_copies.json.
+"""
+
+import argparse
+import io
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+from datasets import Dataset, concatenate_datasets
+from PIL import Image, ImageEnhance
+
+from livt_hf.classifiers import load_classifier, load_processor
+from livt_hf.data import load_long_tailed
+from livt_hf.data.labels import class_feature, image_paths, labels_of
+from livt_hf.data.near_copies import (
+    chance_threshold,
+    compare,
+    connected_copies,
+    feature_vectors,
+    find_leaks,
+    nearest_other,
+    pixel_vectors,
+    standardize,
+)
+from livt_hf.training.frozen import FrozenBackbone
+
+OUTPUT = Path(__file__).parents[1] / "results" / "near_copies.json"
+STRENGTHS = (0.3, 0.6, 1.0)
+EXPOSURES, EVERY = 3, 5
+
+
+def photograph_again(image: Image.Image, strength: float, generator: np.random.RandomState) -> bytes:
+    """Return a JPEG of an image that is turned by up to 3 degrees, moved by 3 %, cropped, exposed and noisy anew."""
+    width, height = image.size
+    turned = image.rotate(generator.uniform(-3, 3) * strength, Image.Resampling.BILINEAR)
+    scale = 1 - strength * generator.uniform(0.05, 0.11)
+    left, top = (0.5 - scale / 2 + generator.uniform(-0.03, 0.03, 2) * strength) * image.size
+    box = (int(left), int(top), int(left + scale * width), int(top + scale * height))
+    shot = turned.crop(box).resize(image.size)
+    for kind in (ImageEnhance.Brightness, ImageEnhance.Contrast):
+        shot = kind(shot).enhance(1 + generator.uniform(-0.25, 0.25) * strength)
+    noisy = np.asarray(shot) + generator.randn(height, width, 3) * 8 * strength
+    buffer = io.BytesIO()
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=80)
+    return buffer.getvalue()
+
+
+def make_bursts(images: Dataset, folder: Path, strength: float) -> tuple[Dataset, Dataset]:
+    """Return two random halves of images and bursts, with the number of its source in each file name."""
+    generator, names = np.random.RandomState(0), class_feature(images).names
+    labels = labels_of(images).values
+    for row, (path, label) in enumerate(zip(image_paths(images).to_pylist(), labels, strict=True)):
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+        for shot in range(1 + EXPOSURES * (row % EVERY == 0)):
+            target = folder / names[label] / f"{row}_{shot}.jpg"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(photograph_again(image, strength if shot else 0.0, generator))
+    everything = load_long_tailed(str(folder), test_fraction=None)["train"]
+    order = generator.permutation(len(everything))
+    return everything.select(order[::2]), everything.select(order[1::2])
+
+
+def describe(dataset: Dataset, backbone: FrozenBackbone | None) -> np.ndarray:
+    """Return standardized vectors of the pixels or of features."""
+    if backbone is None:
+        return standardize(pixel_vectors(dataset))
+    return standardize(feature_vectors(backbone.features(dataset)[0], labels_of(dataset).values))
+
+
+def measure_bursts(images: Dataset, backbone: FrozenBackbone | None, strengths: tuple[float, ...]) -> list[dict]:
+    """Return detection and false alarms at each strength."""
+    rows = []
+    for strength in strengths:
+        with tempfile.TemporaryDirectory() as folder:
+            halves = make_bursts(images, Path(folder), strength)
+            both = concatenate_datasets(halves)
+            began = time.perf_counter()
+            vectors = describe(both, backbone)
+            source = np.array([int(Path(path).name.split("_")[0]) for path in image_paths(both).to_pylist()])
+            side = np.repeat([0, 1], [len(half) for half in halves])
+            threshold = chance_threshold(vectors, labels_of(both).values)
+            similarity = nearest_other(compare(vectors), side)[0]
+            has_mate = np.array(
+                [(source[side != own] == number).any() for number, own in zip(source, side, strict=True)]
+            )
+            found = similarity >= threshold
+            groups = connected_copies(vectors, threshold)
+            in_burst = source % EVERY == 0
+            whole = [len(set(groups[source == number])) == 1 for number in np.unique(source[in_burst])]
+            rows.append(
+                {
+                    "strength": strength,
+                    "images": len(both),
+                    "with_a_copy_on_the_other_side": int(has_mate.sum()),
+                    "threshold": round(threshold, 3),
+                    "found": round(float(found[has_mate].mean()), 4),
+                    "false_alarms": round(float(found[~has_mate].mean()), 4),
+                    "bursts_in_one_group": round(float(np.mean(whole)), 4),
+                    "seconds": round(time.perf_counter() - began, 1),
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def measure_splits(name: str, backbone: FrozenBackbone | None, **options) -> dict:
+    """Return the images of each split of a dataset that have near copies in another one."""
+    data = load_long_tailed(name, **options)
+    began = time.perf_counter()
+    leaks = find_leaks(data, describe(concatenate_datasets(list(data.values())), backbone))
+    row = {"images": {split: len(part) for split, part in data.items()}}
+    if leaks is not None:
+        row |= {"found": leaks.counts, "threshold": round(leaks.threshold, 3)}
+        different = [
+            labels_of(data[one[0]]).values[one[1]] != labels_of(data[other[0]]).values[other[1]]
+            for one, other, _ in leaks.pairs
+        ]
+        row["pairs_of_different_classes"] = round(float(np.mean(different)), 4)
+    return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def measure_scaling(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> list[dict]:
+    """Return the time to compare vectors of noise, and the share of planted copies that are found."""
+    rows = []
+    for size in sizes:
+        generator = np.random.RandomState(0)
+        vectors = standardize(generator.randn(size, 143).astype(np.float32))
+        copies = size // 10
+        mixed = 0.9 * vectors[:copies] + np.sqrt(1 - 0.81) * vectors[-copies:]
+        vectors = standardize(np.concatenate([vectors[:-copies], mixed]))
+        began = time.perf_counter()
+        groups = connected_copies(vectors, 7.0)  # a cosine of .6
+        rows.append({"images": size, "seconds": round(time.perf_counter() - began, 1)})
+        rows[-1]["found"] = round(float((groups[:copies] == groups[-copies:]).mean()), 4)
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pretrained", help="folder of a backbone; without one the pixels alone are measured")
+    arguments = parser.parse_args()
+    data = Path(os.environ["LIVT_DATA"])
+    methods: dict[str, FrozenBackbone | None] = {"pixels": None}
+    if arguments.pretrained:
+        model = load_classifier(arguments.pretrained)
+        methods["features"] = FrozenBackbone(model, load_processor(arguments.pretrained), Accelerator(cpu=True))
+    train = load_long_tailed(str(data / "plantdoc"))["train"]
+    vectors = standardize(pixel_vectors(train))
+    groups = connected_copies(vectors, 5.0)  # lower than any threshold: what is left has no copies
+    single = train.select(np.unique(groups, return_index=True)[1])
+    results: dict = {"scaling": measure_scaling()}
+    for method, backbone in methods.items():
+        strengths = STRENGTHS if backbone is None else STRENGTHS[1:2]  # features of 3,606 images take minutes
+        results[method] = {"bursts": measure_bursts(single, backbone, strengths)}
+        results[method]["plantdoc"] = measure_splits(str(data / "plantdoc"), backbone)
+        print(method, results[method]["plantdoc"], flush=True)
+        if backbone is None:  # features of 20,847 small images take half an hour
+            cifar = measure_splits("cifar100-lt", backbone, source=str(data / "cifar100"), imbalance_factor=100)
+            results[method]["cifar100-lt"] = cifar
+            print(cifar, flush=True)
+        OUTPUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
