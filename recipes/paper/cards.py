@@ -1,16 +1,20 @@
-"""Cards of the authors' released weights after conversion: their numbers, their terms.
+"""Drafts of cards for the authors' weights after conversion: their terms, and the numbers of the paper as text.
+
+The weights were not loaded here, so the drafts have no `model-index`.
 
 python recipes/paper/cards.py model_cards    # writes them again
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import ModelCard
 
 from livt_hf.errors import LiVTError
-from livt_hf.hub.card import ACCURACY_COLUMNS, PAPER_URL, card_data, fractions, render
+from livt_hf.hub.card import ACCURACY_COLUMNS, card_data, fractions, render
 from livt_hf.hub.paper import paper_result
+from livt_hf.predictions.rules import ARGMAX
 from livt_hf.results import Results
 from livt_hf.text import format_percent
 
@@ -41,12 +45,12 @@ LICENSE = dict(license="other", license_name="livt-authors-terms", license_link=
 
 
 def converted_names() -> list[str]:
-    """The repositories we would publish: classifiers at two resolutions and the MGP weights they started from."""
+    """Return the names of the authors' weights: classifiers at two resolutions and the MGP they started from."""
     return [f"livt-base-{dataset}{suffix}" for dataset in DATA for suffix in ("", "-384", "-mgp")]
 
 
 def converted_card(name: str) -> ModelCard:
-    """The card of one of `converted_names()`; every number in it is the paper's."""
+    """Return the draft of one of `converted_names()`; every number in it is the paper's."""
     if name not in converted_names():
         raise LiVTError(f"{name!r} is none of the authors' checkpoints; they are {', '.join(converted_names())}.")
     pretraining = name.endswith("-mgp")
@@ -54,7 +58,7 @@ def converted_card(name: str) -> ModelCard:
     size = PRETRAIN_SIZE[dataset] if pretraining else 384 if name.endswith("-384") else 224
     stage = "pretrain" if pretraining else "finetune"
     results = Results(stage=stage, dataset=dataset, image_size=size, split="validation", **DATA[dataset])
-    context = dict(repo_id=f"org/{name}", title=name, counts_picture=None, pictures=[], options="", results=results)
+    context = dict(repo_id=name, title=name, counts_picture=None, pictures=[], options="", results=results)
     context |= dict(source_url=SOURCE_URL, data_terms=DATA_TERMS[dataset])
     if pretraining:
         return render("converted_pretrain", card_data(results, name, **LICENSE), ModelCard, TEMPLATES, **context)
@@ -72,10 +76,8 @@ def write_cards(folder: str | Path) -> list[Path]:
 
 def _classifier_card(results: Results, context: dict) -> ModelCard:
     paper = paper_result(results.dataset, image_size=results.image_size)
-    results.metrics = metrics = fractions(paper)
-    tables = dict.fromkeys([paper["table"], paper.get("calibration_table", paper["table"])])
-    source = dict(source_name=f"The paper, {' and '.join(f'table {table}' for table in tables)}", source_url=PAPER_URL)
-    base_model = f"{context['repo_id'].removesuffix('-384')}-mgp"
+    metrics = fractions(paper)
+    results = replace(results, rules={ARGMAX: metrics})
     calibration = ["the paper, softmax(z)", format_percent(metrics.get("ece")), format_percent(metrics.get("mce"))]
     context |= dict(
         form="transformers",
@@ -85,6 +87,7 @@ def _classifier_card(results: Results, context: dict) -> ModelCard:
         sigmoid=True,
         resampled=False,
         own_test_prior=False,
+        trade_off=None,
         no_posterior=None,
         calibrated_on=None,
         paper=dict(table=paper["table"], note=paper.get("note")),
@@ -93,7 +96,8 @@ def _classifier_card(results: Results, context: dict) -> ModelCard:
         accuracy_rows=[["the paper", *(format_percent(metrics[column]) for column in ACCURACY_COLUMNS)]],
         calibration_rows=[calibration] if "ece" in metrics else [],
     )
-    data = card_data(results, context["title"], source=source, base_model=base_model, **LICENSE)
+    data = card_data(results, context["title"], **LICENSE)
+    data.eval_results = data.model_name = None  # the numbers are not of these weights
     return render("converted_finetune", data, ModelCard, TEMPLATES, **context)
 
 

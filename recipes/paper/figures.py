@@ -19,6 +19,7 @@ from livt_hf import LiViTForPreTraining
 from livt_hf.cli.console import run_command
 from livt_hf.data import load_dataset
 from livt_hf.errors import LiVTError
+from livt_hf.predictions.rules import ARGMAX
 from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.run_data import data_spec_from_run
@@ -32,7 +33,7 @@ def curves(file: Path, runs: list[Run]) -> Path:
 
 @torch.no_grad()
 def reconstructions(file: Path, runs: list[Run]) -> Path:
-    """One column per run; images, masks and processor are those of the first run's data."""
+    """Draw one column per run; images, masks and processor are those of the first run's data."""
     images = select_eval_images(load_dataset(data_spec_from_run(runs[0])), 8)
     processor = AutoImageProcessor.from_pretrained(runs[0].folder)
     models = [LiViTForPreTraining.from_pretrained(run.folder) for run in runs]
@@ -45,11 +46,12 @@ def reconstructions(file: Path, runs: list[Run]) -> Path:
 
 
 def sizes(file: Path, runs: list[Run]) -> Path:
-    """One line per loss and start, as the paper has them for LiVT, MAE and what is trained from scratch."""
+    """Draw one line per loss and start, as the paper has them for LiVT, MAE and what is trained from scratch."""
     lines = defaultdict(list)
     for results in (run.results for run in runs):
         start = ", from scratch" if results.pretrained == "none" else ""
-        lines[results.loss + start].append((results.parameters / 1e6, 100 * results.metrics["accuracy"]))
+        metrics = results.rules.get(ARGMAX, results.metrics)
+        lines[results.loss + start].append((results.parameters / 1e6, 100 * metrics["accuracy"]))
     figure = new_figure(6, 4.2)
     ax = plain(figure.add_subplot(), "million parameters", "accuracy (%)")
     for (label, points), colour in zip(lines.items(), itertools.cycle(PALETTE), strict=False):

@@ -52,17 +52,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.utilisation is None:
         arguments.utilisation = recorded("share of the machine's peak, ViT-S")
-    said = {name: getattr(arguments, name) for name in ("memory", "tflops", "utilisation", "cores")}
-    said |= predicted(costs(), arguments)
-    said["table"] = table_rows(said)
-    print(markdown_table(said["table"]))
-    print(f"\nThe authors' rate: {said['authors_tflops']:.1f} TFLOP/s per GPU, from {AUTHORS_GPU_HOURS:g} GPU-hours.")
+    record = {name: getattr(arguments, name) for name in ("memory", "tflops", "utilisation", "cores")}
+    record |= predicted(costs(), arguments)
+    record["table"] = table_rows(record)
+    print(markdown_table(record["table"]))
+    print(
+        f"\nThe authors' rate: {record['authors_tflops']:.1f} TFLOP/s per GPU, from {AUTHORS_GPU_HOURS:g} GPU-hours."
+    )
     if arguments.output is not None:
-        write_values(arguments.output, said)
+        write_values(arguments.output, record)
 
 
 def predicted(rows: list[dict], arguments: argparse.Namespace) -> dict:
-    """The rows with their hours, cores and what bounds them, and the authors' rate."""
+    """Return the rows with their hours, cores and what bounds them, and the authors' rate."""
     logged = next(row for row in rows if LOGGED in row["configs"])
     authors_rate = logged["ways"][0]["operations"] / (AUTHORS_GPU_HOURS * 3600)
     rate = arguments.utilisation * arguments.tflops * 1e12
@@ -80,7 +82,7 @@ def predicted(rows: list[dict], arguments: argparse.Namespace) -> dict:
 
 
 def costs() -> list[dict]:
-    """A row for all configs of the paper that cost the same: the losses and rates of a training do not."""
+    """Return a row for all configs of the paper that cost the same: the losses and rates of a training do not."""
     rows: dict[tuple, dict] = {}
     for path in sorted(CONFIGS.glob("*.yaml")):
         stage = path.stem.split("-")[0]
@@ -95,7 +97,7 @@ def costs() -> list[dict]:
 
 
 def cost(settings: PretrainSettings | FinetuneSettings) -> dict:
-    """One stage as its settings have it, and with what saves computation."""
+    """Compute the cost of one stage as its settings have it, and with what saves computation."""
     few, many = (step_cost(*model_of(settings), images=images) for images in (1, 2))
     ways = []
     for share in SHARES[settings.stage]:
@@ -190,26 +192,26 @@ def recorded(question: str) -> float:
     return next(row["ours"] for row in rows if row["question"].startswith(question))
 
 
-def table_rows(said: dict) -> list[dict]:
+def table_rows(record: dict) -> list[dict]:
     """Where one cell has several numbers, they are those of the shares, the paper's first."""
 
     def each(row: dict, name: str, scale: float = 1) -> str:
         values = [way[name] / scale for way in row["ways"]]
         return " / ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
 
-    rate = f"GPU-hours, {said['utilisation']:.0%} of peak and {said['cores']} cores per GPU"
+    rate = f"GPU-hours, {record['utilisation']:.0%} of peak and {record['cores']} cores per GPU"
     return [
         {
             "configs": ", ".join(row["configs"]),
             "GFLOP per image": each(row, "operations_an_image", 1e9),
             "MB per image": f"{row['bytes_an_image'] / 1e6:.0f}",
-            f"images in {said['memory']:g} GB": row["images_that_fit"],
+            f"images in {record['memory']:g} GB": row["images_that_fit"],
             "GPU-hours, authors' rate": each(row, "gpu_hours_at_authors_rate"),
             rate: each(row, "gpu_hours_at_share_of_peak"),
             "bound by": " / ".join(dict.fromkeys(way["bound_by"] for way in row["ways"])),
             "cores that feed a GPU": each(row, "cores"),
         }
-        for row in said["rows"]
+        for row in record["rows"]
     ]
 
 

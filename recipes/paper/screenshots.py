@@ -58,7 +58,7 @@ def wait_for(what: Callable[[], object]) -> None:
 
 
 def save_picture(driver: webdriver.Chrome, path: Path, height: int) -> None:
-    """The top of the page, as a PNG of 256 colours, which is a third of the size."""
+    """Save the top of the page, as a PNG of 256 colours, which is a third of the size."""
     with Image.open(io.BytesIO(driver.get_screenshot_as_png())) as picture:
         top = picture.convert("RGB").crop((0, 0, picture.width, height))
     top.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -76,7 +76,7 @@ def pick_example(driver: webdriver.Chrome, number: int) -> None:
 
 
 def demo_picture(run: str, driver: webdriver.Chrome, path: Path) -> None:
-    """An example of a rare class, with the slider moved."""
+    """Show an example of a rare class, with the slider moved."""
     with private_files():
         blocks = start([show(run)])
         try:

@@ -1,4 +1,4 @@
-"""Write the tables of README.md, results/README.md and configs/README.md from the result files in recipes/results.
+"""Write the tables of README.md, the READMEs of recipes and docs/ from the result files in recipes/results.
 
     python recipes/paper/tables.py            # rewrites them between their markers
     python recipes/paper/tables.py --check    # fails where they are out of date
@@ -20,15 +20,20 @@ from livt_hf.metrics import GROUPS
 from livt_hf.recipes.ablations import table_rows
 from livt_hf.recipes.benchmarks.measuring import ratio_words
 from livt_hf.recipes.benchmarks.race import race_table
+from livt_hf.recipes.paper.idea import KEPT
 from livt_hf.reports import markdown_table
+from livt_hf.text import format_percent
 
 RECIPES = Path(__file__).parents[1]
 RESULTS = RECIPES / "results"
-PAGES = (RECIPES.parent / "README.md", RESULTS / "README.md", RECIPES / "configs" / "README.md")
+_NLL = {"NLL before": "nll_before", "after": "nll_after", "largest loss": "largest_loss"}
+ROOT = RECIPES.parent
+PAGES = (ROOT / "README.md", RESULTS / "README.md", RECIPES / "configs" / "README.md")
+PAGES += tuple(ROOT / "docs" / name for name in ("results/index.md", "guides/own-loss.md"))
 
 
 def results_section(which: str, page: Path) -> str:
-    """One table per sweep: results/<dataset>/<sweep>.json, as `livt sweep` writes it, or with a `table` as it is."""
+    """Render one table per sweep: results/<dataset>/<sweep>.json, of `livt sweep`, or with a `table` of its own."""
     paths = [RESULTS / f"{name}.json" for name in which.split()] or sorted(RESULTS.glob("*/*.json"))
     parts = []
     for path in paths:
@@ -57,7 +62,7 @@ def short_section(which: str, _page: Path) -> str:
 
 
 def _picture(path: Path, page: Path, width: int, words: str) -> list[str]:
-    """The picture beside a result file, if there is one."""
+    """Return the picture beside a result file, if there is one."""
     picture = path.with_suffix(".png")
     address = Path(os.path.relpath(picture, page.parent)).as_posix()
     return [f'<img src="{address}" width="{width}" alt="{words}">'] if picture.exists() else []
@@ -79,8 +84,74 @@ def scale_section(_which: str, _page: Path) -> str:
     return markdown_table(read_values(path)["table"]).strip() if path.exists() else ""
 
 
+def statistics_section(_which: str, _page: Path) -> str:
+    """Render the simulations of `recipes/benchmarks/simulations.py`: intervals, calibration, offers."""
+    path = RESULTS / "statistics.json"
+    if not path.exists():
+        return ""
+    rows = {name: part["rows"] for name, part in read_values(path).items()}
+    tables = [
+        [
+            {"test set": row["test_set"], "coverage, %": format_percent(row["coverage"])}
+            | {"within classes, %": format_percent(row["coverage_within_classes"]), "trials": row["trials"]}
+            for row in rows.get("intervals", ())
+        ],
+        [
+            {"head": row["head"], "images": row["images"]}
+            | {name: "refused" if row[key] is None else f"{row[key]:.3f}" for name, key in _NLL.items()}
+            for row in rows.get("calibration", ())
+        ],
+        [
+            {"classes": row["classes"], "truth": row["truth"], "images": row["images"], "trials": row["trials"]}
+            | {"offered, %": format_percent(row["offers"] / row["trials"])}
+            | {"gain, points": format_percent(row["mean_gain"]), "least": format_percent(row["least_gain"])}
+            for row in rows.get("offers", ())
+        ],
+    ]
+    return "\n\n".join(markdown_table(table).strip() for table in tables if table)
+
+
+def framing_section(_which: str, _page: Path) -> str:
+    """Render the sets and framings of `recipes/benchmarks/framing.py`."""
+    rows = []
+    for name, measured in read_values(RESULTS / "framing.json").items():
+        chosen, words = measured["auto"], name
+        for framing, numbers in measured["framings"].items():
+            taken = f"{chosen.count(framing.split()[0])} of {len(chosen)}"
+            row = {"images": words, "framing": framing}
+            row |= {key.replace("_", " "): f"{mean:.1f} ± {std:.1f}" for key, (mean, std) in numbers.items()}
+            rows.append(row | {"taken by auto": taken if chosen else "-"})
+            words = ""
+    return markdown_table(rows).strip()
+
+
+def near_copies_section(_which: str, _page: Path) -> str:
+    """Bursts, splits that others made, and scaling of `recipes/benchmarks/near_copies.py`."""
+    results = read_values(RESULTS / "near_copies.json")
+    tables: list[list[dict]] = [
+        [
+            {"strength of the changes": row["strength"], "images with a copy": row["with_a_copy_on_the_other_side"]}
+            | {"found, %": format_percent(row["found"]), "false alarms, %": format_percent(row["false_alarms"])}
+            | {"bursts in one group, %": format_percent(row["bursts_in_one_group"]), "seconds": row["seconds"]}
+            for row in results["pixels"]["bursts"]
+        ],
+        [
+            {"images": name, "training": row["images"]["train"], "test": row["images"]["test"]}
+            | {"test images with a near copy in training": row["found"]["test"]}
+            | {"pairs of two classes, %": format_percent(row["pairs_of_different_classes"]), "seconds": row["seconds"]}
+            for name, row in results["pixels"].items()
+            if name != "bursts"
+        ],
+        [
+            {"vectors": f"{row['images']:,}", "found, %": format_percent(row["found"]), "seconds": row["seconds"]}
+            for row in results["scaling"]
+        ],
+    ]
+    return "\n\n".join(markdown_table(table).strip() for table in tables)
+
+
 def race_section(_which: str, page: Path) -> str:
-    """The rows of `recipes/benchmarks/run.py race --output recipes/results/race.json`, and its picture."""
+    """Render the rows of `recipes/benchmarks/run.py race --output recipes/results/race.json`, and its picture."""
     path = RESULTS / "race.json"
     if not path.exists():
         return ""
@@ -88,12 +159,62 @@ def race_section(_which: str, page: Path) -> str:
     return "\n\n".join([table, *_picture(path, page, 560, "accuracy over core-minutes")])
 
 
+def idea_section(_which: str, _page: Path) -> str:
+    """Return what the figure of the idea shows, in a sentence."""
+    result = read_values(RESULTS / "idea.json")
+    plain, balanced = ({name: f"{100 * result[rule][name]:.1f}" for name in KEPT} for rule in ("plain", "balanced"))
+    return (
+        "One frozen backbone, one linear head, CIFAR-100-LT: correcting for the class frequencies takes\n"
+        f"accuracy on the balanced test set from {plain['accuracy']} to {balanced['accuracy']} %, and that of\n"
+        f"classes with fewer than 20 images from {plain['few']} to {balanced['few']} %."
+    )
+
+
+def heads_section(_which: str, _page: Path) -> str:
+    """Return a row per dataset and objective: our score, and the difference to both baselines with its error."""
+    path, rows = RESULTS / "heads.json", []
+    for name, methods in (read_values(path) if path.exists() else {}).items():
+        ours = methods["exact bal_ce"]
+        for objective, label in HEAD_OBJECTIVES.items():
+            minus = {
+                f"minus {peer}": "{:+.1f} ± {:.1f}".format(*ours["minus"][full][objective][objective])
+                for peer, full in (("plain", "LogisticRegression"), ("balanced", "LogisticRegression balanced"))
+            }
+            seconds = [methods[method]["seconds"] for method in methods if method != "exact bal_bce"]
+            rows.append(
+                {"features": name, "objective": label, "ours": f"{ours['scores'][objective][objective]:.1f}", **minus}
+                | {"seconds: ours, plain, balanced": ", ".join(f"{value:.1f}" for value in seconds)}
+            )
+    return markdown_table(rows).strip() if rows else ""
+
+
+def peers_section(_which: str, _page: Path) -> str:
+    """Return the rows of `recipes/benchmarks/peers.py`: means over seeds."""
+    path, groups = RESULTS / "peers.json", {}
+    for row in read_values(path)["rows"] if path.exists() else ():
+        groups.setdefault((row["dataset"], row["minutes"], row["entry"]), []).append(row)
+    rows = []
+    for (dataset, minutes, entry), runs in sorted(groups.items()):
+        line = {"images": dataset, "core-minutes": f"{minutes:g}", "entry": entry}
+        for name, digits in (("accuracy", 1), ("mean_class_accuracy", 1), ("nll", 2), ("ece", 1), ("seconds", 0)):
+            line[name.replace("_", " ")] = ", ".join(f"{run[name]:.{digits}f}" for run in runs)
+        rows.append(line)
+    return markdown_table(rows).strip() if rows else ""
+
+
+HEAD_OBJECTIVES = {"accuracy": "accuracy", "mean_class_accuracy": "mean class accuracy", "macro_f1": "macro F1"}
 SECTIONS = {
+    "heads": heads_section,
+    "peers": peers_section,
+    "idea": idea_section,
     "results": results_section,
     "short": short_section,
     "race": race_section,
     "benchmark": benchmark_section,
     "scale": scale_section,
+    "statistics": statistics_section,
+    "framing": framing_section,
+    "near_copies": near_copies_section,
 }
 
 
