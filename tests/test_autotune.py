@@ -1,6 +1,5 @@
 """How much training fits into a given time."""
 
-import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,20 +8,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from recipe_runs import TINY, RecipeRun, assert_same_weights, flat, make_pictures
-from transformers import (
-    ResNetConfig,
-    ResNetForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTImageProcessor,
-)
+from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
 
 from livt_hf.cli.console import WITHIN_TRAIN, format_next_command
 from livt_hf.cli.options import CONFIGS, format_words, read_config
 from livt_hf.cli.resume import resolve_training
 from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings, TrainSettings
-from livt_hf.data import eval_processor, load_long_tailed
+from livt_hf.data import load_long_tailed
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.recipes import train
 from livt_hf.runs import Run
@@ -30,6 +22,7 @@ from livt_hf.training import autotune
 from livt_hf.training.loop import TrainingTask
 
 STAGES = PretrainSettings, FinetuneSettings
+SCRATCH = ["--pretrained", "none"]
 
 
 def test_epochs_that_fit_are_whole_and_never_fewer_than_one():
@@ -113,12 +106,13 @@ def test_two_core_hours_of_cifar_are_spent_as_the_long_configs_say():
         assert {name: asked[name] for name in given} == {name: config[name] for name in given}
 
 
-def test_a_backbone_is_trained_as_a_whole_where_ten_epochs_fit():
-    many, few = ({"num_images": count, "per_epoch": 0.3 * count, "batch_size": 64} for count in (1000, 70))
-    assert autotune.choose_tuning(3600, **many) == "full"  # ten epochs take 3,000 s, and are 150 updates
-    assert autotune.choose_tuning(1800, **many) == "head"
-    assert autotune.choose_tuning(1800, **few) == "head"  # 85 epochs, which are 85 updates
-    assert autotune.choose_tuning(3600, **few) == "full"
+@pytest.mark.parametrize(("used", "epochs"), [(0, 36), (1800, 18), (4000, 1)])
+def test_hours_are_those_that_are_left_of_the_time_since_the_start(monkeypatch, used, epochs):
+    monkeypatch.setattr(autotune, "measure_update_seconds", lambda *_: 10.0)
+    monkeypatch.setattr(autotune, "clock", lambda: 5000.0 + used)
+    task = SimpleNamespace(loader=SimpleNamespace(updates_per_epoch=10), slow_final_epochs=0)
+    spec = FinetuneSettings.build(dataset="glyphs", hours=1.0, warmup_epochs=0, mixed_precision="no").optimization
+    assert autotune.resolve_auto_options(spec, task, Accelerator(cpu=True), began=5000.0).epochs == epochs
 
 
 @pytest.fixture
@@ -143,7 +137,7 @@ def commands(monkeypatch, tmp_path) -> list[list[str]]:
 def test_train_says_what_it_chose_and_goes_on_with_it(commands, tmp_path, capsys):
     pictures = make_pictures(tmp_path / "pictures")
     with pytest.raises(Interrupted) as stopped:
-        train.main([str(pictures), "--hours", "0.5", "--test_fraction", "0.3", "--validation_fraction", "0"])
+        train.main([*SCRATCH, str(pictures), "--hours", "0.5", "--test_fraction", "0.3", "--validation_fraction", "0"])
     folder = tmp_path / "runs" / "train-pictures" / "1"
     assert "From scratch: micro at 32 pixels with patches of 4" in capsys.readouterr().out
     assert stopped.value.args == ("train", "--resume", folder)
@@ -170,7 +164,7 @@ def test_train_gives_its_plugin_to_the_evaluation_too(commands, tmp_path):
     pictures, plugin = make_pictures(tmp_path / "pictures"), tmp_path / "plugin.py"
     plugin.touch()
     with pytest.raises(Interrupted):
-        train.main([str(pictures), "--plugin", str(plugin), "--output_dir", str(tmp_path / "out")])
+        train.main([*SCRATCH, str(pictures), "--plugin", str(plugin), "--output_dir", str(tmp_path / "out")])
     train.main(["--resume", str(tmp_path / "out")])
     assert all(words[words.index("--plugin") + 1] == str(plugin) for words in commands)
 
@@ -194,7 +188,7 @@ def test_the_size_of_images_is_that_of_most_of_them(tmp_path):
 def test_images_of_one_class_are_refused_before_anything_is_trained(tmp_path):
     folder = make_pictures(tmp_path / "pictures", train=(20,))
     with pytest.raises(LiVTError, match="all images are of one class, class0; a classifier needs"):
-        train.main([str(folder), "--hours", "0.1"])
+        train.main([*SCRATCH, str(folder), "--hours", "0.1"])
 
 
 @pytest.mark.parametrize("loss", ["lade", "ib"])
@@ -202,7 +196,7 @@ def test_a_loss_of_hard_labels_is_trained_without_mixing_and_said_to_be(commands
     folder = make_pictures(tmp_path / "pictures")
     assert autotune.ScratchPlan(48, 8, 3600 * autotune.CORE_FLOPS).mixes  # otherwise it would
     with pytest.raises(Interrupted):
-        train.main([str(folder), "--loss", loss, "--output_dir", str(tmp_path / "out")])
+        train.main([*SCRATCH, str(folder), "--loss", loss, "--output_dir", str(tmp_path / "out")])
     assert "without mixup, for the loss wants hard labels." in capsys.readouterr().out
     train.main(["--resume", str(tmp_path / "out")])
     second = FinetuneSettings.parse(commands[2][1:])
@@ -213,7 +207,7 @@ def test_a_loss_that_does_not_fit_the_labels_is_refused_before_the_first_stage(c
     files = sorted(make_pictures(tmp_path / "pictures").rglob("*.png"))
     rows = [f"{path},{'a|b' if number % 2 else 'a'}" for number, path in enumerate(files)]
     (tmp_path / "labels.csv").write_text("\n".join(["path,label", *rows]))
-    words = [str(tmp_path / "labels.csv"), "--label_separator", "|", "--output_dir", str(tmp_path / "out")]
+    words = [*SCRATCH, str(tmp_path / "labels.csv"), "--label_separator", "|", "--output_dir", str(tmp_path / "out")]
     with pytest.raises(LiVTError, match="loss 'bal_ce' picks one class per image"):
         train.main([*words, "--loss", "bal_ce"])
     assert not commands and not (tmp_path / "out").exists()
@@ -233,20 +227,9 @@ def test_an_update_takes_no_more_images_than_there_are():
     assert autotune.ScratchPlan(11, 32, 1e15).second_batch_size == 8
 
 
-def test_a_backbone_of_any_size_is_planned_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "measure_forward_seconds", lambda *_: 0.001)  # also where the machine is busy
-    preset = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
-    ViTForImageClassification(ViTConfig(**preset, image_size=32, patch_size=8)).save_pretrained(tmp_path / "vit")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
-    folder = str(make_pictures(tmp_path / "pictures"))
-    settings = TrainSettings.parse([folder, "--pretrained", str(tmp_path / "vit"), "--hours", "1"])
-    _, stages = train.plan_backbone(settings, load_long_tailed(folder)["train"])
-    assert (stages["finetune"]["tune"], stages["finetune"]["hours"]) == ("full", 1)
-
-
 def test_a_training_that_its_first_stage_refuses_leaves_the_folder_free(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "run_livt", lambda _words: sys.exit(1))
-    words = [str(make_pictures(tmp_path / "pictures")), "--output_dir", str(tmp_path / "run")]
+    words = [*SCRATCH, str(make_pictures(tmp_path / "pictures")), "--output_dir", str(tmp_path / "run")]
     for _ in range(2):  # the second try is not told that the folder holds another run
         with pytest.raises(SystemExit, match="1"):
             train.main(words)
@@ -263,32 +246,13 @@ def test_a_stage_that_the_system_killed_is_said_with_the_way_to_go_on(tmp_path, 
             return -9
 
     monkeypatch.setattr(train.subprocess, "Popen", Killed)
-    words = [str(make_pictures(tmp_path / "pictures")), "--output_dir", str(tmp_path / "run")]
+    words = [*SCRATCH, str(make_pictures(tmp_path / "pictures")), "--output_dir", str(tmp_path / "run")]
     for begins in (False, True):  # what has not begun has no way to go on
         with pytest.raises(SystemExit, match="137"):
             train.main(words)
         out, err = capsys.readouterr()
         assert "error: a process was ended by SIGKILL, by the system if memory ran out.\n" in err
         assert (f"livt train --resume {tmp_path / 'run'}" in out) == (tmp_path / "run").exists() == begins
-
-
-def test_train_takes_the_head_of_a_backbone_that_is_too_slow_for_more(commands, tmp_path, monkeypatch, capsys):
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
-    ResNetForImageClassification(config).save_pretrained(tmp_path / "resnet")
-    eval_processor(16, [0.5] * 3, [0.25] * 3).save_pretrained(tmp_path / "resnet")
-    words = [str(make_pictures(tmp_path / "pictures")), "--hours", "1", "--pretrained", str(tmp_path / "resnet")]
-    for forward, read in ((0.01, 0.01), (4.0, 1.0), (0.01, 100.0)):
-        monkeypatch.setattr(train, "measure_forward_seconds", lambda *_, answer=forward: answer)
-        monkeypatch.setattr(train, "measure_read_seconds", lambda *_, answer=read: answer)
-        with contextlib.suppress(Interrupted):
-            train.main([*words, "--loss", "ib"])
-    full, *_, head, late = (
-        flat(FinetuneSettings.parse(words[1:], CONFIGS)) for words in commands if words[0] == "finetune"
-    )
-    assert (full.tune, full.hours, head.tune, head.hours, late.tune) == ("full", 1.0, "head", None, "head")
-    assert (full.loss, full.mixup) == ("ib", 0)  # it wants hard labels, and the config of --tune full mixes
-    first, second, third = [line for line in capsys.readouterr().out.splitlines() if "where everything" in line]
-    assert "longer than asked for" not in first + second and "That is longer than asked for" in third
 
 
 def test_a_stage_within_livt_train_names_no_next_command_of_its_own(monkeypatch):
@@ -299,7 +263,7 @@ def test_a_stage_within_livt_train_names_no_next_command_of_its_own(monkeypatch)
 
 @pytest.mark.slow
 def test_train_runs_both_stages_and_the_evaluation(tmp_path):
-    words = [make_pictures(tmp_path / "pictures"), "--hours", 2 / 3600, "--threads", 1]
+    words = [make_pictures(tmp_path / "pictures"), *SCRATCH, "--hours", 2 / 3600, "--threads", 1]
     done = RecipeRun("train", tmp_path / "run", *words)
     assert done.wait() == 0, done.printed
     assert (tmp_path / "run" / "finetune" / "report" / "report.html").exists()
@@ -337,9 +301,9 @@ def test_a_run_of_some_hours_is_bit_for_bit_the_run_of_its_epochs(tmp_path):
 def test_a_time_too_short_for_one_epoch_is_said_to_be(monkeypatch, capsys):
     monkeypatch.setattr(autotune, "measure_update_seconds", lambda *_: 3.0)
     for seconds, epochs in ((20, 1), (70, 2)):
-        settings, loader = PretrainSettings.build(hours=seconds / 3600), SimpleNamespace(updates_per_epoch=10)
-        task = TrainingTask(None, loader)
-        chosen = autotune.resolve_auto_options(settings.optimization, task, Accelerator(cpu=True), autotune.clock())
+        spec = PretrainSettings.build(hours=seconds / 3600, mixed_precision="no").optimization
+        task = TrainingTask(None, SimpleNamespace(updates_per_epoch=10))
+        chosen = autotune.resolve_auto_options(spec, task, Accelerator(cpu=True), autotune.clock())
         assert chosen.epochs == epochs
         assert ("one epoch takes longer than that" in capsys.readouterr().err) == (epochs == 1)
 

@@ -16,6 +16,7 @@ from livt_hf.long_tail.calibration import Calibration, apply_calibration, calibr
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.label_shift import estimate_prior
 from livt_hf.long_tail.priors import shift_prior
+from livt_hf.predictions.calibrate import calibrate_logits
 
 CLASSES, HELD_OUT, SERVED = 20, 2_000, 20_000
 COUNTS = exponential_counts(CLASSES, 3_000, 100).tolist()
@@ -312,3 +313,13 @@ def test_labels_that_were_smoothed_are_calibrated_as_they_were_fitted(tiny, cali
     logits = torch.tensor([[9.0, -9.0, -9.0]])  # below the share of smoothing, where the inverse would be log 0
     assert torch.isfinite(head.training_posterior(logits)).all()
     assert head.training_posterior(logits).min() > -60
+
+
+@pytest.mark.parametrize("sampler", [None, [40.0, 30.0, 30.0]])
+def test_calibrating_twice_gives_the_same_calibration(tiny, sampler):
+    config = LiViTConfig(**tiny, class_counts=[50, 30, 20], seen_counts=sampler, label_smoothing=0.1)
+    model = LiViTForImageClassification(config)
+    logits, labels = 3 * torch.randn(300, 3), torch.arange(300) % 3
+    once = calibrate_logits(model, logits + 2 * F.one_hot(labels, 3), labels, "validation", "abc", "macro_f1")
+    assert once.scale != 1 or any(once.offsets)
+    assert calibrate_logits(model, logits + 2 * F.one_hot(labels, 3), labels, "validation", "abc", "macro_f1") == once

@@ -8,15 +8,17 @@ import pytest
 import yaml
 from hub_server import TOKEN, hub_server
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
+from transformers import TimmWrapperConfig
 
 from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, eval_result_files, model_card
+from livt_hf.hub.contents import public_arguments, public_config, public_evaluation, public_results
 from livt_hf.hub.paper import paper_result, paper_table
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.losses import LOSSES, LossDefinition
-from livt_hf.predictions.rules import UNIFORM
+from livt_hf.predictions.rules import ARGMAX, PER_LABEL, UNIFORM
 from livt_hf.recipes.paper.cards import converted_card, converted_names
 from livt_hf.results import Results
 from livt_hf.training.checkpoints import Progress
@@ -48,8 +50,7 @@ RESULTS = Results(
     seed=0,
     pretrained="org/micro-mgp",
     pretrained_local=False,
-    metrics=METRICS,
-    posterior=METRICS | {"accuracy": 0.433, "ece": 0.021},
+    rules={ARGMAX: METRICS, UNIFORM: METRICS | {"accuracy": 0.433, "ece": 0.021}},
     versions={"torch": "2.15.0"},
     git_revision=None,
     seconds=700.0,
@@ -73,8 +74,10 @@ PRETRAINING = Results(
     git_revision=None,
     seconds=100.0,
 )
-PHOTOS = replace(RESULTS, dataset="photos", dataset_local=True, imbalance_factor=None, posterior=None)
-MULTI_LABEL = replace(PHOTOS, metrics={"map": 0.31, "many": 0.5, "medium": 0.3, "few": None, "num_images": 50})
+PHOTOS = replace(RESULTS, dataset="photos", dataset_local=True, imbalance_factor=None, rules={ARGMAX: METRICS})
+MULTI_LABEL = replace(
+    PHOTOS, rules={PER_LABEL: {"map": 0.31, "many": 0.5, "medium": 0.3, "few": None, "num_images": 50}}
+)
 CALIBRATED = {"calibration": {"scale": 1.0, "odds": 0.0, "offsets": [0.0, 0.0], "num_images": 1068}}
 
 
@@ -113,6 +116,7 @@ def test_the_finished_cards_are_what_the_functions_write():
         card = converted_card(name)
         assert (CARDS / f"{name}.md").read_text(encoding="utf-8") == str(card)
         assert card.data.license == "other" and card.data.license_link
+        assert card.data.eval_results is None and card.text.split("\n\n")[1].startswith("**Draft**")
         assert "apache" not in str(card).lower() and "publishing needs their permission" in card.text
 
 
@@ -133,7 +137,7 @@ def test_the_model_index_holds_every_metric_that_was_measured():
 
 def test_a_run_whose_test_images_have_none_of_its_labels_has_a_card_without_numbers():
     metrics = dict.fromkeys(("map", "many", "medium", "few")) | {"num_images": 50}
-    card = card_of(replace(MULTI_LABEL, metrics=metrics))
+    card = card_of(replace(MULTI_LABEL, rules={PER_LABEL: metrics}))
     assert "| this model | - | - | - | - |" in card.text and not card.data.eval_results
 
 
@@ -247,6 +251,36 @@ def test_only_names_that_were_not_on_the_disk_are_hub_ids(changes, datasets, bas
     assert found == (datasets, base_model, dataset_type) and "jane" not in str(card)
 
 
+@pytest.mark.parametrize(
+    ("path", "published"),
+    [
+        ("/Users/jane/birds", "(local)/birds"),
+        ("/Users/jane", "(local)"),
+        (r"C:\Users\jane\birds", "(local)/birds"),
+        (r"C:\Users\jane", "(local)"),
+        ("/home/jane/runs/finetune-birds/1", "(local)/finetune-birds/1"),
+    ],
+)
+def test_nothing_of_a_home_folder_of_any_system_is_published(path, published):
+    results = public_results(replace(RESULTS, dataset=path, dataset_local=True))
+    arguments = public_arguments({"dataset": path, "epochs": 3}, replace(RESULTS, dataset=path, dataset_local=True))
+    assert results.dataset == arguments["dataset"] == published
+
+
+def test_of_what_timm_knows_of_its_weights_and_of_foreign_fields_nothing_unknown_is_published():
+    written = {"architecture": "resnet18", "note": "from /home/jane", "num_labels": 3}
+    written["pretrained_cfg"] = {"input_size": [3, 8, 8], "file": "/home/jane/x.pth", "url": "https://intranet"}
+    kept = public_config(written, TimmWrapperConfig(architecture="resnet18"))
+    assert kept == {"architecture": "resnet18", "num_labels": 3, "pretrained_cfg": {"input_size": [3, 8, 8]}}
+
+
+def test_numbers_under_a_prior_of_a_file_are_not_published():
+    rules = {"argmax": {"accuracy": 0.5, "note": "x"}, "given": {"accuracy": 0.9}}
+    summary = {"split": "test", "rules": rules, "intervals": rules, "shifted": [{"imbalance": 50, "rules": rules}]}
+    found = public_evaluation(summary, RESULTS)
+    assert found["rules"] == found["intervals"] == found["shifted"][0]["rules"] == {"argmax": {"accuracy": 0.5}}
+
+
 def test_a_name_is_local_where_the_disk_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("data/birds", "models/mgp", "glyphs"):
@@ -302,6 +336,7 @@ def test_a_run_records_the_imbalance_of_its_benchmark_where_none_was_given(optio
     model = SimpleNamespace(config=SimpleNamespace(model_type="livit"), parameters=list)
     settings = FinetuneSettings.build(**{"dataset": "cifar100-lt"} | options)
     loop = SimpleNamespace(progress=Progress(update=1, seconds=1.0), optimization=settings.optimization)
+    loop.accelerator = SimpleNamespace(mixed_precision="no")
     assert build_common_results("finetune", settings.data, "base", loop, model)["imbalance_factor"] == factor
 
 

@@ -141,6 +141,17 @@ def test_a_single_bit_that_changed_is_told(trained):
         trained.load()
 
 
+def test_a_change_in_the_first_of_several_megabytes_is_told(trained):
+    trained.parts["large.safetensors"] = nn.Linear(1100, 1100)  # 4.8 MB, read in two blocks
+    trained.save(1)
+    path = trained.run.checkpoints / "step-1" / "large.safetensors"
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="large.safetensors has other bytes than were written"):
+        trained.load()
+
+
 def test_a_copy_beside_the_checkpoints_is_none_of_them(trained):
     trained.save(1)
     shutil.copytree(trained.run.checkpoints / "step-1", trained.run.checkpoints / "step-1 (copy)")

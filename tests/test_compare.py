@@ -67,14 +67,14 @@ def test_no_way_mixes_images_where_the_loss_wants_hard_labels(place, capsys):
 
 def test_a_way_that_cannot_be_gone_is_refused_before_any_other_is(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.setattr(sweep, "start", lambda *_: pytest.fail("was run"))
+    monkeypatch.setattr(sweep, "start_command", lambda *_: pytest.fail("was run"))
     with pytest.raises(LiVTError, match="LoRA needs peft; install it with"):
         compared(place)
 
 
 def test_a_comparison_ends_in_a_table_and_a_picture_and_runs_what_is_done_no_more(place, monkeypatch, capsys):
     runs = Runs()
-    monkeypatch.setattr(sweep, "start", runs)
+    monkeypatch.setattr(sweep, "start_command", runs)
     folder = compared(place, "--ways", "scratch", "head", "--seeds", 0, 1)
     assert len(runs.of("pretrain")) == 2 and len(runs.of("finetune")) == 4
     rows = {row["variant"]: row for row in json.loads((folder / "compare.json").read_text())["rows"]}
@@ -88,7 +88,7 @@ def test_a_comparison_ends_in_a_table_and_a_picture_and_runs_what_is_done_no_mor
 
 def test_a_comparison_goes_on_where_few_images_have_lowered_the_batch(place, monkeypatch):
     runs = Runs()
-    monkeypatch.setattr(sweep, "start", runs)
+    monkeypatch.setattr(sweep, "start_command", runs)
     (begun,) = compared(place, "--ways", "head").glob("bft/*/arguments.yaml")
     begun.write_text(begun.read_text().replace("batch_size: 256", "batch_size: 16"))
     compared(place, "--ways", "head", "--seeds", 0, 1)
@@ -131,7 +131,7 @@ class InTurn(contextlib.nullcontext):
 @pytest.mark.slow
 def test_a_real_comparison_measures_every_way(place, monkeypatch):
     pytest.importorskip("peft")
-    monkeypatch.setattr(sweep, "start", in_this_process)
+    monkeypatch.setattr(sweep, "start_command", in_this_process)
     monkeypatch.setattr(sweep, "ThreadPoolExecutor", InTurn)
     words = [place / "pictures", "--pretrained", place / "backbone", "--minutes", 0.1]
     recipe.main([str(word) for word in words])

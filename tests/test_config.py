@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ MULTI = dict(problem_type="multi_label_classification", test_prior=None)
     [
         (dict(tau=float("nan")), "tau", "nan"),
         (dict(tau=-1), "tau", "-1"),
-        (dict(loss="focal"), "loss", "focal"),
+        (dict(loss="hinge"), "loss", "hinge"),
         (dict(label_smoothing=1.0), "label_smoothing", "1.0"),
         (dict(normalised_classifier=True), "normalised_classifier", "bal_bce"),
         (dict(loss="lade", label_smoothing=0.1), "label_smoothing", "0.1"),
         (dict(nt_lambda=0), "nt_lambda", "0"),
+        (dict(focal_gamma=-1), "focal_gamma", "-1"),
+        (dict(focal_gamma=float("inf")), "focal_gamma", "inf"),
         (dict(nt_lambda=float("nan")), "nt_lambda", "nan"),
         (dict(cb_beta=1.0), "cb_beta", "1.0"),
         (dict(ib_warmup=2), "ib_warmup", "2"),
@@ -162,6 +165,20 @@ def test_the_settings_of_the_head_are_attributes_and_a_plain_dictionary_in_the_f
     assert copy.deepcopy(config).long_tail.class_counts == [3, 1]
     with pytest.raises(AttributeError):
         config.long_tail.tau = 2.0
+
+
+def test_the_settings_of_the_head_cannot_be_changed_behind_its_back():
+    def change(settings):
+        settings |= {"tau": 2}
+
+    settings = LongTailConfig(class_counts=[3, 1], tau=0.5)
+    for way in (lambda s: s.__setitem__("tau", 2), lambda s: s.update(tau=2), lambda s: s.update({"tau": 2}), change):
+        with pytest.raises(LiVTError) as error:
+            way(settings)
+        assert error.value.argument in ("tau", None) and "balance(model, tau=2)" in str(error.value)
+    assert settings.tau == settings["tau"] == 0.5
+    for copied in (copy.copy(settings), copy.deepcopy(settings), pickle.loads(pickle.dumps(settings))):
+        assert type(copied) is LongTailConfig and copied == settings and copied.tau == 0.5
 
 
 def test_a_config_with_the_settings_of_the_head_beside_the_sizes_is_read_as_before(tmp_path):

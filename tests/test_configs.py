@@ -204,7 +204,7 @@ def test_every_row_of_the_paper_s_tables_stands_beside_a_listed_sweep(mae_base):
     for _, command, _ in listed():
         asked = sweep.SweepSettings.parse(shlex.split(command)[2:])
         asked = asked.replace(model_size=asked.model_size or (asked.pretrained and "base"))
-        variants = sweep.chosen(SWEEPS[asked.sweep].variants, asked.only)
+        variants = sweep.select_variants(SWEEPS[asked.sweep], asked.only)
         plan = sweep.Plan(asked, variants)
         found += [row for variant in variants for row in plan.paper_rows(SWEEPS[asked.sweep], variant)]
     tables = yaml.safe_load((ROOT / "livt_hf" / "hub" / "paper.yaml").read_text())

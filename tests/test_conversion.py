@@ -372,6 +372,7 @@ def mandelbrot(width: int, height: int) -> Image.Image:
         (processor(edge=72), (120, 90)),
         (processor(edge=64), (120, 90)),
         (ViTImageProcessorPil(do_resize=False, crop_size=64), (64, 64)),
+        (ViTImageProcessorPil(size={"height": 64, "width": 64}, resample=3), (120, 90)),
     ],
 )
 def test_timm_prepares_an_image_as_the_processor_does(tmp_path, ours, shape):

@@ -101,6 +101,16 @@ def test_12_bit_images_in_16_bit_files_are_warned_of_once(caplog):
     ]
 
 
+@pytest.mark.parametrize(("highest", "read"), [(0, True), (255, False), (256, True), (65535, True), (65536, False)])
+def test_integers_of_32_bits_are_read_as_16_bits_or_not_at_all(highest, read):
+    data = encoded(Image.fromarray(np.array([[0, highest]], dtype=np.int32)), "TIFF")
+    if read:
+        assert decode_rgb(data).max() == highest // 256
+    else:
+        with pytest.raises(BrokenImageError, match=f"32-bit values up to {highest}, whose range is unknown"):
+            read_rgb(data)
+
+
 def test_a_broken_file_on_the_disk_is_named_by_its_path_alone(tmp_path):
     (tmp_path / "cut.jpg").write_bytes(encoded(smooth_picture(64, 64), "JPEG")[:200])
     with pytest.raises(BrokenImageError) as error:

@@ -19,7 +19,7 @@ from livt_hf import LiViTConfig, LiViTForImageClassification, balance
 from livt_hf.classifiers import load_processor
 from livt_hf.data import eval_processor
 from livt_hf.errors import LiVTError
-from livt_hf.export import ServingGraph, get_output_size
+from livt_hf.export import EXPORTERS, ServingGraph, export_model, get_output_size
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.predict import Predictor
 from livt_hf.recipes.convert import main
@@ -170,3 +170,17 @@ def test_what_no_graph_can_hold_is_refused(tmp_path, tiny):
         ServingGraph(livit, processor)
     with pytest.raises(LiVTError, match="--to beit writes weights"):
         main([str(tmp_path), str(tmp_path / "out"), "--to", "beit", "--prior", "uniform"])
+
+
+@pytest.mark.parametrize("wrong", ["batch of one", "outputs"])
+def test_a_file_whose_outputs_are_not_those_of_the_model_is_refused(tmp_path, tiny, monkeypatch, wrong):
+    def save(graph, images, folder):
+        if wrong == "outputs":
+            return lambda batch: graph(batch) + 1e-3
+        return lambda batch: graph(batch) * (len(batch) > 1)
+
+    monkeypatch.setitem(EXPORTERS, "onnx", save)
+    model = LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[5, 3, 2])).eval()
+    torch.nn.init.normal_(model.classifier.weight)
+    with pytest.raises(LiVTError, match="logits that differ by"):
+        export_model("onnx", tmp_path / "out", model, eval_processor(16, [0.5] * 3, [0.5] * 3))

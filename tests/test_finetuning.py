@@ -16,6 +16,7 @@ from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.data import Batches, eval_loader, eval_processor, normalization
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.long_tail.head import LongTailHead
+from livt_hf.predictions.rules import UNIFORM
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
 from livt_hf.training.checkpoints import Progress, read_state
@@ -169,7 +170,7 @@ def test_the_posterior_in_the_results_is_under_the_uniform_prior_whatever_the_he
     measured = compute_metrics(model, loader, Accelerator(cpu=True), [1, 3])
     uniform = model.head.posterior(torch.zeros(1, 2), "uniform").argmax().item()
     assert uniform != model.head.posterior(torch.zeros(1, 2)).argmax().item()
-    assert measured["posterior"]["accuracy"] == (0.25 if uniform == 0 else 0.75)
+    assert measured[UNIFORM]["accuracy"] == (0.25 if uniform == 0 else 0.75)
 
 
 def test_mixup_ends_before_training_does_where_it_is_told_to(train, tmp_path):
@@ -224,6 +225,16 @@ def test_a_number_that_cannot_select_is_refused(metric, several, complaint):
         check_finetune_options(
             data, settings.model, settings.optimization, settings.loss, settings.augmentation, settings.checkpoints
         )
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_objective_needs_one_label_per_image_and_images_that_were_held_out(several):
+    settings = options("--objective", "macro_f1", "--batch_size", "8")
+    parts = (settings.model, settings.optimization, settings.loss, settings.augmentation, settings.checkpoints)
+    with pytest.raises(LiVTError) as error:
+        check_finetune_options(DatasetDict(train=split_of([50, 30, 5], several)), *parts)
+    assert error.value.argument == "objective" and "macro_f1" in str(error.value)
+    assert ("several labels" if several else "validation_fraction") in str(error.value)
 
 
 def test_a_selection_metric_without_selection_is_refused():

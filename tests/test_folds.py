@@ -13,12 +13,13 @@ from test_tuning import resnet
 
 from livt_hf import LiViTForPreTraining, pretraining_config
 from livt_hf.classifiers import load_classifier
-from livt_hf.data import class_counts, eval_processor, load_long_tailed
+from livt_hf.data import class_counts, eval_processor, load_long_tailed, shot_counts
 from livt_hf.data.labels import labels_of
 from livt_hf.data.splitting import assign_folds as folds_of_images
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.metrics import long_tail_metrics
 from livt_hf.predictions import Predictions
+from livt_hf.predictions.rules import ARGMAX, UNIFORM
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
@@ -34,6 +35,17 @@ def table(labels: list, groups: list | None = None, classes: int | None = None) 
     if groups is not None:
         columns["group"], features["group"] = [str(group) for group in groups], Value("string")
     return Dataset.from_dict(columns, features=features)
+
+
+def test_a_data_set_has_one_count_of_each_class_however_its_images_are_held_out(tmp_path):
+    """60, 22 and 19 images: fewer would be left in the training splits below, of other shot groups."""
+    folder = make_pictures(tmp_path / "pictures", train=(60, 22, 19), test=0) / "train"
+    options = [{}, {"validation_fraction": 0.3}, {"test_fraction": 0.4}, {"fold": "2/5"}, {"fold": "1/2"}]
+    splits = [load_long_tailed(str(folder), **one) for one in options]
+    assert [shot_counts(data).tolist() for data in splits] == [[60, 22, 19]] * 5
+    assert all(class_counts(data["train"]).sum() < 101 for data in splits)
+    subset = load_long_tailed(str(folder), rule=[10, 5, 3], test_fraction=0.2)
+    assert shot_counts(subset).tolist() == [10, 5, 3]  # the rule chooses training images, not those to test on
 
 
 def random_table(seed: int) -> Dataset:
@@ -71,7 +83,7 @@ def test_without_groups_every_class_is_spread_evenly_and_only_single_images_are_
     assert np.bincount(fold[:50]).tolist() == [10] * 5 and np.bincount(fold[50:60]).tolist() == [2] * 5
     assert len(set(fold[60:63].tolist())) == 3 and fold[63] == -1
     assert "classes that are trained on in every fold and never tested" in caplog.text and "class3 (1)" in caplog.text
-    assert "classes with too few images to be tested in every fold: class2 (in 3)" in caplog.text
+    assert "classes whose images are not in every fold: class2 (in 3)" in caplog.text
     assert "63 of 64 images are tested" in caplog.text
 
 
@@ -85,7 +97,7 @@ def test_a_class_of_one_group_is_never_tested_and_named_with_its_images(caplog):
 def test_more_folds_than_groups_or_images_are_refused_with_the_number_there_is():
     with pytest.raises(LiVTError, match="5 folds need 5 images of the largest class.* there are 4; use fewer folds"):
         folds_of_images(table([0] * 4 + [1] * 3), 5)
-    with pytest.raises(LiVTError, match="5 folds need 5 groups.* there are 3; use fewer folds or another group"):
+    with pytest.raises(LiVTError, match="5 folds need 5 groups.* there are 3; use fewer folds or other groups"):
         folds_of_images(table([0, 1] * 6, [0, 0, 1, 1, 2, 2] * 2), 5)
 
 
@@ -170,7 +182,7 @@ def test_every_image_is_predicted_once_by_the_model_that_did_not_see_its_group(r
     group, fold = predictions.column("group"), predictions.column("fold")
     assert not set(group[fold == 1]) & set(group[fold == 2])
     right = predictions.logits.argmax(1) == predictions.labels
-    assert run.results.metrics["accuracy"] == pytest.approx(np.mean(right))
+    assert run.results.rules[ARGMAX]["accuracy"] == pytest.approx(np.mean(right))
     summary = json.loads((run.folder / "report" / "evaluation.json").read_text())
     each = [run.fold(number).results.metrics["accuracy"] for number in (1, 2)]
     assert [row["accuracy"] for row in summary["folds"]["each"]] == pytest.approx(each)
@@ -196,14 +208,16 @@ def test_pooled_numbers_are_those_of_the_pooled_scores(labels, backbone, tmp_pat
     run = cross_validated(labels, backbone, tmp_path / "run", "--validation_fraction", "0.3")
     predictions = Predictions.load(run.folder / "predictions")
     summary = json.loads((run.folder / "report" / "evaluation.json").read_text())
-    assert summary["default_rule"] == "uniform" and list(summary["rules"]) == ["uniform", "argmax"]  # calibrated
+    assert summary["default_rule"] == "test_prior"  # calibrated, and served for macro F1
+    assert list(summary["rules"]) == ["test_prior", "argmax", "uniform"]
     fold, models = predictions.column("fold"), [load_classifier(str(run.fold(n).folder)) for n in (1, 2)]
     for rule, measured in summary["rules"].items():
         scores = torch.tensor(predictions.logits).softmax(-1)
-        if rule == "uniform":  # each image by the calibration of its own fold
+        if rule != "argmax":  # each image by the calibration of its own fold
+            prior = "uniform" if rule == "uniform" else None
             for number, model in enumerate(models, 1):
                 logits = torch.tensor(predictions.logits[fold == number])
-                scores[torch.tensor(fold == number)] = model.head.posterior(logits, "uniform")
+                scores[torch.tensor(fold == number)] = model.head.posterior(logits, prior)
         expected = long_tail_metrics(scores, predictions.labels, [9] * 4, confidence="given")
         for name in ("accuracy", "mean_class_accuracy", "macro_f1", "ece"):
             assert measured[name] == pytest.approx(expected[name], abs=1e-6), (rule, name)
@@ -224,7 +238,7 @@ def test_folds_of_which_only_one_can_hold_out_images_to_calibrate_are_measured_t
     table.write_text("file,label,site\n" + "".join(rows))
     run = cross_validated(table, backbone, tmp_path / "run", "--group_column", "site", "--batch_size", "4")
     assert len({run.fold(number).results.default_rule for number in (1, 2)}) == 2
-    assert run.results.num_images == 20 and None not in (run.results.metrics, run.results.posterior)
+    assert run.results.num_images == 20 and UNIFORM in run.results.rules
 
 
 def test_a_fold_is_a_run_that_can_be_evaluated_on_its_own_test_images(run, tmp_path):

@@ -282,6 +282,7 @@ def test_text_is_published_in_the_fields_of_the_whitelist_only():
 def test_every_option_is_decided_on():
     """A new option whose values are text joins one of these, or stays on the machine."""
     private = {"plugin", "source", "lists", "output_dir", "resume", "trackers", "hub_model_id", "hub_license"}
+    private |= {"where", "exclude", "group_from", "box_columns"}  # patterns and values of the user's own tables
     for settings in (PretrainSettings, FinetuneSettings):
         kinds = {name: str(declared.kind) for name, declared in settings.options().items()}
         texts = {name for name, kind in kinds.items() if "str" in kind or "Literal" in kind}

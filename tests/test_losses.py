@@ -17,6 +17,7 @@ from livt_hf.long_tail.losses import (
     binary_cross_entropy,
     cross_entropy,
     effective_number_weights,
+    focal,
     influence_balanced,
     inverse_count_weights,
     lade_regulariser,
@@ -141,7 +142,15 @@ def slow_ldam(logits, labels, weights=(1, 1, 1)) -> float:
     return total / len(logits)
 
 
-SLOW = {"ce": slow_ce, "bce": slow_bce, "ldam": slow_ldam}
+def slow_focal(logits, labels, weights=(1, 1, 1)) -> float:
+    total = 0.0
+    for z, y in zip(logits.tolist(), labels.tolist(), strict=True):
+        p = math.exp(z[y]) / sum(math.exp(v) for v in z)
+        total -= weights[y] * (1 - p) ** 2 * math.log(p)
+    return total / len(logits)
+
+
+SLOW = {"ce": slow_ce, "bce": slow_bce, "ldam": slow_ldam, "focal": slow_focal}
 
 
 def test_binary_cross_entropy_sums_over_classes_and_averages_over_images():
@@ -206,6 +215,22 @@ def test_deferred_reweighting_is_plain_until_its_share_of_the_epochs_and_class_b
         rule.set_epoch(epoch, 10)
         expected = SLOW[loss](logits, labels, weights if epoch >= 8 else (1, 1, 1))
         assert rule(logits, labels, logits).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_focal_loss_forgives_what_is_right_already_and_is_cross_entropy_at_gamma_0():
+    logits, labels, targets = batch()
+    assert head("focal")(logits, labels, logits).item() == pytest.approx(slow_focal(logits, labels), rel=1e-5)
+    torch.testing.assert_close(focal(logits, targets, 0.0), cross_entropy(logits, targets))
+    even = torch.zeros(1, 2, requires_grad=True)  # p = 1/2: a quarter of the cross-entropy at gamma 2
+    assert focal(even, torch.tensor([[1.0, 0.0]]), 2.0).item() == pytest.approx(math.log(2) / 4)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
+def test_the_focal_loss_and_its_gradient_are_finite_where_the_answer_is_certain(gamma):
+    logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], requires_grad=True)
+    loss = focal(logits, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), gamma)
+    assert loss.tolist() == pytest.approx([0.0, 400.0])
+    assert torch.autograd.grad(loss.sum(), logits)[0].isfinite().all()
 
 
 def test_ldam_margins_fall_with_the_fourth_root_of_the_count():

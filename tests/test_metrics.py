@@ -356,6 +356,20 @@ def test_images_of_one_patient_widen_the_interval_as_if_there_were_only_patients
     assert widths["patients"] == pytest.approx(2 * 1.96 * math.sqrt(share * (1 - share) / 49), rel=0.15)
 
 
+def test_of_a_handful_of_patients_one_less_is_drawn_so_that_the_variance_is_right():
+    """The bounds of 5 draws of 6 are multiples of 1/5; those of 6 draws would be multiples of 1/6."""
+    labels, predictions = np.zeros(12, dtype=int), np.array([0, 0, 0, 1, 1, 1]).repeat(2)
+    bounds = bootstrap_intervals(labels, predictions, shot_groups([50, 50]), np.arange(6).repeat(2))["accuracy"]
+    assert all(abs(5 * bound - round(5 * bound)) < 1e-9 for bound in bounds)
+
+
+def test_a_shot_group_without_a_class_has_no_accuracy():
+    metrics = LongTailMetrics([500, 5])
+    metrics.update(torch.eye(2), torch.tensor([0, 0]))
+    computed = metrics.compute()
+    assert (computed["many"], computed["medium"], computed["few"]) == (0.5, None, None)  # no test image of the last
+
+
 def test_intervals_repeat_and_there_is_none_for_a_faultless_model():
     labels, predictions, _ = accuracies_of_inat18(0)
     shots = shot_groups([50] * 400)

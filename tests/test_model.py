@@ -137,7 +137,7 @@ def test_any_resolution_of_whole_patches_is_accepted(build, size):
     [
         ((2, 1, 16, 16), r"pixel_values have shape \(2, 1, 16, 16\); expected \(batch, 3, height, width\)"),
         ((3, 16, 16), r"pixel_values have shape \(3, 16, 16\)"),
-        ((2, 3, 18, 16), "images of 18x16 pixels do not divide into patches of 4; resize or crop"),
+        ((2, 3, 3, 16), "images of 3x16 pixels are smaller than a patch of 4; resize"),
     ],
 )
 def test_pixels_of_another_shape_are_refused(build, shape, complaint):
@@ -499,6 +499,26 @@ def test_other_labels_forget_the_old_ones_and_their_counts(build, tmp_path, read
     _, new = shared_and_new(second, first)
     assert new == {"classifier.weight", "classifier.bias"}
     assert second.config.id2label == dict(enumerate(names)) and second.config.long_tail.class_counts == counts
+
+
+@READERS
+def test_other_names_for_the_same_number_of_labels_keep_classifier_and_counts(build, tmp_path, reader, caplog):
+    first = build()
+    first.save_pretrained(tmp_path)
+    second = reader.from_pretrained(tmp_path, id2label={0: "oak", 1: "elm", 2: "ash"})
+    assert shared_and_new(second, first)[1] == set() and not caplog.records
+    assert second.config.label2id == {"oak": 0, "elm": 1, "ash": 2}
+    assert second.config.long_tail == first.config.long_tail and second.config.long_tail.class_counts == COUNTS
+
+
+@pytest.mark.parametrize("names", [["oak", "elm"], ["elm", "oak", "ash"]])
+def test_another_number_or_order_of_labels_is_warned_about(build, tmp_path, caplog, names):
+    first = build(id2label={0: "oak", 1: "elm", 2: "ash"})
+    first.save_pretrained(tmp_path)
+    second = LiViTForImageClassification.from_pretrained(tmp_path, id2label=dict(enumerate(names)))
+    assert "classifier.weight" in shared_and_new(second, first)[1]
+    (record,) = caplog.records
+    assert f"3 labels; the one of these {len(names)} labels is new" in record.getMessage()
 
 
 def test_the_same_labels_with_other_counts_keep_the_classifier(build, tmp_path):

@@ -8,13 +8,13 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.objectives import (
     OBJECTIVES,
     choose_exponent,
+    choose_exponents,
     decide,
     expected_exponent,
     score_predictions,
-    tempered_prior,
     trade_off_curve,
 )
-from livt_hf.long_tail.priors import shift_prior
+from livt_hf.long_tail.priors import shift_prior, tempered_prior
 
 PRIOR = torch.tensor([0.8, 0.2])
 
@@ -104,6 +104,17 @@ def test_a_right_posterior_is_decided_on_by_the_exponent_of_its_objective(object
     choice = choose_exponent(*draw(2000), prior, objective)
     new = {row["exponent"]: row[objective] for row in trade_off_curve(*draw(50_000), prior)}
     assert new[choice.exponent] > max(new.values()) - 0.005
+
+
+def test_images_of_other_class_frequencies_choose_as_natural_ones():
+    """Four copies of the rare class make it as frequent as the other: weights undo that."""
+    log_posterior, labels = two_kinds(50)
+    rows = torch.cat([torch.where(labels == 0)[0], torch.where(labels == 1)[0].repeat(4)])
+    natural, even = (choose_exponents(log_posterior[r], labels[r], PRIOR) for r in (slice(None), rows))
+    for name in OBJECTIVES:
+        assert even[name].exponent == natural[name].exponent and even[name].expected == natural[name].expected
+        for one, other in zip(even[name].curve, natural[name].curve, strict=True):
+            assert one == pytest.approx(other)
 
 
 def test_an_unknown_objective_is_rejected():

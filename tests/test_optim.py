@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from transformers import SwinConfig, SwinForImageClassification
 
-from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance, pretraining_config
 from livt_hf.training.optim import layer_decay_groups, scale_lr, set_lr, split_muon_groups, warmup_cosine
 
 
@@ -52,14 +53,17 @@ def test_twelve_layers_make_28_groups(twelve_layers):
     assert len(layer_decay_groups(twelve_layers, 0.05, 0.75)) == 28
 
 
-def test_muon_moves_the_matrices_of_the_blocks_and_adamw_what_follows_them(twelve_layers):
-    for decay in (1.0, 0.75):
-        groups = by_parameter(
-            twelve_layers, split_muon_groups(twelve_layers, layer_decay_groups(twelve_layers, 0.05, decay))
-        )
-        assert set(groups) == {name for name, _ in twelve_layers.named_parameters()}
-        late = {"vit.fc_norm.weight", "vit.fc_norm.bias", "classifier.weight", "classifier.bias"}
-        assert {name for name, group in groups.items() if group["use_fallback"]} == late
+@pytest.mark.parametrize("decay", [1.0, 0.75])
+def test_muon_moves_the_matrices_of_the_blocks_and_nadamw_vectors_tables_and_what_follows_the_blocks(tiny, decay):
+    swin = SwinConfig(image_size=32, embed_dim=16, depths=[1, 2], num_heads=[4, 4], window_size=4, num_labels=3)
+    for model in (
+        LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[9, 3, 1])),
+        balance(SwinForImageClassification(swin), class_counts=[9, 3, 1]),  # its tables are 49 x 4
+    ):
+        groups = by_parameter(model, split_muon_groups(model, layer_decay_groups(model, 0.05, decay)))
+        matrices = {name for name, p in model.named_parameters() if p.ndim > 1 and "position" not in name}
+        matrices -= {"vit.embeddings.cls_token", "classifier.weight"}
+        assert {name for name, group in groups.items() if not group["use_fallback"]} == matrices
 
 
 def test_frozen_parameters_are_in_no_group(twelve_layers):

@@ -39,6 +39,7 @@ from livt_hf.predictions.predict import Predictor, find_images
 from livt_hf.predictions.rules import ARGMAX
 from livt_hf.predictions.tables import TableWriter
 from livt_hf.recipes.predict import main
+from livt_hf.text import path_to_text, text_to_path
 
 NAMES = ["cat", "dog", "newt"]
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -269,6 +270,30 @@ def test_a_missing_file_is_a_broken_file_and_an_empty_folder_is_refused(livit, t
         main([str(livit), str(tmp_path)])
 
 
+def test_a_name_that_is_not_utf8_is_escaped_in_every_output_and_a_pipe_ends_nothing(livit, tmp_path, capsys):
+    odd, pipe = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n.png")), tmp_path / "pipe.png"
+    Image.new("RGB", (16, 16)).save(odd)
+    os.mkfifo(pipe)
+    texts = [path_to_text(path) for path in (odd, pipe)]
+    printed = {}
+    for kind in ("table", "jsonl", "csv"):
+        with pytest.raises(SystemExit, match="1"):
+            main([str(livit), str(odd), str(pipe), "--format", kind])
+        out, err = capsys.readouterr()
+        printed[kind] = out
+        assert "it is not a regular file" in err and out.encode()
+    assert printed["table"].splitlines()[0].startswith(texts[0].replace("\n", "\\n"))
+    assert [json.loads(line)["file"] for line in printed["jsonl"].splitlines()] == texts
+    assert [row[0] for row in csv.reader(io.StringIO(printed["csv"]))] == ["file", *texts]
+    for output in ("new.csv", "new.parquet", "record", "record"):  # the second time its parts are read
+        with pytest.raises(SystemExit, match="1"):
+            main([str(livit), str(odd), str(pipe), "--output", str(tmp_path / output)])
+    with (tmp_path / "new.csv").open(newline="") as file:
+        assert [text_to_path(row[0]) for row in csv.reader(file)][1:] == [odd, pipe]
+    assert parquet.read_table(tmp_path / "new.parquet")["file"].to_pylist() == texts
+    assert list(Predictions.load(tmp_path / "record").column("path")) == texts
+
+
 def test_a_file_whose_name_looks_like_a_pattern_is_a_file(livit, tmp_path):
     Image.new("RGB", (16, 16)).save(tmp_path / "a[1].png")
     assert find_images([str(tmp_path / "a[1].png")]) == [tmp_path / "a[1].png"]
@@ -281,7 +306,8 @@ def test_labels_keep_their_accents_and_csv_quotes_its_commas(livit, pictures, tm
     model.save_pretrained(tmp_path)
     eval_processor(16, [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]).save_pretrained(tmp_path)
     main([str(tmp_path), str(pictures / "0.jpg"), "--format", "jsonl"])
-    assert all(name in capsys.readouterr().out for name in names[:1])
+    printed = capsys.readouterr().out
+    assert [name in printed for name in names] == [True] * 3
     (tmp_path / "broken.jpg").write_text("no image")
     with pytest.raises(SystemExit):  # of the five best classes there are three
         main([str(tmp_path), str(pictures / "0.jpg"), str(tmp_path / "broken.jpg"), "--format", "csv"])

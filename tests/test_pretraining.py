@@ -417,3 +417,55 @@ def test_the_held_out_loss_is_a_mean_over_images_and_needs_no_double_precision_o
         loss, zero = compute_reconstruction_loss(model, batches, Accelerator(cpu=True), seed=0)
     whole = [{key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}]
     assert (loss, zero) == pytest.approx(compute_reconstruction_loss(model, whole, Accelerator(cpu=True), seed=0))
+
+
+# Adapters and sharding, which act in the forward of each module
+
+
+def test_lora_on_the_patch_projection_gets_a_gradient(model):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["projection", "decoder_layers.1.mlp.fc1"])
+    )
+    adapted.train()(pictures()[0]).loss.backward()
+    gradients = {name: p.grad for name, p in adapted.named_parameters() if "lora_B" in name}
+    assert len(gradients) == 2 and all(grad.abs().sum() > 0 for grad in gradients.values())
+
+
+def test_training_mode_computes_what_evaluation_mode_does_where_modules_are_changed_by_hooks(model):
+    """Hooks act on the projection and on the last decoder block in training, as in evaluation."""
+    pixels, noise = pictures()
+    called = []
+    places = model.vit.embeddings.patch_embeddings.projection, model.decoder.decoder_layers[-1], model.decoder
+    for place in (*places, model.vit.embeddings):
+        place.register_forward_hook(lambda module, *_: called.append(module))
+    model.train()(pixels, noise=noise)
+    assert set(called) == {*places, model.vit.embeddings}
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kinds", [("ViTMAELayer", "LastDecoderLayer"), LiViTForPreTraining._no_split_modules])
+def test_fsdp2_per_layer_gives_the_same_gradients(config, one_process, kinds):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    plain = LiViTForPreTraining(config).train()
+    sharded = LiViTForPreTraining(config).train()
+    sharded.load_state_dict(plain.state_dict())
+    mesh = init_device_mesh("cpu", (1,))
+    inner_first = reversed([layer for layer in sharded.modules() if type(layer).__name__ in kinds])
+    for layer in inner_first:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    pixels, noise = pictures()
+    for model in (plain, sharded):
+        model(pixels, noise=noise).loss.backward()
+    for (name, ours), theirs in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        if ours.requires_grad:
+            torch.testing.assert_close(theirs.grad.full_tensor(), ours.grad, msg=name)

@@ -1,5 +1,6 @@
 """The posterior rule on classes whose densities are known, and the priors behind it."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from livt_hf import LiViTConfig
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.head import LongTailHead
-from livt_hf.long_tail.label_shift import estimate_prior
+from livt_hf.long_tail.label_shift import PriorEstimate, estimate_prior
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.long_tail.priors import as_prior, class_prior, log_odds, shift_prior
+from livt_hf.long_tail.priors import as_prior, class_prior, log_odds, read_numbers, read_prior, shift_prior
 
 CLASSES = 10
 COUNTS = [round(5000 * 100 ** (-i / (CLASSES - 1))) for i in range(CLASSES)]  # imbalance factor 100
@@ -113,7 +114,7 @@ def test_without_a_prior_the_config_s_test_prior_is_served():
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_losses_without_posteriors_say_why_they_refuse(loss):
     rule, logits = head(loss), torch.zeros(2, CLASSES)
-    if loss in ("ldam", "ib", "lade", "cb_ce", "cb_bce", "nt_bce", "bal_nt_bce"):
+    if loss in ("focal", "ldam", "ib", "lade", "cb_ce", "cb_bce", "nt_bce", "bal_nt_bce"):
         with pytest.raises(ValueError, match=f"no probabilities .*loss '{loss}': its .*rank by the logits"):
             rule.posterior(logits)
     else:
@@ -194,6 +195,36 @@ def test_a_calibration_that_leaves_much_open_makes_no_offer():
     for error, offered in ((0.1, True), (1.5, False)):
         calibration = Calibration(1.0, 0.0, [0.0] * CLASSES, 100, offset_errors=[error] * CLASSES, scale_error=0.1)
         assert estimate_prior(posterior, PI, calibration).reliable == offered
+
+
+@pytest.mark.parametrize(
+    ("p_uniform", "p_training", "gain", "reliable"),
+    [
+        (0.05, 0.01, -0.001, True),
+        (0.06, 0.01, 0.1, False),
+        (0.05, 0.02, 0.1, False),
+        (0.01, 0.01, -0.002, False),
+    ],
+)
+def test_an_offer_excludes_both_known_priors_and_does_no_harm(p_uniform, p_training, gain, reliable):
+    prior = torch.tensor([0.7, 0.3])
+    estimate = PriorEstimate(prior, torch.stack([prior, prior]), 0.4, 0.1, p_uniform, p_training, gain)
+    assert estimate.reliable == reliable
+
+
+def test_an_uncertain_scale_makes_an_uncertain_estimate():
+    log_density, _ = gaussian_classes(SERVING["reversed"], 300, spread=0.8)
+    posterior = (log_density + PI.log()).softmax(-1)
+    known = Calibration(1.0, 0.0, [0.0] * CLASSES, 100, offset_errors=[0.01] * CLASSES)
+    calibrations = [dataclasses.replace(known, scale_error=error) for error in (0.01, 0.5)]
+    variations = [estimate_prior(posterior, PI, calibration).variation for calibration in calibrations]
+    assert variations[1] > 1.1 * variations[0]
+
+
+def test_numbers_by_name_are_put_into_the_order_of_the_classes(tmp_path):
+    (tmp_path / "counts.json").write_text('{"cat": 1, "newt": 3}')
+    assert read_numbers(str(tmp_path / "counts.json"), ["newt", "cat"], "counts") == [3, 1]
+    assert read_prior(str(tmp_path / "counts.json"), ["newt", "cat"]) == [0.75, 0.25]
 
 
 def test_bounds_hold_the_estimate_and_most_of_the_truth():

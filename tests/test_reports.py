@@ -1,3 +1,5 @@
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib._pylab_helpers import Gcf
+from matplotlib.collections import PathCollection
 from matplotlib.text import Text
 from PIL import Image
 
@@ -15,6 +18,7 @@ from livt_hf import reports
 from livt_hf.files import read_log
 from livt_hf.metrics import LongTailMetrics, confusions
 from livt_hf.reports import style
+from livt_hf.reports.curves import trade_off
 from livt_hf.reports.page import escape_markdown
 
 
@@ -30,7 +34,7 @@ def figures(monkeypatch):
     """The figures drawn, kept from being written."""
     drawn = []
 
-    def keep(figure, path):
+    def keep(figure, path, **_):
         figure.draw_without_rendering()
         drawn.append(figure)
         return path
@@ -95,16 +99,26 @@ def test_no_class_label_overlaps_another_with_few_and_with_thousands_of_classes(
             assert overlapping(ax.texts) == []
 
 
-def test_head_to_tail_means_by_training_images_whatever_the_class_ids(figures):
+def test_classes_are_drawn_over_their_training_images_without_those_that_were_not_tested(figures):
     rows = [
         {"class": 0, "name": "rare", "count": 5, "group": "few", "accuracy": 0.1},
         {"class": 1, "name": "unseen", "count": 7, "group": "few", "accuracy": None},
         {"class": 2, "name": "common", "count": 500, "group": "many", "accuracy": 0.9},
     ]
-    reports.accuracy_by_frequency(rows, "x.png")
-    ax = figures[0].axes[0]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["common", "rare"]
-    assert [bar.get_height() for bar in ax.patches if bar.get_width() == 0.75] == [90, 10]
+    reports.accuracy_by_frequency(rows, "x.png", intervals=np.array([[0.0, 0.3], [0.0, 1.0], [0.7, 1.0]]))
+    drawn = [one for one in figures[0].axes[0].collections if isinstance(one, PathCollection)]
+    few, many = (one.get_offsets()[0] for one in drawn)
+    assert few.tolist() == pytest.approx([5, 10], rel=0.05) and many.tolist() == pytest.approx([500, 90], rel=0.05)
+
+
+def test_the_trade_off_marks_the_chosen_point_on_both_curves(figures):
+    curve = [{"exponent": t, "accuracy": 0.5 + t / 5, "mean_class_accuracy": 0.6 - t / 5} for t in (0, 0.5, 1)]
+    check = [row | {"accuracy": row["accuracy"] - 0.1} for row in curve]
+    trade_off("x.png", curve, 0.5, check)
+    trade_off("x.png", test=check)
+    chosen = [line.get_xydata() for line in figures[0].axes[0].lines if line.get_marker() == "D"][:2]
+    np.testing.assert_allclose(chosen, [[[50, 60]], [[50, 50]]])
+    assert [line.get_label() for line in figures[1].axes[0].lines] == ["test images (check)"]
 
 
 def test_the_reliability_diagram_states_the_ece_and_mce_of_the_metrics(figures):
@@ -114,7 +128,6 @@ def test_the_reliability_diagram_states_the_ece_and_mce_of_the_metrics(figures):
     words = figures[0].axes[0].get_title(loc="left")
     assert f"ECE {100 * computed['ece']:.1f} %" in words
     assert f"MCE {100 * computed['mce']:.1f} %" in words
-    assert ("over" in words) == (computed["mean_confidence"] > computed["accuracy"])
 
 
 def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
@@ -260,7 +273,7 @@ def test_one_run_shows_its_groups_together_and_several_runs_one_panel_per_group(
         reports.training_curves({"empty": write_log(tmp_path / "empty.jsonl", [])}, "x.png")
 
 
-def test_a_sweep_keeps_the_distances_of_numbers_and_sets_words_side_by_side(figures):
+def test_a_sweep_keeps_the_distances_of_numbers_and_names_words_beside_bars(figures):
     rows = [{"variant": v, "accuracy": a, "accuracy_deviation": 1.5} for v, a in (("0", 10), ("1", 20), ("4", None))]
     reports.sweep_plot(rows, "x.png", "tau")
     rows = [{"variant": "ce", "few": 10, "paper": None}, {"variant": "bal_bce", "few": 20, "paper": {"few": 30}}]
@@ -268,9 +281,9 @@ def test_a_sweep_keeps_the_distances_of_numbers_and_sets_words_side_by_side(figu
     numbers, words = (figure.axes[0] for figure in figures)
     assert numbers.lines[0].get_xdata().tolist() == [0, 1, 4]
     assert np.nan_to_num(numbers.lines[0].get_ydata(), nan=-1).tolist() == [10, 20, -1]
-    assert [label.get_text() for label in words.get_xticklabels()] == ["ce", "bal_bce"]
+    assert [label.get_text() for label in words.get_yticklabels()] == ["ce", "bal_bce"]
     hollow = [line for line in words.lines if line.get_markerfacecolor() == "none"]
-    assert np.nan_to_num(hollow[0].get_ydata(), nan=-1).tolist() == [-1, 30]
+    assert np.nan_to_num(hollow[0].get_xdata(), nan=-1).tolist() == [-1, 30]
     assert [text.get_text() for text in figures[1].legends[0].get_texts()] == ["few", "paper"]
     with pytest.raises(ValueError, match="no row has an accuracy"):
         reports.sweep_plot([{"variant": "ce", "few": None}], "x.png", "loss")
@@ -301,7 +314,7 @@ def test_markdown_shows_a_name_as_it_is(name, written):
 def test_numbers_stand_right_under_their_heading_and_names_left_also_where_digits_are_fixed(tmp_path):
     rows = [{"name": "ant", "few": "44.0"}, {"name": "7", "few": "-"}]
     assert reports.markdown_table(rows).splitlines()[1] == "| --- | ---: |"
-    page = reports.write_page(tmp_path, "", {"Classes": rows}, {}).read_text()
+    page = reports.write_page(tmp_path, title="", tables={"Classes": rows}).read_text()
     assert '<th class="text">name</th><th>few</th>' in page
     assert '<td class="text">7</td><td>-</td>' in page
 
@@ -309,18 +322,33 @@ def test_numbers_stand_right_under_their_heading_and_names_left_also_where_digit
 def magenta_report(folder):
     Image.new("RGB", (300, 200), (255, 0, 255)).save(folder / "magenta.png")
     tables = {"Results": [{"rule": "<b>argmax</b>", "few": 0.25}], "Classes": [{"class": i} for i in range(60)]}
-    page = reports.write_page(folder, "Report & <title>", tables, {"a picture": [folder / "magenta.png"]})
+    pictures = {"a picture": [folder / "magenta.png"]}
+    page = reports.write_page(folder, title="Report & <title>", tables=tables, pictures=pictures)
     (folder / "magenta.png").unlink()  # what the page shows is in the page
     return page
 
 
-def test_the_html_page_refers_to_nothing_outside_itself_and_runs_no_script(tmp_path):
+def test_the_html_page_refers_to_nothing_outside_itself_and_runs_one_script_of_its_own(tmp_path):
     text = magenta_report(tmp_path).read_text()
     assert re.findall(r'(?:src|href)="(?!data:)', text) == []
-    assert "<script" not in text and "http://" not in text and "https://" not in text
+    script = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+    assert len(script) == 1 and f"script-src 'sha256-{digest}'" in text
+    assert "http://" not in text and "https://" not in text
     assert "&lt;b&gt;argmax&lt;/b&gt;" in text and "<title>Report &amp; &lt;title&gt;</title>" in text
     with pytest.raises(ValueError, match="not a picture"):
-        reports.write_page(tmp_path, "", {}, {"a table": [tmp_path / "results.csv"]})
+        reports.write_page(tmp_path, title="", pictures={"a table": [tmp_path / "results.csv"]})
+
+
+def test_a_figure_stands_in_the_page_as_text_that_follows_light_and_dark(tmp_path):
+    metrics, _ = measured(10, images_per_class=50)
+    path = reports.reliability_diagram(metrics.bins, tmp_path / "reliability.png", "a <b> & c")
+    page = reports.write_page(tmp_path, title="", pictures={"one": [path]}).read_text()
+    svg = page[page.index("<svg") : page.index("</svg>")]
+    assert "<img" not in page and "http" not in svg and "a &lt;b&gt; &amp; c" in svg and "currentColor" in svg
+    assert not re.findall(r'(?:src|href)="(?!#)', svg) and "font-family" not in svg and "font:" not in svg
+    assert float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1]) < 390  # read on a phone without a magnifying glass
+    assert min(map(float, re.findall(r"font-size: ([\d.]+)px", svg))) >= 9
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from livt_hf.data.sampling import Sampler, seen_counts
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.priors import read_numbers
+from livt_hf.predictions.rules import UNIFORM
 from livt_hf.randomness import keyed_seed, purpose_seed
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
@@ -66,6 +67,19 @@ def test_an_epoch_is_the_same_whenever_it_is_asked_for_and_unlike_any_other(name
     assert not np.array_equal(sampler.draws(LABELS, 0, 3), first)
     assert not np.array_equal(sampler.draws(LABELS, 1, 2), first)
     assert len(set(first)) == 100  # each draw has a number of its own
+
+
+@pytest.mark.parametrize("name", ["balanced", "sqrt", "progressive"])
+def test_every_batch_of_a_sampler_mixes_classes(name):
+    labels = np.repeat([0, 1], [320, 80])
+    drawn = labels[Sampler(name, epochs=4).draws(labels, seed=0, epoch=3) % len(labels)]
+    for batch in drawn.reshape(-1, 40):
+        assert 4 <= batch.sum() <= 36  # of about 20, or 13 by the square root
+
+
+def test_a_sigmoid_head_starts_at_the_prior_that_its_training_shows(tiny):
+    head = LongTailHead(LiViTConfig(loss="bce", class_counts=[90, 10], seen_counts=[75.0, 25.0], **tiny))
+    torch.testing.assert_close(head.initial_classifier_bias().sigmoid(), torch.tensor([0.75, 0.25]))
 
 
 def test_a_class_without_an_image_is_never_drawn():
@@ -241,8 +255,8 @@ def test_fine_tuning_tells_the_head_what_the_sampler_shows_and_groups_classes_by
         groups = {group: results.class_counts[group] for group in ("many", "medium", "few")}
         assert groups == {"many": 1, "medium": 1, "few": 2}
         assert all(results.metrics[group] is not None for group in groups)
-    assert Run(tmp_path / "sampled").results.posterior is not None
-    assert Run(tmp_path / "weighted").results.posterior is None  # weights change what the outputs estimate
+    assert UNIFORM in Run(tmp_path / "sampled").results.rules
+    assert UNIFORM not in Run(tmp_path / "weighted").results.rules  # weights change what the outputs estimate
 
 
 # Weights of classes

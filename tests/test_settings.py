@@ -14,7 +14,7 @@ from livt_hf.cli.console import format_next_command, render_flags
 from livt_hf.cli.inherit import find_pretraining, inherit_from_checkpoint, inherit_from_pretraining
 from livt_hf.cli.options import CommandSettings, format_words, parse_words, read_config, write_config
 from livt_hf.cli.publish import check_publishing
-from livt_hf.cli.resume import Resolved, resolve_training
+from livt_hf.cli.resume import ResolvedTraining, resolve_training
 from livt_hf.cli.settings import (
     COMMANDS,
     CalibrateSettings,
@@ -31,6 +31,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import read_values
 from livt_hf.long_tail.loss_table import LOSSES
 from livt_hf.plugins import find_module, load_plugin
+from livt_hf.predictions.rules import ARGMAX, TEST_PRIOR, UNIFORM
 from livt_hf.recipes.train import stage_options
 from livt_hf.results import Results
 from livt_hf.runs import PLAN, Run, new_run
@@ -108,9 +109,9 @@ def test_settings_written_and_read_back_are_the_same(tmp_path):
 
 def test_a_launched_process_reads_the_settings_and_the_run_that_were_resolved(runs):
     run = started("--epochs", "3")
-    resolved = Resolved(*resolve_training(PretrainSettings, ["--resume", "--save_steps", "7"]))
+    resolved = ResolvedTraining(*resolve_training(PretrainSettings, ["--resume", "--save_steps", "7"]))
     resolved.write(runs / "settings.yaml")
-    assert Resolved.read(runs / "settings.yaml") == resolved
+    assert ResolvedTraining.read(runs / "settings.yaml") == resolved
     assert resolve_training(PretrainSettings, resolved) == (resolved.settings, run)
 
 
@@ -237,7 +238,7 @@ def test_the_folder_of_a_whole_training_stands_for_its_fine_tuning(command, tmp_
         (FinetuneSettings, "--hours nan", "hours", "nan"),
         (FinetuneSettings, "--drop_path 1", "drop_path", "1.0"),
         (FinetuneSettings, "--folds 1", "folds", "1"),
-        (FinetuneSettings, "--loss focal", "loss", "focal"),
+        (FinetuneSettings, "--loss hinge", "loss", "hinge"),
         (FinetuneSettings, "--fold 7/5", "fold", "7/5"),
         (FinetuneSettings, "--split_seed=-1", "split_seed", "-1"),
         (InspectDataSettings, "birds --dataset fish", "dataset", "fish"),
@@ -546,7 +547,11 @@ def test_a_pretraining_of_another_size_is_named_where_none_fits(runs):
 @pytest.mark.parametrize(
     "option", ["split_seed 3", "test_fraction 0.5", "label_column coarse", "imbalance_factor 10", "dataset others"]
 )
-def test_fine_tuning_does_not_start_from_another_split_which_may_have_seen_its_test_images(runs, option):
+def test_fine_tuning_does_not_start_from_another_split_which_may_have_seen_its_test_images(
+    runs, tmp_path, monkeypatch, option
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir(exist_ok=True)
     name, value = option.split()
     run = finished("--dataset", "pictures", f"--{name}", value)
     with pytest.raises(LiVTError, match="no finished pretraining with dataset pictures"):
@@ -562,13 +567,28 @@ def test_a_run_folder_holds_its_settings_and_results_as_plain_files(runs):
     run = finished("--epochs", "3")
     assert yaml.safe_load((run.folder / "arguments.yaml").read_text())["epochs"] == 3
     written = json.loads((run.folder / "results.json").read_text())
-    assert written == dataclasses.asdict(run.results) | {"metric_rules": {}}
+    assert written == dataclasses.asdict(run.results)
 
 
 def test_results_of_another_version_are_read_for_what_they_share(tmp_path):
     (tmp_path / "results.json").write_text('{"stage": "finetune", "dataset": "glyphs", "gone": 1, "seed": 4}')
     results = Results.read(tmp_path / "results.json")
-    assert (results.dataset, results.seed, results.posterior) == ("glyphs", 4, None)
+    assert (results.dataset, results.seed, results.rules) == ("glyphs", 4, {})
+
+
+@pytest.mark.parametrize("rule", [ARGMAX, UNIFORM, TEST_PRIOR])
+def test_results_show_the_numbers_of_the_default_rule_first_also_of_files_of_0_2(tmp_path, rule):
+    """There `metrics` were those of the largest logit whatever the default rule was."""
+    blocks = {"metrics": {"accuracy": 0.1}, "posterior": {"accuracy": 0.2}, "own_prior": {"accuracy": 0.3}}
+    old = {"stage": "finetune", "dataset": "glyphs", "default_rule": rule} | blocks
+    results = Results.from_dict(old)
+    expected = {ARGMAX: 0.1, UNIFORM: 0.2, TEST_PRIOR: 0.3}
+    assert {name: metrics["accuracy"] for name, metrics in results.rules.items()} == expected
+    assert list(results.rules)[0] == rule and results.metrics["accuracy"] == expected[rule]
+    (tmp_path / "results.json").write_text(results.to_json())
+    assert Results.read(tmp_path / "results.json") == results
+    written = json.loads(results.to_json())
+    assert written["metrics"] == written["rules"][rule] == next(iter(written["rules"].values()))
 
 
 def test_a_training_is_own_where_nothing_but_runs_lie_behind_it(tmp_path):
@@ -635,3 +655,18 @@ def test_every_option_is_read_by_someone():
     names = {name for command in COMMANDS for name in settings_class(command).names()} - head
     assert [name for name in sorted(names) if not re.search(rf"\.{name}\b|\(\w*,? ?\"{name}\"", text)] == []
     assert issubclass(settings_class("data"), CommandSettings)
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["--tune", "head", "--epochs", "5", "--base_lr", "0.1"], "--epochs 5, --base_lr 0.1"),
+        (["--tune", "head", "--epochs", "5", "--solver", "loop"], None),
+        (["--tune", "head", "--batch_size", "32", "--loss", "ldam"], None),
+        (["--epochs", "5"], None),
+        (["--tune", "head"], None),
+    ],
+)
+def test_options_of_gradient_steps_are_said_to_be_ignored_by_an_exact_solution(words, warned, caplog):
+    resolve_training(FinetuneSettings, ["glyphs", "--pretrained", "none", *words])
+    assert [warned in line for line in caplog.messages] == ([] if warned is None else [True])

@@ -10,6 +10,9 @@ from test_tuning import pictures, resnet, trained  # noqa: F401
 from transformers import AutoModelForImageClassification
 
 from livt_hf.classifiers import load_model
+from livt_hf.predictions import Predictions, decide
+from livt_hf.predictions.rules import TEST_PRIOR
+from livt_hf.recipes.calibrate import main as calibrate
 from livt_hf.runs import Run
 
 
@@ -31,22 +34,48 @@ def test_nothing_is_held_out_and_every_training_image_calibrates(pictures, tmp_p
     assert results.head["strength"] in [row["strength"] for row in results.head["path"]]
 
 
+def test_a_solution_is_no_moving_average(pictures, tmp_path):  # noqa: F811
+    path, words = resnet(tmp_path / "resnet"), ["--tune", "head"]
+    plain = trained(pictures, path, tmp_path / "plain", *words)
+    averaged = trained(pictures, path, tmp_path / "averaged", *words, "--ema_decay", "0.9")
+    assert all(torch.equal(weights(plain)[name], value) for name, value in weights(averaged).items())
+
+
 @pytest.mark.parametrize("loss", ["bal_ce", "bal_bce", "ce"])
-def test_the_objective_chooses_the_test_prior_and_leaves_the_posterior(pictures, tmp_path, loss):  # noqa: F811
+def test_the_objective_chooses_the_deployment_prior_and_leaves_the_model(pictures, tmp_path, loss):  # noqa: F811
     path, runs = resnet(tmp_path / "resnet"), {}
-    for objective in ("accuracy", None):
-        named = ["--objective", objective] if objective else []
-        runs[objective] = trained(pictures, path, tmp_path / f"{objective}", "--tune", "head", "--loss", loss, *named)
-    head = runs["accuracy"].results.head
-    assert head["objective"] == "accuracy" and len(head["curve"]) == 21
-    prior = np.array([30, 18, 10, 6]) ** head["exponent"]
-    chosen, plain = (load_model(str(runs[objective].folder)) for objective in ("accuracy", None))
-    np.testing.assert_allclose(chosen.config.long_tail["test_prior"], prior / prior.sum(), rtol=1e-6)
-    assert runs["accuracy"].results.own_prior is not None
+    for objective in ("accuracy", "none"):
+        runs[objective] = trained(
+            pictures, path, tmp_path / f"{objective}", "--tune", "head", "--loss", loss, "--objective", objective
+        )
+    found = runs["accuracy"].results.trade_off
+    assert found["objective"] == "accuracy" and len(found["curve"]) == 21
+    prior = np.array([30, 18, 10, 6]) ** found["exponent"]
+    chosen, plain = (load_model(str(runs[objective].folder)) for objective in ("accuracy", "none"))
+    np.testing.assert_allclose(chosen.config.long_tail.deployment_prior, prior / prior.sum(), rtol=1e-6)
+    assert TEST_PRIOR in runs["accuracy"].results.rules and plain.config.long_tail.deployment_prior == "uniform"
+    assert all(torch.equal(weights(runs["none"])[name], value) for name, value in weights(runs["accuracy"]).items())
     images = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    for name in ("uniform", [0.7, 0.1, 0.1, 0.1]):
-        one, two = (model.probabilities(images, prior=name) for model in (chosen, plain))
-        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-3)
+    named = chosen.probabilities(images, prior=(prior / prior.sum()).tolist())
+    torch.testing.assert_close(chosen.probabilities(images), named)
+
+
+def test_a_loop_chooses_on_its_validation_split_and_calibrate_chooses_again(pictures, tmp_path, capsys):  # noqa: F811
+    words = ["--tune", "head", "--solver", "loop", "--validation_fraction", "0.4", "--objective", "macro_f1"]
+    run = trained(pictures, resnet(tmp_path / "resnet"), tmp_path / "run", *words)
+    found, before = run.results.trade_off, weights(run)
+    assert (found["objective"], found["split"], found["num_images"]) == ("macro_f1", "validation", 25)
+    assert found["exponent"] == found["exponents"]["macro_f1"] and run.results.default_rule == "test_prior"
+    capsys.readouterr()
+    calibrate([str(run.folder), "--objective", "accuracy"])  # of which the exponents are stored
+    results, said = run.results, capsys.readouterr().out
+    assert results.trade_off == found | {"objective": "accuracy", "exponent": found["exponents"]["accuracy"]}
+    assert f"objective accuracy: deployment prior pi^{results.trade_off['exponent']:g}" in said
+    assert all(torch.equal(before[name], value) for name, value in weights(run).items())
+    record = Predictions.load(run.folder / "predictions")
+    assert record.info.default_rule.label == "posterior, prior for accuracy"
+    right = (decide(record).labels.numpy() == record.labels).mean()
+    assert results.metrics["accuracy"] == pytest.approx(right) and results.default_rule == "test_prior"
 
 
 def test_a_loss_that_is_not_convex_keeps_the_loop(pictures, tmp_path):  # noqa: F811

@@ -10,7 +10,7 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 
 from livt_hf.data.labels import digest_of
 from livt_hf.data.spec import DataSpec
-from livt_hf.data.splitting import grouped_split, split_test, stratified_folds, stratified_split
+from livt_hf.data.splitting import grouped_split, split_test, split_validation, stratified_folds, stratified_split
 from livt_hf.data.subsample import (
     exponential_counts,
     label_counts,
@@ -158,6 +158,31 @@ def test_a_small_fraction_of_many_groups_is_met(fraction):
     groups, labels = rng.randint(1000, size=20_000), rng.choice(3, size=20_000, p=[0.8, 0.15, 0.05])
     train, test = grouped_split(labels, groups, fraction)
     assert abs(len(test) / 20_000 - fraction) < 0.1 * fraction and not set(groups[train]) & set(groups[test])
+
+
+def test_folds_and_the_only_division_of_two_groups_go_by_the_seed():
+    labels = np.arange(40) % 2
+    first, again, other = (stratified_folds(labels, None, 4, seed) for seed in (1, 1, 2))
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+    tests = {tuple(grouped_split([0, 0, 0, 0], [0, 0, 1, 1], 0.5, seed)[1]) for seed in range(4)}
+    assert tests == {(0, 1), (2, 3)}
+
+
+@pytest.mark.parametrize(("images", "held_out"), [(499, 0), (500, 50)])
+def test_images_are_held_out_from_500_on_a_tenth_of_each_class(images, held_out):
+    features = Features(label=ClassLabel(num_classes=2))
+    train = Dataset.from_dict({"label": [0] * (images - 100) + [1] * 100}, features=features)
+    parts = split_validation(train, DataSpec(dataset="birds", validation_fraction=None), images)
+    assert len(parts.get("validation", ())) == held_out
+    assert not parts or sum(parts["validation"]["label"]) == 10
+
+
+def test_a_division_of_groups_alone_keeps_every_class():
+    rng = np.random.RandomState(0)
+    for seed in range(200):
+        labels, groups = rng.randint(4, size=10), rng.randint(6, size=10)
+        train, _ = grouped_split(labels, groups, (0.5, 0.9)[seed % 2], seed)
+        assert set(labels[train]) == set(labels), seed
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def test_an_epoch_sees_images_of_all_shards_in_another_order_each_time(tmp_path)
     assert first != second and sorted(first) == sorted(second) == everything
     # Not even the images of one shard come as they are stored.
     assert [index for index in first if index >> 32 == 2] != everything[11:28]
+    assert [index for index in first if index >> 32 == 2] != [index for index in second if index >> 32 == 2]
 
 
 def test_an_empty_shard_does_not_end_a_stream(tmp_path):

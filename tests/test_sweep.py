@@ -1,5 +1,6 @@
 """The ablations: what they vary, what they run, and the table they end in."""
 
+import itertools
 import json
 import os
 import shlex
@@ -19,6 +20,8 @@ from livt_hf.cli.options import write_config
 from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.long_tail.loss_table import LOSSES
+from livt_hf.predictions.rules import ARGMAX, UNIFORM
 from livt_hf.recipes import sweep as recipe
 from livt_hf.recipes.ablations import DEIT, MAE, SWEEPS, VIT, Sweep, Variant, summarise, table_rows
 from livt_hf.recipes.paper import figures
@@ -33,7 +36,8 @@ def result(
 ) -> Results:
     metrics = {"accuracy": accuracy, "many": 0.5, "medium": None, "few": few, "ece": 0.02, "num_images": 100}
     said = {"stage": "finetune", "dataset": "glyphs"} | said
-    return Results(metrics=metrics, posterior=posterior and {"accuracy": posterior}, seconds=seconds, **said)
+    rules = {ARGMAX: metrics} | ({} if posterior is None else {UNIFORM: {"accuracy": posterior}})
+    return Results(rules=rules, seconds=seconds, **said)
 
 
 def test_a_row_is_mean_and_sample_deviation_in_percent():
@@ -234,7 +238,7 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch) -> Runs:
     faked = Runs()
-    monkeypatch.setattr(recipe, "start", faked)
+    monkeypatch.setattr(recipe, "start_command", faked)
     return faked
 
 
@@ -294,7 +298,7 @@ def test_the_time_of_pretraining_is_that_of_no_other_start(runs, tmp_path):
     first = Variant("first", {"loss": "ce"})
     variants = [first, Variant("second", {"loss": "ce", "sampler": "balanced"}, start=first)]
     plan = recipe.Plan(recipe.SweepSettings.build(output_dir=str(tmp_path / "sweep")), variants)
-    recipe.carried_out(plan)
+    recipe.run_plan(plan)
     assert {label: len(found) for label, found in plan.first_stages().items()} == {"first": 1, "second": 0}
 
 
@@ -302,8 +306,26 @@ def test_some_of_a_sweep_s_variants(runs, sweep, tmp_path):
     printed = sweep("losses", "--only", "bce", "ce")
     assert len(runs.of("finetune")) == 2
     assert "| ce |" in printed and "| bce |" in printed and "bal_bce" not in printed.split("--- |")[-1]
-    with pytest.raises(LiVTError, match="no variant 'bec' in this sweep; choose from: ce; bal_ce; bce; bal_bce"):
+    with pytest.raises(LiVTError, match="'bec'") as error:
         sweep("losses", "--only", "bec")
+    assert error.value.argument == "only" and "bal_ce" in str(error.value)
+
+
+def test_a_sweep_of_losses_takes_a_loss_of_a_plugin_beside_its_own(runs, sweep, tmp_path, request):
+    request.addfinalizer(lambda: LOSSES.pop("my_ce", None))
+    plugin = tmp_path / "my_plugin.py"
+    plugin.write_text(
+        "from livt_hf.losses import register_loss\n"
+        "@register_loss('my_ce', activation='softmax', soft_labels=False)\n"
+        "def my_ce(batch):\n"
+        "    return -(batch.targets * batch.adjusted.log_softmax(-1)).sum(-1)\n"
+    )
+    printed = sweep("losses", "--plugin", plugin, "--only", "my_ce", "bal_bce")
+    assert "| my_ce |" in printed and "| bal_bce |" in printed
+    assert {"--mixup 0", "--loss my_ce"} <= {f"{a} {b}" for a, b in itertools.pairwise(runs.of("finetune")[1])}
+    with pytest.raises(LiVTError) as error:
+        sweep("tau", "--plugin", plugin, "--only", "my_ce")
+    assert error.value.argument == "only"
 
 
 def test_sweeps_of_two_imbalances_have_folders_of_their_own(runs, sweep, tmp_path):
@@ -354,7 +376,7 @@ def test_what_was_wrong_with_an_earlier_try_is_not_said_of_this_one(monkeypatch,
     log = tmp_path / "sweeps" / "glyphs" / "mgp" / "seed=0.out"
     log.parent.mkdir(parents=True)
     log.write_text("error: what was wrong yesterday\n")
-    monkeypatch.setattr(recipe, "start", lambda *_: SimpleNamespace(wait=lambda: 1))
+    monkeypatch.setattr(recipe, "start_command", lambda *_: SimpleNamespace(wait=lambda: 1))
     with pytest.raises(LiVTError, match="^livt pretrain "):
         sweep("losses")
 
@@ -372,7 +394,7 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_begins_no_more(sweep, m
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return begun[-1]
 
-    monkeypatch.setattr(recipe, "start", sleeper)
+    monkeypatch.setattr(recipe, "start_command", sleeper)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted):
         sweep("losses", "--pretrained", "none")
@@ -415,8 +437,8 @@ def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_pat
 
 def test_the_recorded_command_of_a_sweep_from_any_checkpoint_is_one_that_runs(sweep, checkpoint, monkeypatch):
     asked = []
-    monkeypatch.setattr(recipe, "carried_out", lambda plan: asked.append(plan.settings))
-    sweep("tau", "--dataset", "cifar100-lt", "--pretrained", checkpoint("base", hidden_size=24))
+    monkeypatch.setattr(recipe, "print_commands", lambda plan: asked.append(plan.settings))
+    sweep("tau", "--dataset", "cifar100-lt", "--pretrained", checkpoint("base", hidden_size=24), "--dry_run")
     assert recipe.SweepSettings.parse(shlex.split(recipe.command(asked[0]))[2:]).sweep == "tau"
 
 

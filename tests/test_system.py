@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.data.batches import Batches
-from livt_hf.data.loading import augmented_in_order, eval_loader, train_loader
+from livt_hf.data.loading import eval_loader, ordered_loader, train_loader
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, eval_processor
 from livt_hf.data.workers import outlive_ctrl_c
 from livt_hf.errors import LiVTError
@@ -77,7 +77,7 @@ def test_a_worker_that_is_started_afresh_outlives_ctrl_c_and_a_forked_one_keeps_
 LOADERS = {
     "training": lambda data, batches: train_loader(data, FinetuneAugmentation(16), batches)._loader,
     "evaluation": lambda data, batches: eval_loader(data, eval_processor(16, [0.5] * 3, [0.5] * 3), batches),
-    "features": lambda data, batches: augmented_in_order(data, FinetuneAugmentation(16), batches, 1),
+    "features": lambda data, batches: ordered_loader(data, FinetuneAugmentation(16), batches, 1),
 }
 
 

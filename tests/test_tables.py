@@ -324,7 +324,7 @@ def test_a_class_of_one_group_stays_in_training_and_is_said_to_have_no_test_imag
     columns = {"path": ten, "label": [*"aaaabbbb", "rare", "rare"], "site": [1, 2, 3, 4, 1, 2, 3, 4, 5, 5]}
     data = load_long_tailed(write_table(tmp_path / "own.csv", columns), group_column="site")
     assert class_counts(data["train"]).tolist() == [3, 3, 2] and class_counts(data["test"]).tolist() == [1, 1, 0]
-    assert "classes that have too few groups to give a test image: rare" in caplog.text
+    assert "split by groups left theirs in training: rare" in caplog.text
 
 
 def test_groups_that_given_splits_divide_are_warned_of(tmp_path, ten, caplog):
@@ -376,8 +376,8 @@ def test_only_images_of_equal_length_are_read_to_find_copies(tmp_path, monkeypat
             file.write(b"\0" * number)  # as many bytes more
     (tmp_path / "test/a/2.png").write_bytes((tmp_path / "train/a/0.png").read_bytes())
     data, read = load_long_tailed(str(tmp_path)), []
-    reading = decoding._read_file
-    monkeypatch.setattr(decoding, "_read_file", lambda path: (read.append(path), reading(path))[1])
+    reading = decoding.read_file
+    monkeypatch.setattr(decoding, "read_file", lambda path: (read.append(path), reading(path))[1])
     assert len(find_copies(data)) == 1 and len(read) < 6
 
 

@@ -2,11 +2,24 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from datasets import Dataset
+from transformers import (
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
-from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, pretraining_config
+from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance, pretraining_config
+from livt_hf.data.sampling import seen_counts
+from livt_hf.optim import layer_decay_groups
+from livt_hf.trainer import ClassBalancedSampler, compute_long_tail_metrics
 
 IMAGES, CLASSES = 16, 3
 PIXELS = torch.randn(IMAGES, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -109,3 +122,48 @@ def test_trainer_evaluates_and_predicts_logits(build, tmp_path):
     assert predicted.predictions.shape == (IMAGES, CLASSES) and (predicted.label_ids == HARD.numpy()).all()
     expected = model.eval()(PIXELS, labels=HARD).loss.item()
     assert predicted.metrics["test_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+class BalancedTrainer(Trainer):
+    def _get_train_sampler(self, *_):
+        return ClassBalancedSampler(self.train_dataset["labels"])
+
+
+def random_start(kind: str, tiny) -> PreTrainedModel:
+    if kind == "vit":
+        return ViTForImageClassification(ViTConfig(**tiny, num_labels=2))
+    stages = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    return ResNetForImageClassification(ResNetConfig(**stages, num_labels=2))
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_trainer_learns_a_rare_class_with_our_loss_sampler_rates_and_metrics(tmp_path, tiny, kind):
+    """Dark pictures are frequent and bright ones rare: a few updates with accumulation tell them apart."""
+    torch.manual_seed(0)
+    labels, counts = torch.tensor([0] * 56 + [1] * 8), [56, 8]
+    pixels = torch.randn(64, 3, 16, 16) + 2.0 * labels[:, None, None, None]
+    data = Dataset.from_dict({"pixel_values": pixels.numpy(), "labels": labels.numpy()}).with_format("torch")
+    model = balance(random_start(kind, tiny), counts, seen_counts=seen_counts(np.array(counts), "balanced", 4))
+    groups = layer_decay_groups(model, weight_decay=0.05, layer_decay=0.75, lr=1e-2)
+    assert {group["lr"] for group in groups} == {1e-2 * group["lr_scale"] for group in groups}
+    arguments = TrainingArguments(
+        tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=2, num_train_epochs=4,
+        report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = BalancedTrainer(
+        model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=compute_long_tail_metrics(counts),
+        optimizers=(torch.optim.AdamW(groups), None),
+    )  # fmt: skip
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_mean_class_accuracy"] == metrics["eval_accuracy"] == 1
+    assert (metrics["eval_medium"], metrics["eval_few"]) == (1, 1) and "eval_many" not in metrics
+
+
+def test_the_sampler_shows_classes_equally_often_and_other_images_in_another_epoch():
+    labels = [0] * 30 + [1] * 10
+    sampler = ClassBalancedSampler(labels)
+    first = list(sampler)
+    assert len(first) == len(sampler) == 40 and sum(labels[i] for i in first) == 20
+    sampler.set_epoch(1)
+    assert list(sampler) != first

@@ -22,11 +22,12 @@ from torch import nn
 from livt_hf.cli.resume import check_resumable, start_run
 from livt_hf.cli.training_settings import PretrainSettings
 from livt_hf.errors import Interrupted, LiVTError
+from livt_hf.precision import has_fast_cpu_bf16
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.threads import available_cores
 from livt_hf.training.checkpoints import CheckpointError, list_checkpoints
-from livt_hf.training.device import StopOnSignal, choose_precision, has_fast_cpu_bf16
+from livt_hf.training.device import StopOnSignal, check_distribution, choose_precision
 from livt_hf.training.loop import TrainingLoop, TrainingTask, make_accelerator, open_run
 
 PER_EPOCH = 4
@@ -467,6 +468,13 @@ def test_a_gpu_that_only_emulates_bf16_gets_fp16(monkeypatch, major, precision):
     supported = lambda including_emulation=True: including_emulation or major >= 8  # noqa: E731
     monkeypatch.setattr("torch.cuda.is_bf16_supported", supported)
     assert choose_precision("auto") == precision
+
+
+@pytest.mark.parametrize("splitting", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_a_launcher_that_asks_to_split_the_model_is_refused_where_accelerate_makes_ddp_of_it(monkeypatch, splitting):
+    monkeypatch.setenv(f"ACCELERATE_USE_{splitting}", "true")
+    with pytest.raises(LiVTError, match=f"{splitting} is not supported"):
+        check_distribution(DistributedType.MULTI_CPU)
 
 
 def test_processes_wait_a_day_for_the_first_one(tmp_path, monkeypatch):

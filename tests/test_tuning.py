@@ -1,5 +1,6 @@
 """Any backbone: where it starts, what is trained of it, and that kept features are those of the whole model."""
 
+import importlib.metadata
 import json
 import sys
 import tracemalloc
@@ -35,9 +36,10 @@ from livt_hf import balance
 from livt_hf.classifiers import load_model, load_processor
 from livt_hf.cli.inherit import inherit_from_checkpoint
 from livt_hf.cli.training_settings import FinetuneSettings
-from livt_hf.data import Batches, DeviceTransform, eval_loader, load_long_tailed
+from livt_hf.data import Batches, DeviceTransform, FinetuneAugmentation, eval_loader, load_long_tailed
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.structure import extract_features, get_classifier
+from livt_hf.predictions.rules import ARGMAX
 from livt_hf.processors import read_input_spec, resize_processor
 from livt_hf.recipes import eval as evaluation
 from livt_hf.recipes import finetune
@@ -122,7 +124,7 @@ def test_a_backbone_is_fine_tuned_saved_as_its_own_class_and_measured_as_in_trai
     (batch,) = eval_loader(data, processor, Batches(64))
     with torch.no_grad():
         accuracy = (model(batch["pixel_values"]).logits.argmax(-1) == batch["labels"]).double().mean().item()
-    assert run.results.metrics["accuracy"] == pytest.approx(accuracy, abs=1e-9)
+    assert run.results.rules[ARGMAX]["accuracy"] == pytest.approx(accuracy, abs=1e-9)
     assert run.results.image_size == 16 and run.results.num_images == 44
     assert run.results.model_type == stock.config.model_type
 
@@ -134,8 +136,8 @@ def test_on_several_processes_what_is_measured_is_what_is_saved(pictures, tmp_pa
     run = Run(RecipeRun("finetune", tmp_path / "run", *words, processes=2).finish().folder)
     model, processor = load_model(str(run.folder)), load_processor(str(run.folder))
     loader = eval_loader(load_long_tailed(str(pictures))["test"], processor, Batches(64))
-    again = compute_metrics(model, loader, Accelerator(), np.array([30, 18, 10, 6]))["metrics"]
-    assert run.results.metrics["mean_confidence"] == pytest.approx(again["mean_confidence"], abs=1e-6)
+    again = compute_metrics(model, loader, Accelerator(), np.array([30, 18, 10, 6]))[ARGMAX]
+    assert run.results.rules[ARGMAX]["mean_confidence"] == pytest.approx(again["mean_confidence"], abs=1e-6)
 
 
 def test_a_batch_is_smaller_than_the_config_of_a_way_says_where_the_images_do_not_fill_it(pictures, tmp_path):
@@ -265,6 +267,36 @@ def test_features_are_computed_once_per_image_and_never_reused_for_other_weights
     model.config.hidden_act = "gelu"
     FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train)
     assert computed == [60, 2, 2, 64, 64, 64]
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "transformers" else version(name))
+    FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train)
+    assert computed == [60, 2, 2, 64, 64, 64, 64]
+
+
+def test_augmented_features_are_kept_by_images_views_and_seed(frozen, monkeypatch):
+    _, train, model, backbone = frozen
+    computed, write = [], FeatureCache.write
+    monkeypatch.setattr(FeatureCache, "write", lambda *a: computed.append(len(a[2])) or write(*a))
+    crops, few = FinetuneAugmentation(16), train.select(range(8))
+    first = np.array(backbone.features(few, crops, views=2))
+    np.testing.assert_array_equal(backbone.features(few, crops, views=2), first)
+    assert computed == [8] and first.shape[:2] == (2, 8) and (first[0] != first[1]).any()
+    other_seed = FrozenBackbone(model, backbone.processor, backbone.accelerator, seed=1).features(few, crops, views=2)
+    np.testing.assert_array_equal(other_seed[0], first[0])  # the plain images
+    assert computed == [8, 8] and (other_seed[1] != first[1]).any()
+    assert backbone.features(few, crops, views=3).shape[0] == 3 and computed == [8, 8, 8]
+    backbone.features(few.select(range(7, -1, -1)), crops, views=2)  # crops go by the place among all images
+    assert computed == [8] * 4
+    backbone.features(few, FinetuneAugmentation(16, flip=False), views=2)
+    assert computed == [8] * 5
+
+
+def test_each_epoch_of_a_head_takes_the_next_view(frozen):
+    features = np.arange(3, dtype=np.float32)[:, None, None] * np.ones((3, 64, 2), dtype=np.float32)
+    loader = FeatureLoader(features, frozen[1], Batches(16))
+    seen = [{batch["pixel_values"].unique().item() for batch in loader.epoch(epoch)} for epoch in range(4)]
+    assert seen == [{0.0}, {1.0}, {2.0}, {0.0}]
+    assert {batch["pixel_values"].unique().item() for batch in loader.in_order()} == {0.0}
 
 
 def test_a_part_of_kept_features_that_is_damaged_counts_for_nothing(tmp_path):
@@ -304,9 +336,7 @@ def test_weights_in_half_precision_are_trained_and_served_in_full(pictures, tmp_
 
 def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(frozen):
     settings, train, model, backbone = frozen
-    features = backbone.features(
-        train, build_augmentation(settings.augmentation, read_input_spec(backbone.processor)), 3
-    )
+    features = backbone.features(train, build_augmentation(settings.augmentation, backbone.processor), 3)
     assert len(features) == 3 and not np.allclose(features[1], features[2])
     loader = FeatureLoader(features, train, Batches(64))
     for epoch in range(4):
@@ -316,7 +346,7 @@ def test_views_are_the_plain_image_and_augmented_ones_and_epochs_take_turns(froz
 
 def test_views_are_of_the_seed_that_was_asked_for(frozen):
     settings, train, _, backbone = frozen
-    augmentation, views = build_augmentation(settings.augmentation, read_input_spec(backbone.processor)), []
+    augmentation, views = build_augmentation(settings.augmentation, backbone.processor), []
     for backbone.seed in (0, 1):
         views.append(backbone.features(train, augmentation, views=2))
     np.testing.assert_array_equal(views[0][0], views[1][0])

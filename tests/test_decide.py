@@ -1,0 +1,228 @@
+"""`livt decide`, and the outputs of other frameworks: what is decided later is what is decided at once."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
+from transformers.trainer_utils import PredictionOutput
+
+from livt_hf.errors import LiVTError
+from livt_hf.long_tail.calibration import Calibration
+from livt_hf.long_tail.objectives import choose_exponent
+from livt_hf.predictions import Predictions, decide
+from livt_hf.predictions.logit_files import read_logit_file
+from livt_hf.predictions.objective_rules import rule_for_objective
+from livt_hf.recipes.decide import main
+from livt_hf.recipes.eval import main as evaluate
+
+NAMES, COUNTS = ["cat", "dog", "newt"], [80, 15, 5]
+
+
+def draw(images: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return logits and labels of images whose classes are as frequent as in training."""
+    rng = np.random.default_rng(seed)
+    labels = rng.choice(3, images, p=np.array(COUNTS) / 100)
+    return (rng.normal(size=(images, 3)) + 2 * np.eye(3)[labels] + np.log(COUNTS)).astype(np.float32), labels
+
+
+def record(folder: Path, seed: int = 0, exponents=None, labelled: bool = True, **columns) -> Path:
+    """Write a record in parts of 64 rows, of a model that is calibrated where exponents are given."""
+    logits, labels = draw(seed=seed)
+    made = Predictions.from_arrays(
+        logits, labels if labelled else None, class_names=NAMES, class_counts=COUNTS, **columns
+    )
+    if exponents:
+        tail = made.info.long_tail
+        calibration = vars(Calibration(1.0, 0.0, [0.0] * 3, 100, exponents=exponents, objective="accuracy"))
+        values = made.info.to_json()
+        values["models"][0]["long_tail"] = {**tail, "calibration": calibration}
+        del values["default_rule"]
+        info = type(made.info).from_json(
+            values | {"default_rule": {"name": "test_prior", "label": "", "prior": "model"}}
+        )
+        made = Predictions(made.table, info)
+    return made.save(folder, rows_per_part=64)
+
+
+@pytest.mark.parametrize("words", [[], ["--prior", "training"], ["--prior", "uniform"], ["--prior", "FILE"]])
+def test_what_is_decided_later_is_decided_at_once(tmp_path, capsys, words):
+    prior = {"training": "training", "uniform": "uniform", "FILE": (0.2, 0.3, 0.5)}.get(words[-1] if words else "")
+    (tmp_path / "prior.json").write_text(json.dumps(dict(zip(NAMES, (0.2, 0.3, 0.5), strict=True))))
+    words = [str(tmp_path / "prior.json") if word == "FILE" else word for word in words]
+    folder = record(tmp_path / "run" / "predictions", split=["test"] * 200)
+    main([str(tmp_path / "run"), *words, "--output", str(tmp_path / "again")])
+    said = capsys.readouterr().out
+    at_once = decide(folder, prior=prior)
+    again = Predictions.load(tmp_path / "again")
+    assert torch.equal(decide(again).labels, at_once.labels) and torch.equal(decide(again).scores, at_once.scores)
+    predicted = [NAMES[label] for label in at_once.labels]
+    main([str(folder), *words, "--output", str(tmp_path / "table.parquet")])
+    assert pq.read_table(tmp_path / "table.parquet")["prediction"].to_pylist() == predicted
+    labels = draw()[1]
+    numbers = accuracy_score(labels, at_once.labels), balanced_accuracy_score(labels, at_once.labels)
+    numbers += (f1_score(labels, at_once.labels, average="macro"),)
+    shown = [f"{100 * number:.1f} %" for number in numbers]
+    assert said.startswith(f"Split test, 200 images: accuracy {shown[0]}, mean class accuracy {shown[1]}")
+    assert f"macro F1 {shown[2]} (decision rule: " in said
+
+
+def test_an_objective_takes_the_exponent_that_is_stored_with_the_model(tmp_path, capsys):
+    folder = record(tmp_path / "record", exponents={"macro_f1": 0.4, "accuracy": 1.0})
+    prior = np.array(COUNTS) ** 0.4
+    main([str(folder), "--objective", "macro_f1"])
+    assert "decision rule: posterior, prior for macro F1, pi^0.4" in capsys.readouterr().out
+    rule = rule_for_objective(Predictions.load(folder).info, "macro_f1")
+    assert torch.equal(decide(folder, rule).labels, decide(folder, prior=tuple(prior / prior.sum())).labels)
+
+
+def test_an_exponent_is_chosen_on_a_labelled_record_only_where_it_is_named(tmp_path, capsys):
+    tested, held_out = record(tmp_path / "test"), record(tmp_path / "validation", seed=1)
+    logits, labels = draw(seed=1)
+    prior = torch.tensor(COUNTS) / 100
+    expected = choose_exponent(torch.from_numpy(logits).log_softmax(-1), torch.from_numpy(labels), prior, "macro_f1")
+    main([str(tested), "--objective", "macro_f1", "--choose_on", str(held_out)])
+    assert f"pi^{expected.exponent:g})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "argument"),
+    [
+        (["--objective", "macro_f1"], "objective"),
+        (["--objective", "macro_f1", "--choose_on", "RECORD"], "choose_on"),
+        (["--objective", "macro_f1", "--choose_on", "TESTED"], "choose_on"),
+        (["--objective", "macro_f1", "--choose_on", "UNLABELLED"], "choose_on"),
+        (["--choose_on", "TESTED"], "choose_on"),
+        (["--prior", "training", "--objective", "macro_f1"], "prior"),
+        (["--class_counts", "counts.json"], "class_counts"),
+        (["--values", "logits"], "values"),
+        (["--output", "table.xlsx"], "output"),
+    ],
+)
+def test_decide_rejects(tmp_path, words, argument):
+    places = {"RECORD": record(tmp_path / "record"), "TESTED": record(tmp_path / "tested", 1, split=["test"] * 200)}
+    places["UNLABELLED"] = record(tmp_path / "unlabelled", labelled=False)
+    with pytest.raises(LiVTError) as error:
+        main([str(places["RECORD"]), *(str(places.get(word, word)) for word in words)])
+    assert error.value.argument == argument
+
+
+def test_a_record_without_labels_needs_an_output(tmp_path):
+    with pytest.raises(LiVTError) as error:
+        main([str(record(tmp_path / "record", labelled=False))])
+    assert error.value.argument == "output"
+
+
+def trainer(folder: Path, logits, labels) -> Path:
+    output = PredictionOutput(predictions=logits, label_ids=labels, metrics={})
+    np.savez(folder / "trainer.npz", predictions=output.predictions, label_ids=output.label_ids)
+    return folder / "trainer.npz"
+
+
+def timm_csv(folder: Path, logits, labels) -> Path:
+    """Write what inference.py --topk 0 --results-separate-col --output-type logit writes; it knows no label."""
+    columns = {"filename": [f"{row}.jpg" for row in range(len(logits))]}
+    pd.DataFrame(columns | {f"logit_{i}": logits[:, i] for i in range(3)}).to_csv(folder / "timm.csv", index=False)
+    return folder / "timm.csv"
+
+
+def timm_parquet(folder: Path, logits, labels) -> Path:
+    """Write what inference.py --topk 0 --results-format parquet writes: one list of probabilities per image."""
+    prob = list(torch.from_numpy(logits).softmax(-1).numpy())
+    pd.DataFrame({"filename": [f"{row}.jpg" for row in range(len(logits))], "prob": prob}).set_index(
+        "filename"
+    ).to_parquet(folder / "timm.parquet")
+    return folder / "timm.parquet"
+
+
+def ultralytics(folder: Path, logits, labels) -> Path:
+    """Write probs.data of each result under the model's names, rounded as its tables are."""
+    table = pd.DataFrame(torch.from_numpy(logits).softmax(-1).numpy().round(5), columns=NAMES)
+    table.insert(0, "path", [f"{row}.jpg" for row in range(len(logits))])
+    table.assign(label=[NAMES[label] for label in labels]).to_csv(folder / "yolo.tsv", sep="\t", index=False)
+    return folder / "yolo.tsv"
+
+
+@pytest.mark.parametrize(
+    ("write", "has_labels"), [(trainer, True), (timm_csv, False), (timm_parquet, False), (ultralytics, True)]
+)
+def test_outputs_of_other_frameworks_are_decided_as_their_logits_are(tmp_path, write, has_labels):
+    logits, labels = draw()
+    (tmp_path / "counts.json").write_text(json.dumps(COUNTS))
+    read = read_logit_file(write(tmp_path, logits, labels), str(tmp_path / "counts.json"))
+    plain = Predictions.from_arrays(logits, labels, class_names=NAMES, class_counts=COUNTS)
+    np.testing.assert_allclose(read.posterior("uniform"), plain.posterior("uniform"), atol=2e-3)
+    assert (read.labels is not None) == has_labels
+    assert not has_labels or read.labels.tolist() == labels.tolist()
+    if write is not trainer:
+        assert read.column("path")[3] == "3.jpg"
+
+
+def test_predict_proba_of_scikit_learn_and_priors_give_bayes_rule(tmp_path):
+    logits, labels = draw(400)
+    model = LogisticRegression().fit(logits, labels)
+    probabilities = model.predict_proba(logits)
+    read = Predictions.from_arrays(probabilities, labels, class_names=NAMES, class_counts=COUNTS, probabilities=True)
+    shifted = probabilities / np.array(COUNTS)
+    np.testing.assert_allclose(read.posterior("uniform"), shifted / shifted.sum(1, keepdims=True), rtol=1e-4)
+    np.testing.assert_allclose(read.posterior("training"), probabilities, rtol=1e-4)
+
+
+def test_sigmoid_probabilities_are_turned_into_their_logits():
+    logits = np.array([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
+    read = Predictions.from_arrays(
+        1 / (1 + np.exp(-logits)), class_names=NAMES, class_counts=COUNTS, loss="bce", probabilities=True
+    )
+    np.testing.assert_allclose(read.logits, logits, rtol=1e-4)
+
+
+def test_eval_writes_a_report_on_a_file_of_logits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    logits, labels = draw()
+    (tmp_path / "counts.json").write_text(json.dumps(dict(zip(NAMES, COUNTS, strict=True))))
+    words = [str(ultralytics(tmp_path, logits, labels)), "--class_counts", str(tmp_path / "counts.json")]
+    evaluate([*words, "--prior", "training", "--report", str(tmp_path / "report")])
+    summary = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    metrics, predicted = summary["rules"]["given"], logits.argmax(1)
+    assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, predicted))
+    assert metrics["macro_f1"] == pytest.approx(f1_score(labels, predicted, average="macro"))
+    assert (tmp_path / "report" / "report.html").exists() and "need the model itself" in capsys.readouterr().out
+    assert not (tmp_path / "report" / "classes.png").exists()
+    for option in ("--probe", "--dataset=glyphs"):
+        with pytest.raises(LiVTError) as error:
+            evaluate([*words, option, "--report", str(tmp_path / "other")])
+        assert error.value.argument == option.strip("-").split("=")[0]
+
+
+ROW = "path,cat,dog,newt\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "counts", "values", "argument", "value"),
+    [
+        (ROW + "a,1.5,nan,2\n", COUNTS, None, "logits", "row 0"),
+        (ROW + "a,0.5,0.4,0.3\n", COUNTS, None, "values", "1.2"),
+        (ROW + "a,0.5,0.4,0.3\n", COUNTS, "probabilities", "probabilities", "1.2"),
+        (ROW + "a,1.5,0.4,0.3\n", COUNTS, "probabilities", "probabilities", "1.5"),
+        (ROW + "a,1,2,3.5\n", [80, 20], None, "class_counts", "2"),
+        (ROW + "a,1,2,3.5\n", {"cat": 8, "dog": 2, "emu": 2}, None, None, "emu"),
+        ("path,cat,dog,cat\na,1,2,3.5\n", COUNTS, None, "predictions", "cat"),
+        ("filename,label,prob\na.jpg,tabby,0.9\n", COUNTS, None, "predictions", "--topk 0"),
+        ("filename,index_0,index_1,prob_0,prob_1\na.jpg,3,1,0.9,0.1\n", COUNTS, None, "predictions", "index_0"),
+        ("path,cat,dog,newt,label\na,1,2,3.5,emu\n", COUNTS, None, "labels", "emu"),
+        ("path,cat,dog,newt,label\na,1,2,3.5,3\n", COUNTS, None, "labels", "3"),
+    ],
+)
+def test_a_file_of_logits_is_rejected(tmp_path, content, counts, values, argument, value):
+    path, numbers = tmp_path / "logits.csv", tmp_path / "counts.json"
+    path.write_text(content)
+    numbers.write_text(json.dumps(counts))
+    with pytest.raises(LiVTError) as error:
+        read_logit_file(path, str(numbers), values=values)
+    assert error.value.argument == argument and value in str(error.value)
+    assert "\n" not in str(error.value)

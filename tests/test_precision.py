@@ -1,0 +1,258 @@
+"""bfloat16 where a CPU has it: when a trial is made, what it takes, and that its choice is kept."""
+
+import itertools
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from recipe_runs import TINY, RecipeRun, make_pictures
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from livt_hf import LiViTConfig, LiViTForImageClassification, precision
+from livt_hf.cli.resume import automatic_options, keep_automatic_options, start_run
+from livt_hf.cli.training_settings import FinetuneSettings
+from livt_hf.data import eval_processor, load_long_tailed
+from livt_hf.errors import LiVTError
+from livt_hf.precision import BFLOAT16, FLOAT32, MIN_IMAGES, autocast, bfloat16_pays, resolve_precision
+from livt_hf.predictions import Predictions
+from livt_hf.predictions.predict import Predictor
+from livt_hf.training import autotune
+from livt_hf.training.frozen import FrozenBackbone
+from livt_hf.training.loop import make_accelerator
+
+LARGE = torch.nn.Linear(1000, 1000)  # 1,001,000 parameters
+SMALL = torch.nn.Linear(10, 10)
+PIXELS = torch.linspace(-1, 1, 4000).reshape(4, 1000)
+softmax = partial(torch.softmax, dim=-1)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """A CPU with bf16 on which a forward pass takes so many seconds, by a clock that stands in."""
+    monkeypatch.setattr(precision, "has_cpu_bf16", lambda: True)
+    monkeypatch.setattr(autotune, "has_cpu_bf16", lambda: True)
+
+    def set_seconds(float32: float, bfloat16: float) -> None:
+        # Each precision is timed twice, by two looks at the clock.
+        ticks = itertools.accumulate(itertools.cycle([0, float32, 0, float32, 0, bfloat16, 0, bfloat16]))
+        monkeypatch.setattr(precision, "clock", lambda: next(ticks))
+
+    return set_seconds
+
+
+def changed_by(change: float):
+    """Return a classifier of two classes whose first probability is 0.5, and by so much more in bfloat16."""
+
+    def forward(pixels: torch.Tensor) -> torch.Tensor:
+        p = 0.5 + change * torch.is_autocast_enabled("cpu")
+        return torch.tensor([[p, 1 - p]]).log().expand(len(pixels), 2)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("seconds", "change", "pays"),
+    [
+        ((1.06, 1.0), 0.0, True),
+        ((1.04, 1.0), 0.0, False),
+        ((1.0, 3.0), 0.0, False),
+        ((3.0, 1.0), 0.019, True),
+        ((3.0, 1.0), 0.021, False),
+        ((3.0, 1.0), float("nan"), False),
+    ],
+)
+def test_bfloat16_must_be_faster_by_5_percent_and_change_no_posterior_by_more_than_2(timed, seconds, change, pays):
+    timed(*seconds)
+    assert bfloat16_pays(changed_by(change), PIXELS, softmax) is pays
+
+
+@pytest.mark.parametrize(
+    ("requested", "model", "num_images", "able", "chosen"),
+    [
+        ("auto", LARGE, MIN_IMAGES, True, BFLOAT16),
+        ("auto", LARGE, MIN_IMAGES - 1, True, FLOAT32),
+        ("auto", SMALL, MIN_IMAGES, True, FLOAT32),
+        ("auto", LARGE, MIN_IMAGES, False, FLOAT32),
+        ("float32", LARGE, MIN_IMAGES, True, FLOAT32),
+        ("bfloat16", SMALL, 1, True, BFLOAT16),
+    ],
+)
+def test_few_images_and_small_models_are_not_tried_and_a_named_precision_is_taken(
+    timed, monkeypatch, requested, model, num_images, able, chosen
+):
+    timed(3.0, 1.0)
+    monkeypatch.setattr(precision, "has_cpu_bf16", lambda: able)
+    tried = []
+    read = lambda: tried.append(1) or PIXELS  # noqa: E731
+    assert resolve_precision(requested, model, num_images, read, changed_by(0.0), softmax) == chosen
+    assert bool(tried) is (requested == "auto" and chosen == BFLOAT16)
+    assert resolve_precision("auto", LARGE, MIN_IMAGES, lambda: None, changed_by(0.0), softmax) == FLOAT32
+
+
+def test_bfloat16_that_a_cpu_would_emulate_is_refused(monkeypatch):
+    for name in ("has_cpu_bf16", "has_fast_cpu_bf16"):
+        monkeypatch.setattr(precision, name, lambda: False)
+    with pytest.raises(LiVTError, match="use precision float32") as error:
+        resolve_precision("bfloat16", LARGE, 1, lambda: PIXELS, LARGE, softmax)
+    assert error.value.argument == "precision"
+
+
+def test_a_model_computes_in_bfloat16_only_in_its_context():
+    for name, dtype in ((FLOAT32, torch.float32), (BFLOAT16, torch.bfloat16)):
+        with autocast(torch.device("cpu"), name):
+            assert LARGE(PIXELS).dtype == dtype
+
+
+def resolve(monkeypatch, in_bf16: float, module=LARGE, **options):
+    """Resolve the options of a training whose updates take a second in float32, and so many in bf16."""
+    accelerator = Accelerator(cpu=True)
+    seconds = lambda *_: in_bf16 if accelerator.mixed_precision == "bf16" else 1.0  # noqa: E731
+    monkeypatch.setattr(autotune, "measure_update_seconds", seconds)
+    monkeypatch.setattr(autotune, "clock", lambda: 0.0)
+    spec = FinetuneSettings.build(dataset="glyphs", **{"epochs": 20, "warmup_epochs": 0} | options).optimization
+    task = SimpleNamespace(loader=SimpleNamespace(updates_per_epoch=10), slow_final_epochs=0, module=module)
+    return autotune.resolve_auto_options(spec, task, accelerator, began=0.0), accelerator
+
+
+@pytest.mark.parametrize(("in_bf16", "chosen"), [(0.5, "bf16"), (0.94, "bf16"), (0.96, "no"), (500.0, "no")])
+def test_training_takes_bf16_if_updates_are_faster_by_5_percent_and_says_so(
+    timed, monkeypatch, capsys, in_bf16, chosen
+):
+    spec, accelerator = resolve(monkeypatch, in_bf16)
+    assert (spec.mixed_precision, accelerator.mixed_precision) == (chosen, chosen)
+    assert f"mixed_precision {chosen}: " in capsys.readouterr().err
+    layer = torch.nn.Linear(2, 2)
+    with accelerator.autocast():
+        assert layer(torch.ones(1, 2)).dtype == (torch.bfloat16 if chosen == "bf16" else torch.float32)
+
+
+def test_the_hours_of_a_training_are_filled_with_epochs_of_the_chosen_precision(timed, monkeypatch):
+    spec, _ = resolve(monkeypatch, 0.5, hours=1.0)
+    assert (spec.mixed_precision, spec.epochs) == ("bf16", 3600 // 5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"epochs": 19}, {"max_steps": 199}, {"hours": 0.05}, {"module": SMALL}, {"mixed_precision": "no"}],
+)
+def test_no_trial_of_bf16_is_made_where_it_cannot_pay(timed, monkeypatch, options):
+    spec, accelerator = resolve(monkeypatch, 0.1, **options)
+    assert spec.mixed_precision == options.get("mixed_precision", "auto") and accelerator.mixed_precision == "no"
+
+
+def test_a_cpu_without_bf16_is_not_tried(timed, monkeypatch):
+    monkeypatch.setattr(autotune, "has_cpu_bf16", lambda: False)
+    assert resolve(monkeypatch, 0.1)[0].mixed_precision == "auto"
+
+
+def test_a_resumed_training_keeps_the_chosen_precisions(tmp_path):
+    asked = FinetuneSettings.build(dataset="glyphs", output_dir=str(tmp_path / "run"))
+    run = start_run(asked.replace(mixed_precision="bf16", precision="bfloat16", framing="own"))
+    assert {"mixed_precision", "precision"} <= set(automatic_options(asked))
+    kept = keep_automatic_options(asked, run)
+    assert (kept.optimization.mixed_precision, kept.model.precision) == ("bf16", "bfloat16")
+
+
+def test_a_run_that_chose_bf16_is_bit_for_bit_the_run_of_bf16(monkeypatch):
+    """What `resolve_auto_options` sets later is what Accelerate sets at first."""
+    if not precision.has_fast_cpu_bf16():
+        pytest.skip("the CPU, or this version of torch, only emulates bf16")
+    monkeypatch.setattr(precision, "has_cpu_bf16", lambda: True)
+    named = make_accelerator(FinetuneSettings.build(dataset="glyphs", mixed_precision="bf16").optimization)
+    states = [(named.mixed_precision, named.native_amp, named.scaler)]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    outputs = [named.prepare_model(model)(torch.ones(1, 8))]
+    named.state._reset_state(reset_partial_state=True)
+    chosen = resolve(monkeypatch, 0.5)[1]
+    states.append((chosen.mixed_precision, chosen.native_amp, chosen.scaler))
+    torch.manual_seed(0)
+    outputs.append(chosen.prepare_model(torch.nn.Linear(8, 8))(torch.ones(1, 8)))
+    assert states[0] == states[1] and torch.equal(*outputs)
+
+
+@pytest.fixture
+def backbone(tmp_path, monkeypatch):
+    """A frozen ResNet on 64 pictures, and a CPU with bf16 for which both are large enough."""
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(precision, "has_cpu_bf16", lambda: True)
+    monkeypatch.setattr(precision, "MIN_IMAGES", 8)
+    monkeypatch.setattr(precision, "MIN_PARAMETERS", 8)
+    sizes = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    model = ResNetForImageClassification(ResNetConfig(**sizes, num_labels=4))
+    processor, data = eval_processor(16, [0.5] * 3, [0.2] * 3), load_long_tailed(str(make_pictures(tmp_path / "p")))
+    return partial(FrozenBackbone, model, processor, Accelerator(cpu=True)), data["train"]
+
+
+def test_features_of_each_precision_are_cached_by_themselves(backbone, tmp_path):
+    build, images = backbone
+    features = {name: np.array(build(precision=name).features(images)) for name in (FLOAT32, BFLOAT16)}
+    keys = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "features").glob("*/key.json")]
+    assert sorted(key.get("precision", FLOAT32) for key in keys) == [BFLOAT16, FLOAT32]
+    assert (features[FLOAT32] != features[BFLOAT16]).any()
+    np.testing.assert_allclose(features[FLOAT32], features[BFLOAT16], atol=0.1)
+    assert features[BFLOAT16].dtype == np.float32
+
+
+def test_auto_takes_the_precision_in_which_features_are_cached(backbone, timed):
+    build, images = backbone
+    timed(1.0, 3.0)
+    build(precision=BFLOAT16).features(images.select(range(40)))
+    again = build(precision="auto")
+    again.features(images)
+    assert again.precision == BFLOAT16  # although a trial would say float32
+    other = build(precision="auto", seed=1)
+    other.features(images.select(range(50, 60)))
+    assert other.precision == BFLOAT16
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [((3.0, 1.0), BFLOAT16), ((1.0, 3.0), FLOAT32)])
+def test_auto_computes_features_in_the_precision_of_a_trial(backbone, timed, seconds, chosen):
+    build, images = backbone
+    timed(*seconds)
+    frozen = build(precision="auto")
+    frozen.features(images)
+    assert frozen.precision == chosen
+
+
+@pytest.fixture
+def classifier(tmp_path, tiny, monkeypatch):
+    """A classifier and ten pictures for which a trial is made."""
+    monkeypatch.setattr(precision, "MIN_IMAGES", 8)
+    monkeypatch.setattr(precision, "MIN_PARAMETERS", 8)
+    model = LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[50, 40, 5]))
+    model.save_pretrained(tmp_path / "model")
+    eval_processor(16, [0.5] * 3, [0.2] * 3).save_pretrained(tmp_path / "model")
+    files = [tmp_path / f"{number}.png" for number in range(10)]
+    for number, file in enumerate(files):
+        Image.new("RGB", (16, 16), (20 * number, 90, 200)).save(file)
+    return str(tmp_path / "model"), files
+
+
+def test_a_record_of_predictions_names_the_precision_and_is_completed_in_it(classifier, timed, tmp_path):
+    model, files = classifier
+    timed(3.0, 1.0)
+    first = Predictor(model)
+    begun = list(first.predict_to(tmp_path / "record", files, batch_size=4))
+    assert {part.info.precision for part in begun} == {BFLOAT16}
+    assert begun[0].logits.dtype == np.float32
+    timed(1.0, 3.0)  # now a trial would say float32
+    again = Predictor(model)
+    list(again.predict_to(tmp_path / "record", files, batch_size=4))
+    assert again.info.precision == Predictions.load(tmp_path / "record").info.precision == BFLOAT16
+    with pytest.raises(LiVTError, match="holds another record"):
+        list(Predictor(model, precision=FLOAT32).predict_to(tmp_path / "record", files, batch_size=4))
+    (fresh,) = Predictor(model).predict(files)
+    assert fresh.info.precision == FLOAT32
+
+
+def test_a_head_s_results_and_evaluations_name_the_precision(tmp_path):
+    pictures = make_pictures(tmp_path / "pictures")
+    run = RecipeRun("finetune", tmp_path / "run", "--dataset", pictures, *TINY, "--pretrained", "none").finish()
+    assert run.results.precision == FLOAT32 and run.arguments["mixed_precision"] == "auto"
+    assert Predictions.load(run.folder / "predictions").info.precision == FLOAT32
