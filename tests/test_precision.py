@@ -21,7 +21,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.precision import BFLOAT16, FLOAT32, MIN_IMAGES, autocast, bfloat16_pays, resolve_precision
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.predict import Predictor
-from livt_hf.training import autotune
+from livt_hf.training import autotune, device
 from livt_hf.training.frozen import FrozenBackbone
 from livt_hf.training.loop import make_accelerator
 
@@ -162,7 +162,8 @@ def test_a_run_that_chose_bf16_is_bit_for_bit_the_run_of_bf16(monkeypatch):
     """What `resolve_auto_options` sets later is what Accelerate sets at first."""
     if not precision.has_fast_cpu_bf16():
         pytest.skip("the CPU, or this version of torch, only emulates bf16")
-    monkeypatch.setattr(precision, "has_cpu_bf16", lambda: True)
+    monkeypatch.setattr(autotune, "has_cpu_bf16", lambda: True)
+    monkeypatch.setattr(device, "has_fast_cpu_bf16", lambda: True)  # a second timing may differ on a busy machine
     named = make_accelerator(FinetuneSettings.build(dataset="glyphs", mixed_precision="bf16").optimization)
     states = [(named.mixed_precision, named.native_amp, named.scaler)]
     torch.manual_seed(0)
