@@ -57,10 +57,12 @@ from livt_hf.runs import PLAN, Run, claim_file, next_run, runs_folder
 from livt_hf.text import format_duration, format_percent
 from livt_hf.training import autotune, recipe
 from livt_hf.training.anytime import (
+    STATISTICS_BATCH,
     Rates,
     TuningPlan,
     UpdateFitter,
     choose_held_out_fraction,
+    choose_statistics_images,
     choose_weights,
     measure_rates,
     plan_tuning,
@@ -104,6 +106,8 @@ class Session:
         held_out: True for the training images of `whole` (N,) that are held out; None where none are.
         fraction: the share of them.
         framing: what the network sees of an image; "auto" until that is tried.
+        network: learning rate and size of the crops that fit the kind of network.
+        num_statistics: training images that its batch statistics are estimated from.
     """
 
     settings: TrainSettings
@@ -115,6 +119,8 @@ class Session:
     held_out: np.ndarray | None = None
     fraction: float = 0.0
     framing: str = "auto"
+    network: dict[str, Any] = field(default_factory=dict)
+    num_statistics: int = 0
     opened: float = field(default_factory=time.perf_counter)
 
     def choose_objective(self, settings: FinetuneSettings) -> str | None:
@@ -156,9 +162,9 @@ class Session:
         known = {name: value for name, value in options.items() if value is not None}
         return FinetuneSettings.parse(known, CONFIGS, inherit_from_checkpoint)
 
-    def tuned_settings(self, updates: int, learning_rate: float = recipe.LEARNING_RATE) -> FinetuneSettings:
+    def tuned_settings(self, updates: int) -> FinetuneSettings:
         """Return the settings of the second part."""
-        options = recipe.build_options(max(updates, 1), len(self.split["train"]), learning_rate)
+        options = recipe.build_options(max(updates, 1), len(self.split["train"]), **self.network)
         return self.finetune_settings(**options, validation_fraction=self.fraction)
 
     @property
@@ -191,18 +197,25 @@ class Session:
         task = build_finetune_task(model, processor, data, *options, self.accelerator, settings.data.num_workers)
         return TrainingLoop(task, settings.optimization, settings.checkpoints, self.accelerator, run)
 
-    def batches(self, split: str, processor: BaseImageProcessor) -> Iterable[dict]:
-        """Return the images of a split as the model is served."""
-        batches = build_eval_batches(64, self.accelerator, self.settings.data.num_workers)
-        return eval_loader(self.split[split], processor, batches)
+    def batches(self, split: str, processor: BaseImageProcessor, number: int | None = None) -> Iterable[dict]:
+        """Return the images of a split as the model is served, or a random number of them."""
+        images = self.split[split]
+        if number is not None:
+            images = images.select(np.random.default_rng(self.settings.seed).permutation(len(images))[:number])
+        batches = build_eval_batches(STATISTICS_BATCH, self.accelerator, self.settings.data.num_workers)
+        return eval_loader(images, processor, batches)
 
 
 def start_training(session: Session) -> Path:
     """Measure the speed, say what the time buys, and write the plan to a new folder; errors leave no folder."""
     settings, accelerator, trial = session.settings, session.accelerator, None
     model, processor = session.build(session.head_settings, session.whole)
-    rates = measure_rates(model.to(accelerator.device), processor, session.whole["train"], session.clock)
-    why = _describe_plan(session, rates, read_input_spec(processor).size)
+    side = read_input_spec(processor).size
+    crop_size = recipe.choose_crop_size(model.to(accelerator.device), side)
+    session.network = {"learning_rate": recipe.choose_learning_rate(model), "crop_size": crop_size}
+    session.num_statistics = choose_statistics_images(model, len(session.split["train"]))
+    rates = measure_rates(model, processor, session.whole["train"], session.clock, crop_size)
+    why = _describe_plan(session, rates, side)
     accelerator.print(why, flush=True)
     if not isinstance(model, LiViTForImageClassification) and settings.data.dataset not in PUBLIC:
         seconds = TRIAL_SHARE * 3600 * settings.hours if settings.hours else None
@@ -210,13 +223,15 @@ def start_training(session: Session) -> Path:
         options |= {"seed": settings.seed, "num_workers": settings.data.num_workers}
         trial = try_framings(model, processor, session.whole["train"], accelerator, **options)
     session.framing = trial.chosen if trial else "own"
-    folder = [None]
+    folder: list[str | None] = [None]
     if accelerator.is_main_process:
         name = f"train-{Path(settings.data.dataset).name}"
         output = settings.output_dir
         folder = [str(next_run(runs_folder() / name).folder if output is None else Path(output))]
         with claim_file(Path(folder[0]) / PLAN) as path:
-            plan = {"why": why, "train": settings.to_dict(), "rates": asdict(rates), "framing": session.framing}
+            plan: dict[str, Any] = {"why": why, "train": settings.to_dict(), "rates": asdict(rates)}
+            plan |= {"framing": session.framing, "network": session.network}
+            plan |= {"num_statistics": session.num_statistics}
             write_values(path, plan | ({"framing_trial": asdict(trial)} if trial else {}))
     broadcast_object_list(folder)
     return Path(str(folder[0]))
@@ -225,7 +240,8 @@ def start_training(session: Session) -> Path:
 def train_backbone(session: Session, folder: Path) -> Run:
     """Train a backbone by the plan in a folder, or resume it, and return the finished run."""
     accelerator, plan = session.accelerator, read_values(folder / PLAN)
-    session.framing = plan.get("framing", "own")
+    session.framing, session.network = plan["framing"], plan["network"]
+    session.num_statistics = plan["num_statistics"]
     settings = session.head_settings
     run = open_run(accelerator, lambda: _begin(Run(folder / "finetune"), settings), settings.to_dict())
     if "framing_trial" in plan:
@@ -233,7 +249,7 @@ def train_backbone(session: Session, folder: Path) -> Run:
     head = solve_first_head(session, settings, run)
     if "tuning" not in plan:
         seconds = 3600 * session.settings.hours - (session.clock() - session.began)
-        counts = len(session.split["train"]), len(session.split.get("validation", ()))
+        counts = len(session.split["train"]), len(session.split.get("validation", ())), session.num_statistics
         plan["tuning"] = asdict(plan_tuning(seconds, Rates(**plan["rates"]), *counts))
         _write(accelerator, folder / PLAN, plan)
     tuning = TuningPlan(**plan["tuning"])
@@ -294,9 +310,8 @@ def tune_network(
         with their scores, of which one is kept.
     """
     train, began = session.split["train"], session.clock()
-    model, processor = session.build(session.tuned_settings(tuning.updates), session.split)
-    rate = recipe.choose_learning_rate(model)
-    settings = session.tuned_settings(tuning.updates, rate)
+    settings = session.tuned_settings(tuning.updates)
+    model, processor = session.build(settings, session.split)
     parts = [{"part": "head", "share": 0.0, "seconds": head["seconds"], "scores": head["scores"], "kept": True}]
     if tuning.updates:
         tensors = load_file(run.checkpoints / HELD_OUT_HEAD)
@@ -318,7 +333,12 @@ def tune_network(
         return settings, loop, processor, parts
     trained = session.clock() - began
     found = choose_weights(
-        loop.bare_model, start, lambda: session.batches("validation", processor), session.accelerator, tuning.averages
+        loop.bare_model,
+        start,
+        lambda: session.batches("validation", processor),
+        lambda: session.batches("train", processor, session.num_statistics),
+        session.accelerator,
+        tuning.averages,
     )
     for one in sorted(found, key=lambda one: -one.share):
         name = "tuned" if one.share == 1 else "average"
@@ -375,7 +395,8 @@ def _describe_plan(session: Session, rates: Rates, size: int) -> str:
     held_out = len(session.split.get("validation", ()))
 
     def epochs(seconds: float) -> float:
-        plan = plan_tuning(seconds - features, rates, len(session.split["train"]), held_out)
+        counts = len(session.split["train"]), held_out, session.num_statistics
+        plan = plan_tuning(seconds - features, rates, *counts)
         return plan.updates * recipe.choose_batch_size(num_images) / num_images
 
     first = f"{session.settings.pretrained}: the features of {num_images:,} images at {size} pixels take about "

@@ -13,7 +13,13 @@ import torch
 from accelerate import Accelerator
 from recipe_runs import RecipeRun, assert_same_weights, make_pictures
 from test_tuning import resnet
-from transformers import AutoModelForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    LevitConfig,
+    LevitForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from livt_hf import LiViTConfig, balance
 from livt_hf.classifiers import load_classifier, load_processor
@@ -27,7 +33,7 @@ from livt_hf.training import anytime, recipe
 from livt_hf.training.anytime import Rates, UpdateFitter, choose_held_out_fraction, plan_tuning
 from livt_hf.training.framing import FramingTrial
 
-RATES = Rates(read=0.01, forward=0.03)  # a step costs 0.1 s an image, a feature 0.04 s
+RATES = Rates(read=0.01, forward=0.03, crop_forward=0.02)  # a step costs 0.07 s an image, a feature 0.04 s
 
 
 @pytest.mark.parametrize(("images", "held_out"), [(100, 20), (400, 80), (800, 100), (2321, 232), (100_000, 2000)])
@@ -38,9 +44,9 @@ def test_a_tenth_is_held_out_but_not_too_few_or_too_many(images, held_out):
 @pytest.mark.parametrize(
     ("seconds", "held_out", "updates", "averages"),
     [
-        (1000, 100, (1000 - 12) / 3.2, True),  # three passes over the held-out images take 12 s
-        (70, 100, (70 - 4) / 3.2, False),  # two more would take more than a tenth
-        (20, 100, 0, False),  # five updates
+        (1000, 100, (1000 - 12) / 2.24, True),  # three passes over the held-out images take 12 s
+        (70, 100, (70 - 4) / 2.24, False),  # two more would take more than a tenth
+        (20, 100, 0, False),  # seven updates
         (-5, 100, 0, False),
         (1000, 0, 0, False),
     ],
@@ -78,6 +84,19 @@ def test_options_are_a_schedule_in_updates():
     assert recipe.build_options(3, 9, 1e-3)["batch_size"] == 4
 
 
+@pytest.mark.parametrize(("side", "crop_size"), [(224, 160), (128, 96), (300, 224), (96, None), (32, None)])
+def test_convolutional_networks_train_on_smaller_crops_than_they_are_served_with(tmp_path, side, crop_size):
+    network = AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "resnet"))
+    assert recipe.choose_crop_size(network, side) == crop_size
+    config = ViTConfig(image_size=side, patch_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    assert recipe.choose_crop_size(ViTForImageClassification(config), side) is None
+
+
+def test_a_batch_norm_does_not_make_a_network_take_every_size(tmp_path):
+    config = LevitConfig(image_size=224, hidden_sizes=[16] * 3, num_attention_heads=[1] * 3, depths=[1] * 3)
+    assert recipe.choose_crop_size(LevitForImageClassification(config), 224) is None
+
+
 def test_a_model_that_starts_from_a_head_has_its_posterior(tmp_path):
     model = AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "resnet"))
     model = balance(model, [30, 10, 5], loss="bal_ce").eval()
@@ -106,13 +125,36 @@ class Linear(torch.nn.Module):
 def test_an_average_is_kept_where_it_is_better_on_held_out_images(tmp_path):
     module = Linear(LongTailHead(LiViTConfig.preset("micro", class_counts=[10, 10], loss="ce")))
     batch = {"pixel_values": torch.tensor([[2.0], [-2.0]] * 8), "labels": torch.tensor([0, 1] * 8)}
+    accelerator = Accelerator(cpu=True)
     for start, tuned, kept in ((1.0, 3.0, 1.0), (3.0, -1.0, 0.5), (3.0, -5.0, 0.5)):
         first = {"scale": torch.tensor(start)}
         module.scale.data.fill_(tuned)
-        found = anytime.choose_weights(module, first, lambda: [batch], Accelerator(cpu=True), averages=True)
+        found = anytime.choose_weights(module, first, lambda: [batch], list, accelerator, averages=True)
         assert found[0].share == kept and found[0].scores["nll"] == min(one.scores["nll"] for one in found)
         assert module.scale.item() == start + kept * (tuned - start)
-    assert len(anytime.choose_weights(module, first, lambda: [batch], Accelerator(cpu=True), averages=False)) == 1
+    assert len(anytime.choose_weights(module, first, lambda: [batch], list, accelerator, averages=False)) == 1
+
+
+def test_batch_statistics_of_every_average_are_those_of_the_images_that_are_served(tmp_path):
+    model = AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "resnet"))
+    model = balance(model, [10, 10, 10], loss="ce").eval()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    images = torch.rand(128, 3, 16, 16)
+    batches = [{"pixel_values": part, "labels": torch.arange(64) % 3} for part in images.split(64)]
+    held_out, some_train = (lambda: batches[:1]), (lambda: batches)
+    found = anytime.choose_weights(model, start, held_out, some_train, Accelerator(cpu=True), averages=True)
+    first = model.resnet.embedder.embedder
+    expected = first.convolution(images).mean((0, 2, 3))
+    torch.testing.assert_close(first.normalization.running_mean, expected)
+    torch.testing.assert_close(model(batches[0]["pixel_values"]).logits, found[0].logits)
+    assert not any(layer.training for layer in model.modules()) and first.normalization.momentum == 0.1
+
+
+@pytest.mark.parametrize(("images", "number"), [(40, 40), (64, 64), (200, 192), (10_000, 512)])
+def test_batch_statistics_are_estimated_from_whole_batches(tmp_path, images, number):
+    network = AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "resnet"))
+    assert anytime.choose_statistics_images(network, images) == number
+    assert anytime.choose_statistics_images(torch.nn.Linear(2, 2), images) == 0
 
 
 @pytest.fixture

@@ -439,6 +439,7 @@ def test_an_interrupted_head_run_goes_on_to_the_same_weights(pictures, tmp_path)
         (dinov2, ["--tune", "head", "--mixup", "0.2"], "mixup", "mixup"),
         (dinov2, ["--tune", "head", "--image_size", "2"], "image_size", "2 pixels"),
         (timm_vit, ["--tune", "head", "--image_size", "64"], "image_size", "64 pixels"),
+        (timm_vit, ["--image_size", "32", "--tune", "full", "--crop_size", "16"], "crop_size", "16 pixels"),
         (dinov2, ["--tune", "head", "--normalised_classifier"], "normalised_classifier", "normalised_classifier"),
         (dinov2, ["--tune", "head", "--gradient_checkpointing"], "gradient_checkpointing", "gradient_checkpointing"),
         (resnet, ["--tune", "full", "--gradient_checkpointing"], "gradient_checkpointing", "resnet"),
@@ -453,6 +454,19 @@ def test_options_that_do_not_fit_raise_an_error_before_a_folder_is_made(
     with pytest.raises(LiVTError, match=value) as error:
         trained(pictures, backbone(tmp_path / "start"), tmp_path / "run", *options)
     assert error.value.argument == argument and not (tmp_path / "run").exists()
+
+
+def test_crops_of_another_size_train_the_network_that_is_served_with_its_own(pictures, tmp_path, monkeypatch):
+    sides, forward = [], ResNetForImageClassification.forward
+
+    def seen(self, pixel_values, *args, **kwargs):
+        sides.append((self.training, pixel_values.shape[-1]))
+        return forward(self, pixel_values, *args, **kwargs)
+
+    monkeypatch.setattr(ResNetForImageClassification, "forward", seen)
+    run = trained(pictures, resnet(tmp_path / "resnet"), tmp_path / "run", "--tune", "full", "--crop_size", "8")
+    assert {side for training, side in sides if training} == {8} and sides[-1] == (False, 16)
+    assert run.results.image_size == 16
 
 
 def test_what_no_logit_depends_on_is_frozen(tmp_path):

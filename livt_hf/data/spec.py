@@ -213,6 +213,11 @@ class FinetuneAugmentationSpec(AugmentationSpec):
         "the paper's, DeiT III's, random resized crops alone, or pad-and-crop for small images",
         common=True,
     )
+    crop_size: Positive | None = option(
+        None,
+        "side of the training crops in pixels; default: that of the model's images. Convolutional networks train "
+        "faster on smaller crops, and often better (Touvron et al., 2019)",
+    )
     erase: Fraction = option(0.25, "probability of random erasing")
     mixup: NonNegative = option(0.8, "mixup alpha; 0 is off", common=True)
     cutmix: NonNegative = option(1.0, "cutmix alpha; 0 is off", common=True)

@@ -48,7 +48,7 @@ from livt_hf.training.lora import add_lora, freeze_statistics, merge_lora
 from livt_hf.training.optim import make_optimizer
 from livt_hf.training.results import build_common_results, is_local, is_own, summarize_class_counts
 from livt_hf.training.spec import FinetuneCheckpointSpec, FinetuneModelSpec, FinetuneOptimizationSpec, is_solvable
-from livt_hf.training.start import freeze_unused_parameters
+from livt_hf.training.start import check_image_side, freeze_unused_parameters
 
 CLASS_ACCURACIES = ("mean_class_accuracy", "worst_class_accuracy")
 _POLICIES = {  # of `FinetuneAugmentation`, by the option `augmentation`
@@ -158,7 +158,8 @@ def build_augmentation(
     inputs, policy = read_input_spec(processor), dict(_POLICIES[spec.augmentation])
     if framing in FRAMINGS:
         policy["framing"] = read_framing(processor)
-    return FinetuneAugmentation(inputs.size, scale=(spec.crop_scale, 1.0), flip=spec.flip, mean=inputs.mean, **policy)
+    size = spec.crop_size or inputs.size
+    return FinetuneAugmentation(size, scale=(spec.crop_scale, 1.0), flip=spec.flip, mean=inputs.mean, **policy)
 
 
 def draw_kept_patches(ratio: float, seed: int, epoch: int, indices: Tensor, num_patches: int) -> Tensor:
@@ -212,6 +213,8 @@ class ImageTask(FinetuneTask):
             message = f"a {kind} has no gradient checkpointing; leave gradient_checkpointing out."
             raise LiVTError(message, argument="gradient_checkpointing")
         inputs, batches = read_input_spec(processor), _build_batches(optimization, accelerator, num_workers)
+        if augmentation.crop_size is not None:
+            check_image_side(model, augmentation.crop_size, "crop_size")
         self.lora = spec.tune == "lora"
         if self.lora:
             add_lora(model, spec.lora_rank)

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 from transformers import BaseImageProcessor, PreTrainedModel
@@ -27,6 +26,7 @@ from livt_hf.results import Results
 from livt_hf.runs import Run, check_same_images
 from livt_hf.text import format_duration
 from livt_hf.threads import configure_threads
+from livt_hf.training.batch_statistics import batch_norms, estimate_statistics
 from livt_hf.training.checkpoints import (
     SCALER,
     Progress,
@@ -311,29 +311,19 @@ class TrainingLoop:
         if self.ema is None:
             return
         trained, average = dict(self.bare_model.named_modules()), self.ema.module
-        layers = {name: layer for name, layer in average.named_modules() if isinstance(layer, _BatchNorm)}
-        layers = {
-            name: layer for name, layer in layers.items() if trained[name].training and layer.track_running_stats
-        }
+        layers = {name: layer for name, layer in batch_norms(average).items() if trained[name].training}
         if not layers:
             return
         average.eval()
-        momenta = {name: layer.momentum for name, layer in layers.items()}
-        for layer in layers.values():
-            layer.reset_running_stats()
-            layer.momentum = None  # the mean over all batches
-            layer.train()
         spec, rank = self.optimization, self.accelerator.process_index
         updates = min(self.per_epoch, math.ceil(STATISTICS_IMAGES / spec.batch_size))
         batches = iter(self.task.loader.epoch(epoch))
-        for update, micro in itertools.product(range(updates), range(spec.accumulation)):
-            batch = {name: value.to(self.accelerator.device) for name, value in next(batches).items()}
-            with self.accelerator.autocast():
-                step = StepKey(epoch, epoch * self.per_epoch + update, micro, rank)
-                self.task.compute_loss(average, batch, step)
-        for name, layer in layers.items():
-            layer.momentum = momenta[name]
-        average.eval()
+        with estimate_statistics(layers.values()):
+            for update, micro in itertools.product(range(updates), range(spec.accumulation)):
+                batch = {name: value.to(self.accelerator.device) for name, value in next(batches).items()}
+                with self.accelerator.autocast():
+                    step = StepKey(epoch, epoch * self.per_epoch + update, micro, rank)
+                    self.task.compute_loss(average, batch, step)
 
     def _warn_about_short_average(self) -> None:
         """Warn where the moving average still consists of the first weights when training ends."""

@@ -238,15 +238,20 @@ def _build_backbone_processor(spec: FinetuneModelSpec, model: PreTrainedModel) -
     processor = load_processor(spec.pretrained)
     if spec.image_size is not None:
         processor = resize_processor(processor, spec.image_size)
-    side = read_input_spec(processor).size
+    check_image_side(model, read_input_spec(processor).size, "image_size")
+    return processor
+
+
+def check_image_side(model: PreTrainedModel, side: int, argument: str) -> None:
+    """Raise an error, which names an argument, where a model does not take images of a size."""
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, 3, side, side))
+            model.eval()(torch.zeros(1, 3, side, side, device=model.device))
     except (ValueError, RuntimeError, AssertionError) as error:  # the last is timm's
         reason = str(error).splitlines()[0]
-        message = f"{spec.pretrained} does not take images of {side} pixels ({reason}); leave image_size out."
-        raise LiVTError(message, argument="image_size") from error
-    return processor
+        kind = model.config.model_type
+        message = f"this {kind} does not take images of {side} pixels ({reason}); leave {argument} out."
+        raise LiVTError(message, argument=argument) from error
 
 
 def freeze_unused_parameters(model: PreTrainedModel, side: int) -> None:
