@@ -18,7 +18,7 @@ from livt_hf.errors import LiVTError
 logger = logging.getLogger(__name__)
 
 AUTO, FLOAT32, BFLOAT16 = "auto", "float32", "bfloat16"
-OF_TRAINING = {"no": FLOAT32, "bf16": BFLOAT16, "fp16": "float16"}  # Accelerate's names
+PRECISION_NAMES = {"no": FLOAT32, "bf16": BFLOAT16, "fp16": "float16"}  # by Accelerate's `mixed_precision`
 GAIN, TOLERANCE = 1.05, 0.02  # least speed-up, and largest difference of a posterior
 MIN_PARAMETERS = 1_000_000  # below that, what is spent on conversions is not gained
 MIN_IMAGES, TRIAL_IMAGES = 256, 16  # images that make a trial worth its time, and those it looks at

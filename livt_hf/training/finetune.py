@@ -31,7 +31,7 @@ from livt_hf.long_tail.spec import LossSpec
 from livt_hf.long_tail.structure import get_classifier
 from livt_hf.metrics import GROUPS, shot_groups
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.precision import FLOAT32, OF_TRAINING
+from livt_hf.precision import FLOAT32, PRECISION_NAMES
 from livt_hf.predictions.evaluate import Evaluator, measure_batches
 from livt_hf.predictions.predict import describe_images, predict_batches, store_batches
 from livt_hf.predictions.record import FOLDER, PredictionsInfo
@@ -244,7 +244,7 @@ class ImageTask(FinetuneTask):
 
     @property
     def precision(self) -> str:
-        return OF_TRAINING[self.accelerator.mixed_precision]
+        return PRECISION_NAMES[self.accelerator.mixed_precision]
 
     def eval_batches(self, split: str) -> Iterable[dict]:
         batches = build_eval_batches(256, self.accelerator, self.num_workers)

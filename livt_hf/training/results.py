@@ -9,7 +9,7 @@ from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.load import resolve_benchmark_defaults
 from livt_hf.data.spec import DataSpec
 from livt_hf.metrics import group_sizes
-from livt_hf.precision import OF_TRAINING
+from livt_hf.precision import PRECISION_NAMES
 from livt_hf.results import provenance
 from livt_hf.runs import Run
 from livt_hf.training.loop import TrainingLoop
@@ -54,5 +54,5 @@ def build_common_results(
         "weights": "model" if optimization.ema_decay is None else "ema",
         "seed": optimization.seed,
         "seconds": progress.seconds,
-        "precision": OF_TRAINING[loop.accelerator.mixed_precision],
+        "precision": PRECISION_NAMES[loop.accelerator.mixed_precision],
     } | provenance()
