@@ -56,7 +56,7 @@ class ResolvedTraining:
 
 
 def resolve_training(
-    cls: type[TrainingSettings], argv: "Argv | ResolvedTraining" = None, configs: Path = CONFIGS
+    cls: type[TrainingSettings], argv: Argv | ResolvedTraining = None, configs: Path = CONFIGS
 ) -> tuple[Any, Run | None]:
     """Return the settings of a stage, and the run that is resumed with them, if any."""
     if isinstance(argv, ResolvedTraining):
