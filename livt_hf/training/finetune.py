@@ -131,11 +131,11 @@ def _check_selection(dataset: DatasetDict, spec: FinetuneCheckpointSpec) -> None
             "select. Use select last, or hold images out with validation_fraction.",
             argument="select",
         )
-    several = is_multi_label(dataset["train"])
-    name = choose_selection_metric(spec, several)
-    known = {*GROUPS, "macro_f1"} | ({"map", "auroc"} if several else {"accuracy", *CLASS_ACCURACIES})
+    multi_label = is_multi_label(dataset["train"])
+    name = choose_selection_metric(spec, multi_label)
+    known = {*GROUPS, "macro_f1"} | ({"map", "auroc"} if multi_label else {"accuracy", *CLASS_ACCURACIES})
     if name not in known:
-        labels = "several labels" if several else "one label"
+        labels = "several labels" if multi_label else "one label"
         raise LiVTError(
             f"select_metric {name} is not defined for {labels}; choose one of {', '.join(sorted(known))}.",
             argument="select_metric",
@@ -282,11 +282,8 @@ class FeatureTask(FinetuneTask):
         return module(batch["pixel_values"], labels=batch["labels"]).loss
 
     def eval_batches(self, split: str) -> Iterable[dict]:
-        features, batches = (
-            self.backbone.features(self.dataset[split]),
-            build_eval_batches(1024, self.backbone.accelerator),
-        )
-        return FeatureLoader(features, self.dataset[split], batches).in_order()
+        images, batches = self.dataset[split], build_eval_batches(1024, self.backbone.accelerator)
+        return FeatureLoader(self.backbone.features(images), images, batches).in_order()
 
     def final_model(self, module: nn.Module) -> PreTrainedModel:
         module.unstandardise()
@@ -463,15 +460,15 @@ def build_finetune_results(
     held_out = is_made_split(dataset, "validation")
     split = "held-out training images" if held_out else "the validation split"
     selection = "last epoch" if best is None else f"epoch of the best {evaluator.metric} on {split}"
-    common, head = build_common_results("finetune", data, spec.model_size, loop, model), evaluator.solution
-    if head is not None:
-        selection = f"exact solution, L2 strength {head['strength']:g} by cross-validated likelihood"
+    common, solution = build_common_results("finetune", data, spec.model_size, loop, model), evaluator.solution
+    if solution is not None:
+        selection = f"exact solution, L2 strength {solution['strength']:g} by cross-validated likelihood"
         common["epochs"] = 0
     common["precision"] = evaluator.task.precision
     return Results(
         **common,
         rules=metrics,
-        head=head,
+        head=solution,
         framing=_read_framing(loop.run.folder, processor),
         preparation_seconds=preparation_seconds,
         image_size=read_input_spec(processor).size,

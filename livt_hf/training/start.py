@@ -99,19 +99,21 @@ def build_classifier(
 ) -> PreTrainedModel:
     """Build the model at the start of a fine-tuning, from scratch or from a checkpoint, with a long-tail head."""
     path, labels = spec.pretrained, build_label_config(train)
-    head = build_head_config(train, loss, optimization, augmentation)
+    long_tail = build_head_config(train, loss, optimization, augmentation)
     if path != "none" and not is_livit_compatible(read_config(path)):
-        return _build_backbone_classifier(spec, head, labels)
+        return _build_backbone_classifier(spec, long_tail, labels)
     encoder = {"pooling": spec.pooling, "drop_path_rate": spec.drop_path}
     if path == "none":
         encoder["image_size"] = spec.image_size or encoder_preset(spec.model_size)["image_size"]
         if spec.patch_size is not None:
             encoder["patch_size"] = spec.patch_size
-        return LiViTForImageClassification(LiViTConfig.preset(spec.model_size, **encoder, **head, **labels))
+        return LiViTForImageClassification(LiViTConfig.preset(spec.model_size, **encoder, **long_tail, **labels))
     if spec.image_size is not None:
         encoder["image_size"] = spec.image_size
     with explain_load_errors(path):
-        model = LiViTForImageClassification.from_pretrained(path, dtype=torch.float32, **encoder, **head, **labels)
+        model = LiViTForImageClassification.from_pretrained(
+            path, dtype=torch.float32, **encoder, **long_tail, **labels
+        )
     size = get_size_name(model.config.to_dict())
     if size != spec.model_size:
         raise LiVTError(f"{path} is of size {size}; leave model_size out.", argument="model_size")
@@ -132,7 +134,7 @@ def build_head_config(
     train: Dataset, loss: LossSpec, optimization: FinetuneOptimizationSpec, augmentation: FinetuneAugmentationSpec
 ) -> LongTailConfig:
     """Build the config of the head from the options of the loss and the training images."""
-    counts, names, several = class_counts(train), class_feature(train).names, is_multi_label(train)
+    counts, names = class_counts(train), class_feature(train).names
     empty = [names[label] for label in np.flatnonzero(counts == 0)[:10]]
     if empty:
         raise LiVTError(f"classes {empty} have no training image, so their prior is undefined; leave them out.")
@@ -143,7 +145,7 @@ def build_head_config(
     return loss.build_config(
         counts.tolist(),
         names,
-        num_train_images=len(train) if several else None,
+        num_train_images=len(train) if is_multi_label(train) else None,
         seen_counts=sampled,
         trained_with={name: alpha for name, alpha in alphas.items() if alpha},
     )
@@ -159,7 +161,7 @@ def build_label_config(train: Dataset) -> dict:
     }
 
 
-def _build_backbone_classifier(spec: FinetuneModelSpec, head: LongTailConfig, labels: dict) -> PreTrainedModel:
+def _build_backbone_classifier(spec: FinetuneModelSpec, long_tail: LongTailConfig, labels: dict) -> PreTrainedModel:
     """Build an image classifier of any family with a long-tail head.
 
     A classifier that was balanced for the same labels is kept, so that one can train the head first and then
@@ -181,7 +183,7 @@ def _build_backbone_classifier(spec: FinetuneModelSpec, head: LongTailConfig, la
             config.pretrained_cfg["input_size"] = (3, spec.image_size, spec.image_size)
     else:
         config.update(drops)
-    return balance(load_image_classifier(path, config), fresh_classifier=fresh, **head)
+    return balance(load_image_classifier(path, config), fresh_classifier=fresh, **long_tail)
 
 
 def _has_drop_path(config: PreTrainedConfig) -> bool:
