@@ -183,6 +183,13 @@ def test_accuracy_under_a_prior_weighs_the_classes_by_it_whatever_the_test_set_h
     assert accuracy_under_prior(measured, torch.tensor([0.2, 0.2, 0.6])) == {"argmax": pytest.approx(0.375)}
 
 
+@pytest.mark.parametrize("names", [["b", "b", None, "a", None], [7, 7, None, 3, None], [0.5, 0.5, np.nan, 1, np.nan]])
+def test_groups_may_be_text_or_numbers_and_an_image_without_one_is_its_own(names):
+    record = Predictions.from_arrays(np.eye(2)[[0, 1, 0, 1, 0]], [0] * 5, class_names="ab", group=names)
+    first, second, *others = Evaluator(record, [5, 5]).groups.tolist()
+    assert first == second and len({first, *others}) == 4
+
+
 def test_nan_logits_count_as_wrong_and_are_counted():
     logits = 40 * torch.eye(3)[torch.tensor([0, 1, 2, 0])] - 20
     logits[3, 2] = torch.nan

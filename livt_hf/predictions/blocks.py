@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -28,6 +29,15 @@ def iterate_blocks(source: Source, rows: np.ndarray | None = None) -> Iterator[P
         for block in part.blocks():
             yield block if rows is None else block.take(rows[start : start + len(block)])
             start += len(block)
+
+
+def read_groups(source: Source) -> np.ndarray | None:
+    """Return the group of each image as a number, or None where there is none; one that is empty is its own. (N,)"""
+    parts = [block.column("group") for block in iterate_blocks(source)]
+    if not parts or any(part is None for part in parts):
+        return None
+    codes = pa.array(np.concatenate(parts), from_pandas=True).dictionary_encode().indices.fill_null(-1).to_numpy()
+    return np.where(codes >= 0, codes, len(codes) + np.arange(len(codes)))
 
 
 def rank_by(block: Predictions, rule: DecisionRule) -> Tensor:

@@ -6,14 +6,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.blocks import Source, iterate_blocks, rank_by, stack_on_disk
+from livt_hf.predictions.blocks import Source, iterate_blocks, rank_by, read_groups, stack_on_disk
 from livt_hf.predictions.bootstrap import bootstrap_intervals
 from livt_hf.predictions.decisions import Decisions, decide
 from livt_hf.predictions.metrics import LongTailMetrics, confusions, long_tail_metrics
@@ -79,10 +78,7 @@ class Evaluator:
     @cached_property
     def groups(self) -> np.ndarray | None:
         """Return the group of each image (patient, site, sequence) as a number, or None where there is none."""
-        parts = [block.column("group") for block in iterate_blocks(self.source)]
-        if not parts or any(part is None for part in parts):
-            return None
-        return pa.array(np.concatenate(parts), pa.string()).dictionary_encode().indices.to_numpy()
+        return read_groups(self.source)
 
     def measure(self, rules: Iterable[DecisionRule], rows: np.ndarray | None = None) -> dict[str, LongTailMetrics]:
         """Count right predictions by every rule, of all images or of the rows of a mask."""
