@@ -236,6 +236,19 @@ def test_images_of_one_group_count_as_one_in_the_paired_test():
     assert paired_p_value(gains) < 0.001 < 0.4 < paired_p_value(gains, np.repeat([0, 1], 10))
 
 
+def test_images_of_one_group_count_as_one_in_the_margin_of_a_comparison(tmp_path, monkeypatch, capsys):
+    """50 of 1000 images are gained, all of five patients: image by image, the margin would be 1.4 points."""
+    monkeypatch.chdir(tmp_path)
+    patients = np.arange(1000) // 10
+    for name, right in {"one": 700, "other": 750}.items():
+        logits = np.eye(2)[(np.arange(1000) >= right).astype(int)]
+        write_report(tmp_path / name, right / 1000)
+        record = Predictions.from_arrays(logits, [0] * 1000, class_names="ab", group=patients)
+        record.save(tmp_path / name / "predictions")
+    main(["--compare", "one", "other", "--report", "paired"])
+    assert "(95 % margin: 4.3 points)." in capsys.readouterr().out
+
+
 def write_report(folder, accuracy, dataset="glyphs", names=("a", "b"), **more):
     folder.mkdir(parents=True)
     shown = ("accuracy", "many", "medium", "few", "mean_class_accuracy", "worst_class_accuracy", "ece")

@@ -9,10 +9,12 @@ import numpy as np
 
 from livt_hf.errors import LiVTError
 from livt_hf.files import read_record
+from livt_hf.predictions.blocks import read_groups
 from livt_hf.predictions.decisions import decide
 from livt_hf.predictions.evaluate import upgrade_summary
 from livt_hf.predictions.record import FOLDER, Predictions
 from livt_hf.predictions.shot_groups import THRESHOLDS
+from livt_hf.predictions.significance import sum_by_group
 from livt_hf.reports import files
 from livt_hf.reports.page import write_page
 from livt_hf.text import format_error, format_percent, shell_line
@@ -135,7 +137,8 @@ def describe_difference(first: dict, second: dict, margin: float | None = None) 
 def _paired_margin(one: SavedReport, other: SavedReport) -> float | None:
     """Return the 95 % margin of the difference between two models on the same images, by those only one has right.
 
-    None where a report has no predictions, or they are of other images.
+    Images of one group (patient, site) count together. None where a report has no predictions, or they are of other
+    images.
     """
     folders = [report.folder / FOLDER for report in (one, other)]
     if not all(folder.is_dir() for folder in folders):
@@ -144,8 +147,9 @@ def _paired_margin(one: SavedReport, other: SavedReport) -> float | None:
     if not len(first) or not np.array_equal(first.labels, second.labels):
         return None
     right = [(decide(part).labels.numpy() == part.labels).astype(int) for part in (first, second)]
-    gains, images = right[1] - right[0], len(first)
-    return 1.96 * math.sqrt(abs(gains).sum() - gains.sum() ** 2 / images) / images
+    gains = right[1] - right[0]
+    units = sum_by_group(gains - gains.mean(), read_groups(first))
+    return 1.96 * math.sqrt((units**2).sum()) / len(first)
 
 
 def _rule_rows(report: SavedReport) -> list[dict]:
