@@ -132,13 +132,19 @@ def evaluate_file(settings: EvalSettings, accelerator: Accelerator, folder: Path
         name = "probe" if settings.probe else "dataset"
         raise LiVTError(f"{name} needs a model, and {settings.model} holds its logits alone; leave it out.", name)
     given = settings.foreign
+    if given.class_counts is None:
+        raise LiVTError(
+            f"{settings.model} does not say how many training images each class had, by which classes are many-, "
+            "medium- and few-shot; pass class_counts.",
+            "class_counts",
+        )
     predictions = read_logit_file(settings.model, given.class_counts, given.trained_with or "ce")
     info, split = predictions.info, predictions.column("split")
     check_options(info, settings, counts_known=True)
     prior = None if settings.prior is None else load_prior(settings.prior, info)
     info = info if prior is None else replace(info, default_rule=rule_for_prior(settings.prior, prior.tolist()))
     predictions = replace(predictions, info=info)
-    counts = np.asarray(info.long_tail.class_counts or [1] * info.num_classes)
+    counts = np.asarray(info.long_tail.class_counts)
     shifted = []
     if settings.test_imbalance is not None:
         shifted = build_shifted_sets(settings.test_imbalance, predictions.labels, counts, settings.seed)

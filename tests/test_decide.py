@@ -202,6 +202,13 @@ def test_eval_writes_a_report_on_a_file_of_logits(tmp_path, capsys, monkeypatch)
 ROW = "path,cat,dog,newt\n"
 
 
+def test_a_file_of_logits_is_not_measured_by_shot_groups_that_nobody_knows(tmp_path):
+    (tmp_path / "logits.csv").write_text("label,cat,dog\ncat,2.5,1\ndog,0,1\n")
+    with pytest.raises(LiVTError) as error:
+        evaluate([str(tmp_path / "logits.csv"), "--report", str(tmp_path / "report")])
+    assert error.value.argument == "class_counts" and not (tmp_path / "report").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "counts", "values", "argument", "value"),
     [
