@@ -28,8 +28,9 @@ from huggingface_hub import constants as hub_constants
 
 from livt_hf.cli.console import EXIT_UNFINISHED, SIGNALLED, WITHIN_TRAIN, exit_as, format_next_command, run_command
 from livt_hf.cli.copies import warn_about_copies
-from livt_hf.cli.options import CONFIGS, format_words
-from livt_hf.cli.training_settings import FinetuneSettings, TrainSettings
+from livt_hf.cli.inherit import check_plugin
+from livt_hf.cli.options import CONFIGS, format_words, parse_words
+from livt_hf.cli.training_settings import STAGES, FinetuneSettings, TrainSettings
 from livt_hf.configuration_livit import LiViTConfig
 from livt_hf.constants import FEW_IMAGES, SMALL_BACKBONE
 from livt_hf.data import load_dataset
@@ -78,11 +79,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise LiVTError(f"{folder} {what}; give the folder of a livt train run.", argument="resume")
     hints = {"why": str, "stages": dict[Literal["pretrain", "finetune"], list[str]], "train": dict[str, Any]}
     plan = read_record(folder / PLAN, hints, required=["why"])
+    if "plugin" not in explicit:
+        check_plugins(folder, plan)
     if "train" in plan:
         changed = {name: explicit[name] for name in ("threads", "launch", "plugin") if name in explicit}
         train_pretrained(TrainSettings.resolve(plan["train"] | changed), folder)
         return
     run_stages(folder, plan, settings)
+
+
+def check_plugins(folder: Path, plan: dict) -> None:
+    """Raise an error for a plugin that the plan of a downloaded training names."""
+    stages = {stage: parse_words(STAGES[stage], words) for stage, words in plan.get("stages", {}).items()}
+    for options in (plan.get("train", {}), *stages.values()):
+        check_plugin(folder, options.get("plugin"))
+        if "config" in options:  # which could name a plugin, and which no plan of ours has
+            raise LiVTError(f"{folder / PLAN} is damaged: it names a config; start a new run.", argument="resume")
 
 
 def choose_start(data: DataSpec, num_images: int) -> str:

@@ -165,7 +165,9 @@ def test_train_gives_its_plugin_to_the_evaluation_too(commands, tmp_path):
     plugin.touch()
     with pytest.raises(Interrupted):
         train.main([*SCRATCH, str(pictures), "--plugin", str(plugin), "--output_dir", str(tmp_path / "out")])
-    train.main(["--resume", str(tmp_path / "out")])
+    with pytest.raises(LiVTError, match="not run unasked"):  # a folder outside of the runs may be a download
+        train.main(["--resume", str(tmp_path / "out")])
+    train.main(["--resume", str(tmp_path / "out"), "--plugin", str(plugin)])
     assert all(words[words.index("--plugin") + 1] == str(plugin) for words in commands)
 
 

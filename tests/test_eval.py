@@ -1,5 +1,6 @@
 """recipes/eval.py on tiny runs: what it measures, what it writes, what it refuses."""
 
+import importlib
 import json
 import re
 import shutil
@@ -306,6 +307,26 @@ def test_code_in_the_model_s_own_folder_is_not_run_unasked(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(LiVTError, match="not run unasked: read it, then pass --plugin"):
         EvalSettings.parse(["--model", str(folder), "--dataset", asked["dataset"]], inherit=inherit_from_run)
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "content"),
+    [
+        ("finetune", "arguments.yaml", {"loss": "ce", "plugin": "PLUGIN"}),
+        ("train", "plan.json", {"why": "", "train": {"plugin": "PLUGIN"}}),
+        ("train", "plan.json", {"why": "", "stages": {"finetune": ["--plugin", "PLUGIN"]}}),
+        ("train", "plan.json", {"why": "", "stages": {"finetune": ["--config", "PLUGIN"]}}),
+    ],
+)
+def test_a_downloaded_training_brings_no_code_when_it_is_resumed(tmp_path, monkeypatch, command, name, content):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
+    folder = tmp_path / "download"
+    folder.mkdir()
+    plugin = str(written(folder / "inside.py", "raise SystemError('was run')"))
+    (folder / name).write_text(json.dumps(content).replace("PLUGIN", plugin))
+    main = importlib.import_module(f"livt_hf.recipes.{command}").main
+    with pytest.raises(LiVTError, match="pass --plugin|names a config"):
+        main(["--resume", str(folder)])
 
 
 def test_an_existing_report_folder_is_refused_before_the_model_is_read(workplace, refused, tmp_path, monkeypatch):

@@ -139,7 +139,11 @@ def inherit_plugin(folder: Path) -> str | None:
 
     Anything else may be a download, and code that comes with a model must not run without being asked for.
     """
-    plugin = Run(folder).plugin
+    return check_plugin(folder, Run(folder).plugin)
+
+
+def check_plugin(folder: Path, plugin: str | None) -> str | None:
+    """Return the plugin that the files of a folder name, or raise an error where it must not run unasked."""
     if plugin is None:
         return None
     if not folder.resolve().is_relative_to(runs_folder().resolve()) or _lies_in(plugin, folder):

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from livt_hf.cli.inherit import INHERIT, settings_from_run
+from livt_hf.cli.inherit import INHERIT, inherit_plugin, settings_from_run
 from livt_hf.cli.options import CONFIGS, Argv, parse_words
 from livt_hf.cli.training_settings import STAGES, FinetuneSettings, TrainingSettings, check_hours
 from livt_hf.errors import LiVTError
@@ -65,6 +65,8 @@ def resolve_training(
     explicit = cls.explicit_options(words)
     run = find_run_to_resume(cls, explicit) if "resume" in explicit else None
     inherited = INHERIT[cls.stage](explicit) if run is None else settings_from_run(cls, run)
+    if run is not None and "plugin" not in explicit:
+        inherited["plugin"] = inherit_plugin(run.folder)
     settings = cls.resolve(explicit, configs, inherited)
     check_hours(settings, dict(words))
     warn_about_ignored_options(settings, explicit)
