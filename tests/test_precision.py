@@ -257,3 +257,10 @@ def test_a_head_s_results_and_evaluations_name_the_precision(tmp_path):
     run = RecipeRun("finetune", tmp_path / "run", "--dataset", pictures, *TINY, "--pretrained", "none").finish()
     assert run.results.precision == FLOAT32 and run.arguments["mixed_precision"] == "auto"
     assert Predictions.load(run.folder / "predictions").info.precision == FLOAT32
+
+
+def test_a_record_is_completed_with_another_batch_size(classifier, tmp_path):
+    model, files = classifier
+    predictor, files = Predictor(model, precision=FLOAT32), files * 11
+    assert len(next(predictor.predict_to(tmp_path / "record", files, batch_size=1))) == 100  # and killed
+    assert [len(part) for part in predictor.predict_to(tmp_path / "record", files, batch_size=2)] == [100, 10]

@@ -254,13 +254,16 @@ class Predictor:
     ) -> Iterator[Predictions]:
         """Write the record of many files to a folder, part by part, and yield its parts.
 
-        Parts that are there already, of a run that was killed, are read and not predicted again; precision "auto" is
-        theirs.
+        Parts that are there already, of a run that was killed, are read and not predicted again; their size stays,
+        and precision "auto" is theirs.
         """
         images, rows = as_table(images), min(part_rows(len(self.labels)), 100 * batch_size)
         first = part_path(Path(folder), 0)
-        if self.precision == AUTO and first.exists():
-            self.precision = next(read_parts(first)).info.precision or FLOAT32
+        if first.exists():
+            part = next(read_parts(first))
+            rows = len(part) or rows
+            if self.precision == AUTO:
+                self.precision = part.info.precision or FLOAT32
         self.choose_precision(images)
         for start in range(0, len(images), rows):
             chosen = images.slice(start, rows)
