@@ -12,7 +12,6 @@ from livt_hf.long_tail.objectives import (
     decide,
     expected_exponent,
     score_predictions,
-    trade_off_curve,
 )
 from livt_hf.long_tail.priors import shift_prior, tempered_prior
 
@@ -52,7 +51,7 @@ def test_scores_by_hand():
 
 
 def test_the_trade_off_curve_by_hand():
-    for row in trade_off_curve(*two_kinds(1), PRIOR):
+    for row in choose_exponent(*two_kinds(1), PRIOR).curve:
         right = row["exponent"] < 0.7075
         assert row["accuracy"] == pytest.approx(1 if right else 0.8)
         assert row["mean_class_accuracy"] == pytest.approx(1 if right else 0.5)
@@ -102,7 +101,7 @@ def test_a_right_posterior_is_decided_on_by_the_exponent_of_its_objective(object
         return log_posterior.log_softmax(-1), torch.from_numpy(labels)
 
     choice = choose_exponent(*draw(2000), prior, objective)
-    new = {row["exponent"]: row[objective] for row in trade_off_curve(*draw(50_000), prior)}
+    new = {row["exponent"]: row[objective] for row in choose_exponent(*draw(50_000), prior).curve}
     assert new[choice.exponent] > max(new.values()) - 0.005
 
 

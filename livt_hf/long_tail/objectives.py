@@ -94,24 +94,6 @@ def compare_predictions(
     return float(measured[1] - measured[0]), float((resampled[1] - resampled[0]).std())
 
 
-def trade_off_curve(
-    log_posterior: Tensor, labels: Tensor, prior: Tensor, exponents: Sequence[float] = EXPONENTS
-) -> list[dict[str, float]]:
-    """Return the scores of deciding under pi^t for every exponent t: what rare classes cost.
-
-    Args:
-        log_posterior: log p under the training prior, (N, C), of images that were not trained on.
-        labels: class ids (N,).
-        prior: the training prior (C,).
-        exponents: the grid of t.
-    """
-    rows = []
-    for exponent in exponents:
-        predicted = decide(log_posterior, prior, exponent).numpy()
-        rows.append({"exponent": exponent} | score_predictions(predicted, labels.numpy(), len(prior)))
-    return rows
-
-
 def expected_exponent(
     log_posterior: Tensor,
     prior: Tensor,
