@@ -18,9 +18,9 @@ from matplotlib.text import Text
 
 from livt_hf.text import escape_controls
 
-# Okabe and Ito's eight colours.
+# Okabe and Ito's colours but for yellow, which is too pale for a line.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 DPI = 120
 NAMED = 40  # up to so many classes have room for a bar and a name each
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
