@@ -16,7 +16,14 @@ from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import read_numbers
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.modeling_livit_mae import LiViTForPreTraining
-from livt_hf.pretrained import explain_load_errors, format_names, hide_load_report, load_config, read_config
+from livt_hf.pretrained import (
+    NO_REMOTE_CODE,
+    explain_load_errors,
+    format_names,
+    hide_load_report,
+    load_config,
+    read_config,
+)
 from livt_hf.processors import check_side
 from livt_hf.text import format_error
 
@@ -37,7 +44,7 @@ def load_model(path: str) -> PreTrainedModel:
         livit = kind == "livit" or "livit" in config
         reader = LiViTForImageClassification if livit else AutoModelForImageClassification
         options = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
-        options |= {} if livit else {"config": load_config(path)}
+        options |= {} if livit else {"config": load_config(path)} | NO_REMOTE_CODE
         with hide_load_report():
             model, info = reader.from_pretrained(path, **options)
         if info["missing_keys"]:
@@ -96,7 +103,7 @@ def load_classifier(path: str, class_counts: str | None = None, trained_with: st
 def load_processor(path: str) -> BaseImageProcessor:
     """Load the image processor that was saved beside a checkpoint."""
     try:
-        processor = AutoImageProcessor.from_pretrained(path)
+        processor = AutoImageProcessor.from_pretrained(path, **NO_REMOTE_CODE)
     except Exception as error:  # as of `explain_load_errors`
         raise LiVTError(
             f"{path} has no image processor (preprocessor_config.json) that can be read, so it is unknown how its "

@@ -41,6 +41,7 @@ _ENCODER_TYPES = ("livit", "vit", "vit_mae")
 # The stock-BEiT form a LiViT is published in (see conversion.to_beit), read back under our names.
 _BEIT_KEYS = {r"^beit\.pooler\.layernorm\.": "vit.fc_norm.", r"^beit\.": "vit."}
 _PICKLE = "pytorch_model.bin"
+NO_REMOTE_CODE = {"trust_remote_code": False}  # by default, transformers asks on the terminal whether to run it
 _CONVERT_PICKLE = (
     "import torch; from safetensors.torch import save_file; folder = {folder!r}; "
     f"weights = torch.load(folder + '/{_PICKLE}', map_location='cpu', weights_only=True); "
@@ -175,6 +176,11 @@ def explain_load_errors(path) -> Iterator[None]:
     except LiVTError:
         raise
     except Exception as error:  # a damaged config comes to light in any line of the model that it describes
+        if "trust_remote_code" in str(error):
+            raise LiVTError(
+                f"{path} brings the code of its model with it, and such code is not run; take a model of a family of "
+                "transformers or timm."
+            ) from error
         if Path(path, _PICKLE).exists() and not any(Path(path).glob("*.safetensors")):
             raise LiVTError(
                 f"{path} has its weights in {_PICKLE} alone, a pickle, which could run code; this converts it without "
@@ -188,7 +194,7 @@ def load_config(path: str) -> PreTrainedConfig:
 
     timm's `save_for_hf` writes `model_args` that transformers passes on beside the same arguments of its own.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **NO_REMOTE_CODE)
     if isinstance(config, TimmWrapperConfig) and config.model_args:
         config.model_args = {name: value for name, value in config.model_args.items() if name not in _SET_BY_WRAPPER}
     return config
@@ -325,7 +331,7 @@ def load_image_classifier(path: str, config: PreTrainedConfig) -> PreTrainedMode
     """Load the image classifier of a checkpoint; only its classifier may be missing or of other labels."""
     # Weights that were saved in half precision are trained in full: small updates would be rounded away.
     options = dict(config=config, dtype=torch.float32, use_safetensors=True)
-    options |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
+    options |= dict(ignore_mismatched_sizes=True, output_loading_info=True) | NO_REMOTE_CODE
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise LiVTError(
             f"{path} is a {config.model_type!r} checkpoint, for which transformers has no image classifier; take "

@@ -1,6 +1,7 @@
 """Hostile input: files without an end, YAML that grows, names that steer a terminal, folders nobody writes to."""
 
 import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from needs import needs_linux
 from PIL import Image
 from test_transforms import MEAN, STD
 
-from livt_hf.classifiers import load_processor
+from livt_hf.classifiers import load_model, load_processor
 from livt_hf.cli import console
 from livt_hf.cli.console import EscapingStream, run_command
 from livt_hf.data import load_long_tailed
@@ -34,6 +35,24 @@ BOMBS = {
     "number of base 60": "a: 1" + ":1" * 10_000,
     "long": "#" * 5_000_000,
 }
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "kind", "auto_class"),
+    [
+        (load_model, "config.json", "model_type", "AutoConfig"),
+        (load_processor, "preprocessor_config.json", "image_processor_type", "AutoImageProcessor"),
+    ],
+)
+def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch, load, name, kind, auto_class):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "inside.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    values = {"config.json": {kind: "unheard_of"}, name: {kind: "unheard_of", "auto_map": {auto_class: "inside.Kind"}}}
+    for file, content in values.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(LiVTError):
+        load(str(tmp_path))
+    assert not (tmp_path / "was_run").exists()
 
 
 @pytest.mark.parametrize("loader", [yaml.SafeLoader, yaml.BaseLoader])
