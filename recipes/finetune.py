@@ -59,7 +59,7 @@ def finetune(
         dataset: splits "train", "test" and perhaps "validation".
         accelerator: processes and devices.
         resumed: the run to resume.
-        create_run: creates the folder of a new run.
+        create_run: creates the folder of a new run; that of a fold lies in the one of its cross-validation.
         began: value of `autotune.clock()` at the start of the command.
     """
     preparation_began = autotune.clock()
@@ -83,7 +83,7 @@ def finetune(
         accelerator,
     )
     if settings.model.framing == "auto":
-        settings = settings.replace(framing=trial.chosen if trial else "own")
+        settings = settings.replace(framing=trial.chosen if trial else "own")  # a resumed run tries none again
     task = build_finetune_task(
         model,
         processor,
@@ -122,7 +122,7 @@ def finetune(
             images, batches = dataset["validation"], task.eval_batches("validation")
             calibrate_if_possible(loop.final_model, images, batches, accelerator, "validation", objective)
     metrics = evaluator.evaluate_test(loop)
-    model = task.final_model(loop.final_model)
+    model = task.final_model(loop.final_model)  # LoRA merged, or the classifier back on its backbone
     results = build_finetune_results(
         loop, evaluator, model, processor, metrics, settings.data, settings.model, preparation_seconds
     )
