@@ -82,7 +82,7 @@ def test_an_objective_takes_the_exponent_that_is_stored_with_the_model(tmp_path,
 
 
 def test_an_exponent_is_chosen_on_a_labelled_record_only_where_it_is_named(tmp_path, capsys):
-    tested, held_out = record(tmp_path / "test"), record(tmp_path / "validation", seed=1)
+    tested, held_out = record(tmp_path / "test"), record(tmp_path / "validation", seed=1, group=["p", None] * 100)
     logits, labels = draw(seed=1)
     prior = torch.tensor(COUNTS) / 100
     expected = choose_exponent(torch.from_numpy(logits).log_softmax(-1), torch.from_numpy(labels), prior, "macro_f1")

@@ -6,7 +6,7 @@ from torch import Tensor
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.objectives import choose_exponent
 from livt_hf.long_tail.priors import class_prior, tempered_prior
-from livt_hf.predictions.blocks import Source
+from livt_hf.predictions.blocks import Source, read_groups
 from livt_hf.predictions.record import Predictions, PredictionsInfo
 from livt_hf.predictions.rules import GIVEN, DecisionRule, deployment_label
 
@@ -55,5 +55,5 @@ def _choose_on(validation: Source, info: PredictionsInfo, prior: Tensor, objecti
     if record.info.class_names != info.class_names:
         raise LiVTError("choose_on has other classes; name a record of the same model.", "choose_on")
     log_posterior = torch.from_numpy(record.posterior("training")).log()
-    labels, groups = torch.from_numpy(record.labels), record.column("group")
+    labels, groups = torch.from_numpy(record.labels), read_groups(record)
     return choose_exponent(log_posterior, labels, prior, objective, groups=groups).exponent
