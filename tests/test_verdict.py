@@ -98,6 +98,21 @@ def test_more_training_is_advised_only_where_no_decision_rule_beats_the_largest_
     assert not any("livt train" in command for command in commands(weak))
 
 
+def test_a_handful_of_groups_gives_neither_a_verdict_nor_intervals_but_a_cross_validation(tmp_path):
+    """All images are right. Two of the 2^5 flips of five signs are as far, which is more than 5 %."""
+    (tmp_path / "arguments.yaml").touch()
+    labels = np.repeat([0, 1], 30)
+    five, six = (
+        measured(labels, labels, [500, 50], ["a", "b"], groups=np.arange(60) % number, model=str(tmp_path))
+        for number in (5, 6)
+    )
+    assert judge(five).summary.endswith("50.0 %; 5 groups of images are too few to test the difference.")
+    assert set(five.summary["intervals"]["argmax"].values()) == {None}
+    (advice,) = judge(five).advice
+    assert "--folds 5" in advice.command and advice.reason.startswith("The test images are of 5 groups, too few")
+    assert judge(six).summary.startswith("Better than") and not judge(six).advice
+
+
 def test_the_accuracy_of_a_group_is_the_mean_of_its_classes_beside_its_precision(weak):
     many, few = judge(weak).groups
     assert (many["name"], many["accuracy"]) == ("many", pytest.approx(0.95))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from livt_hf.predictions.metrics import recall_precision_f1
 from livt_hf.predictions.shot_groups import GROUPS, class_mean, group_means
+from livt_hf.predictions.significance import MIN_UNITS
 
 TAILS = (0.025, 0.975)
 NAMES = ("accuracy", *GROUPS, "mean_class_accuracy", "macro_f1")
@@ -37,11 +38,14 @@ def bootstrap_intervals(
         resamples: number of resamples.
 
     Returns:
-        Lower and upper bound by metric; None where a shot group has no test image or where no resample differs, as
-        when all its images are right: that tells nothing of another test set.
+        Lower and upper bound by metric; None where a shot group has no test image, where no resample differs, as
+        when all its images are right, or where there are fewer than 6 images or clusters: that tells nothing of
+        another test set.
     """
     labels, predictions = np.asarray(labels, dtype=np.int64), np.asarray(predictions, dtype=np.int64)
     resampler, rng = _Resampler(labels, predictions, shots.numpy(), clusters), np.random.default_rng(0)
+    if resampler.clusters < MIN_UNITS:
+        return dict.fromkeys(NAMES)
     measured = _measured(labels, predictions, np.ones(len(labels)), shots)
     values = np.array([_resampled(resampler, shots, rng) for _ in range(resamples)], dtype=np.float64)
     intervals: dict[str, tuple[float, float] | None] = {}

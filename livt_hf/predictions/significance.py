@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 LEVEL = 0.05  # of all tests in this package, after the correction for several tests
+MIN_UNITS = 6  # images or groups below which no paired test can be significant: two of 2^5 outcomes are 6 %
 _FLIPS, _EXACT_UNITS = 3999, 1000
 
 

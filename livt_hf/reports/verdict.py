@@ -16,6 +16,7 @@ from livt_hf.predictions.rules import ARGMAX, ESTIMATED, GIVEN, LARGEST, TRAININ
 from livt_hf.predictions.shot_groups import GROUPS
 from livt_hf.predictions.significance import (
     LEVEL,
+    MIN_UNITS,
     below_the_rest,
     calibration_p_value,
     class_gains,
@@ -95,6 +96,7 @@ class _Judge:
         self.report, self.default = report, report.summary["default_rule"]
         self.numbers = report.default_metrics.compute()
         self.tested = [row for row in report.per_class if row["images"]]
+        self.num_units = len(report.labels if report.groups is None else np.unique(report.groups))
 
     def verdict(self) -> Verdict:
         split = {"all": "images of all splits"}.get(self.report.summary["split"], self.report.summary["split"])
@@ -137,6 +139,9 @@ class _Judge:
             text = "Tells the classes apart, but is right "
             text += "less often than" if accuracy < 0 else "about as often as"
             return f"{text} always answering the largest class ({share}): the decision rule favours rare classes."
+        if self.num_units < MIN_UNITS:
+            units = f"{self.num_units} {'images' if self.report.groups is None else 'groups of images'}"
+            return f"Always answering the largest class is right in {share}; {units} are too few to test the difference."
         return f"Not better than always answering the largest class, which is right in {share}."
 
     def groups(self) -> list[dict]:
@@ -205,7 +210,7 @@ class _Judge:
         right = (self.report.decisions[best].labels.numpy() == self.report.labels).mean()
         share = self.report.summary["baselines"][LARGEST]["accuracy"]
         tells = right > share and self.test(best, LARGEST) <= LEVEL
-        if tells or self.summarize_baselines().startswith(("Better", "Tells")):
+        if tells or self.num_units < MIN_UNITS or self.summarize_baselines().startswith(("Better", "Tells")):
             return None
         return Advice(
             "Fine-tune the whole model, or start from a stronger one.",
@@ -258,14 +263,14 @@ class _Judge:
     def test_more(self) -> Advice | None:
         small = sum(row["images"] < MIN_IMAGES for row in self.tested)
         command = self.train_again("--folds", "5")
-        if small == 0 or "folds" in self.report.summary or command is None:
+        few_groups = self.report.groups is not None and self.num_units < MIN_UNITS
+        if not (small or few_groups) or "folds" in self.report.summary or command is None:
             return None
-        return Advice(
-            "Test on every image by cross-validation.",
-            f"{small:,} of {len(self.tested):,} classes have fewer than {MIN_IMAGES} test images, too few to tell "
-            "whether one of them is weak.",
-            command,
-        )
+        reason = f"{small:,} of {len(self.tested):,} classes have fewer than {MIN_IMAGES} test images, too few to tell "
+        reason += "whether one of them is weak."
+        if few_groups:
+            reason = f"The test images are of {self.num_units} groups, too few for intervals and tests."
+        return Advice("Test on every image by cross-validation.", reason, command)
 
 
 def _explain(row: dict, pair: dict | None) -> str:
