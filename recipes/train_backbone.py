@@ -31,7 +31,7 @@ from livt_hf.cli.copies import warn_about_copies
 from livt_hf.cli.inherit import inherit_from_checkpoint
 from livt_hf.cli.options import CONFIGS
 from livt_hf.cli.training_settings import FinetuneSettings, TrainSettings
-from livt_hf.data import class_counts, eval_loader
+from livt_hf.data import eval_loader, shot_counts
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.labels import digest_of, is_multi_label, labels_of, number_of_classes
@@ -373,7 +373,7 @@ def finish(
         model = load_classifier(str(run.folder)).to(session.accelerator.device)
         evaluator.solution, loop.progress.trained_on = head["solution"], digest_of(data["train"])
     store = keep_predictions(run.folder, data["test"], session.accelerator)
-    batches, counts = session.batches("test", processor), class_counts(session.whole["train"])
+    batches, counts = session.batches("test", processor), shot_counts(session.whole)
     metrics = compute_metrics(model, batches, session.accelerator, counts, store)
     results = build_finetune_results(
         loop, evaluator, model, processor, metrics, settings.data, settings.model, head["seconds"]
@@ -467,7 +467,7 @@ def format_summary(session: Session, run: Run) -> str:
 def write_run_report(session: Session, run: Run) -> Path:
     """Write the report of the kept predictions of a run; no image goes through the model again."""
     folder, test = choose_folder(None, str(run.folder), is_comparison=False), session.whole["test"]
-    counts = class_counts(session.whole["train"])
+    counts = shot_counts(session.whole)
     named = {"model": str(run.folder), "dataset": session.settings.data.dataset, "split": "test"}
     named |= {"thresholds": THRESHOLDS} | provenance()
     with replacing(folder) as writing:

@@ -185,6 +185,17 @@ def test_with_no_time_the_head_of_all_images_is_kept(pictures, backbone, tmp_pat
     assert "The whole network is not trained: the time left holds 0 updates" in printed and "livt demo" in printed
 
 
+def test_shot_groups_count_the_images_that_the_test_split_was_made_of(backbone, tmp_path):
+    """Of 22 images of the second class 18 are left to train on, which would be few."""
+    folder = make_pictures(tmp_path / "pictures", train=(60, 22, 15, 10)) / "train"
+    run = train_for(folder, backbone, tmp_path / "run", 0)
+    assert "medium (2 classes" in (run.folder / "report" / "report.md").read_text()
+    measured = json.loads((run.folder / "report" / "evaluation.json").read_text())["rules"]
+    assert run.results.class_counts["medium"] == 2
+    for rule, metrics in run.results.rules.items():
+        assert (metrics["medium"], metrics["few"]) == (measured[rule]["medium"], measured[rule]["few"])
+
+
 def test_the_time_left_goes_into_the_whole_network_and_the_best_part_is_kept(pictures, backbone, tmp_path, capsys):
     run = train_for(pictures, backbone, tmp_path / "run", 3)
     parts = run.results.parts
