@@ -106,7 +106,7 @@ def test_a_handful_of_groups_gives_neither_a_verdict_nor_intervals_but_a_cross_v
         measured(labels, labels, [500, 50], ["a", "b"], groups=np.arange(60) % number, model=str(tmp_path))
         for number in (5, 6)
     )
-    assert judge(five).summary.endswith("50.0 %; 5 groups of images are too few to test the difference.")
+    assert judge(five).summary.endswith("50.0 %; 5 groups of images are too few to compare them.")
     assert set(five.summary["intervals"]["argmax"].values()) == {None}
     (advice,) = judge(five).advice
     assert "--folds 5" in advice.command and advice.reason.startswith("The test images are of 5 groups, too few")

@@ -141,7 +141,7 @@ class _Judge:
             return f"{text} always answering the largest class ({share}): the decision rule favours rare classes."
         if self.num_units < MIN_UNITS:
             units = f"{self.num_units} {'images' if self.report.groups is None else 'groups of images'}"
-            return f"Always answering the largest class is right in {share}; {units} are too few to test the difference."
+            return f"Always answering the largest class is right in {share}; {units} are too few to compare them."
         return f"Not better than always answering the largest class, which is right in {share}."
 
     def groups(self) -> list[dict]:
@@ -266,8 +266,8 @@ class _Judge:
         few_groups = self.report.groups is not None and self.num_units < MIN_UNITS
         if not (small or few_groups) or "folds" in self.report.summary or command is None:
             return None
-        reason = f"{small:,} of {len(self.tested):,} classes have fewer than {MIN_IMAGES} test images, too few to tell "
-        reason += "whether one of them is weak."
+        reason = f"{small:,} of {len(self.tested):,} classes have fewer than {MIN_IMAGES} test images, "
+        reason += "too few to tell whether one of them is weak."
         if few_groups:
             reason = f"The test images are of {self.num_units} groups, too few for intervals and tests."
         return Advice("Test on every image by cross-validation.", reason, command)
