@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -411,6 +412,13 @@ def test_a_loss_without_counts_works_without_them(loss):
 def test_a_second_loss_of_the_same_name_is_refused():
     with pytest.raises(ValueError, match="'ce' exists already"):
         register_loss("ce", activation="softmax")(lambda *_: None)
+
+
+def test_a_loss_that_gives_more_than_one_number_per_image_is_refused(monkeypatch):
+    monkeypatch.setitem(LOSSES, "square", replace(LOSSES["ce"], function=lambda inputs: inputs.logits))
+    logits, labels, _ = batch()
+    with pytest.raises(ValueError, match=r"'square' returned a tensor of shape \(6, 3\) for 6 images: it must"):
+        LongTailHead(LiViTConfig(loss="square", num_labels=3))(logits, labels, logits)
 
 
 @pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="LIVT_DATA names no folder with the real class counts")

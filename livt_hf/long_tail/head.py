@@ -176,7 +176,13 @@ class LongTailHead(nn.Module):
         logits = logits.float()
         adjusted = logits + self.logit_bias
         inputs = LossInputs(logits, adjusted, targets, features, statistics, settings, self.progress)
-        return (weight * self.definition.function(inputs)).mean()
+        losses = self.definition.function(inputs)
+        if losses.shape not in ((), logits.shape[:1]):
+            raise LiVTError(
+                f"loss {settings.loss!r} returned a tensor of shape {tuple(losses.shape)} for {len(logits)} images: "
+                "it must return one number per image, or their mean."
+            )
+        return (weight * losses).mean()
 
     def note_missing_labels(self) -> None:
         """Warn once about a training step whose loss cannot be that of the head."""
