@@ -163,7 +163,14 @@ def resnet() -> ResNetForImageClassification:
 def test_a_classifier_is_trained_as_the_readme_says(request, tmp_path, monkeypatch, resnet, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(AutoModelForImageClassification, "from_pretrained", lambda name: resnet)
+    load, of_imagenet = AutoModelForImageClassification.from_pretrained, tmp_path / "resnet-50"
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=1000)
+    ResNetForImageClassification(config).save_pretrained(of_imagenet)
+
+    def from_pretrained(name: str, **options) -> ResNetForImageClassification:
+        return load(of_imagenet, **options) if name == "microsoft/resnet-50" else resnet
+
+    monkeypatch.setattr(AutoModelForImageClassification, "from_pretrained", from_pretrained)
     processor = eval_processor(16, [0.5] * 3, [0.25] * 3)
     monkeypatch.setattr(AutoImageProcessor, "from_pretrained", lambda name: processor)
     make_pictures(Path("FOLDER"), train=(6, 3, 1), test=3)
