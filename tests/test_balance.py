@@ -1,6 +1,7 @@
 """The balanced head on image classifiers of every family: loss, gradients, probabilities, saving, layers."""
 
 import copy
+import inspect
 import json
 import pickle
 import threading
@@ -338,6 +339,19 @@ def test_a_model_of_another_kind_is_refused_with_what_was_looked_for_and_left_al
     with pytest.raises(ValueError, match=complaint):
         balance(model, class_counts=[5, 4])
     assert "long_tail" not in model.config.to_dict()
+
+
+def test_a_model_of_timm_itself_is_refused_with_the_way_to_load_it():
+    with pytest.raises(ValueError, match="model is a Linear, not a model of transformers; load one of timm by"):
+        balance(torch.nn.Linear(2, 2), class_counts=[5, 4])
+
+
+@pytest.mark.parametrize("family", ["vit", "swin", "resnet", "timm resnet"])
+def test_labels_given_without_their_name_have_the_loss_of_the_head(family):
+    model, labels = balance(build(family), COUNTS, loss="bal_ce").eval(), torch.tensor([0, 1, 2, 0])
+    pixels = inputs(family)["pixel_values"]
+    before = [None] * (list(inspect.signature(model.forward).parameters).index("labels") - 1)
+    assert model(pixels, *before, labels).loss == model(pixels, labels=labels).loss
 
 
 def test_a_model_that_computes_its_own_loss_gets_that_of_the_head():

@@ -1,6 +1,7 @@
 """`balance`: a long-tail head on any image classifier of transformers, and of timm through its wrapper."""
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -94,6 +95,12 @@ def balance(
         >>> model.probabilities(images, prior=[0.5, 0.5]).shape
         torch.Size([4, 2])
     """
+    if not isinstance(model, PreTrainedModel):
+        raise LiVTError(
+            f"model is a {type(model).__name__}, not a model of transformers; load one of timm by "
+            "AutoModelForImageClassification.from_pretrained('timm/NAME').",
+            argument="model",
+        )
     classifier = get_classifier(model)
     if not isinstance(model, BalancedClassifier) and hasattr(model, "head"):
         raise LiVTError(
@@ -158,8 +165,13 @@ def _attach_head(model: PreTrainedModel, classifier: nn.Linear) -> None:
 def _balanced_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Create a subclass of `kind` with a balanced loss, under the same name: checkpoints record it."""
 
+    names = list(inspect.signature(kind.forward).parameters)[1:]
+    position = names.index("labels") if "labels" in names else len(names)
+
     @functools.wraps(kind.forward)  # Trainer reads the signature
     def forward(self, *args, labels: Tensor | None = None, **kwargs):
+        if len(args) > position:  # given without their name: the model would compute its own loss
+            args, labels = (*args[:position], None, *args[position + 1 :]), args[position]
         outputs = kind.forward(self, *args, **kwargs)
         if labels is None:
             self.head.note_missing_labels()
