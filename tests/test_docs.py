@@ -1,6 +1,7 @@
 """What the README and the pages of docs/ say is so: names exist, commands parse, links resolve, code runs."""
 
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -223,6 +224,23 @@ def test_a_loss_is_added_as_the_guide_says(losses_restored, tiny):
     torch.testing.assert_close(loss, torch.tensor(3.0).log() + 2 / 3, atol=1e-3, rtol=0)  # all classes at 1 / 3
     with pytest.raises(ValueError, match="its second term changes what the outputs estimate"):
         model.probabilities(torch.randn(1, 3, 16, 16))
+
+
+def test_detections_are_joined_with_labels_as_the_guide_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("labels.csv").write_text("image,label,site\na/1.jpg,deer,a\na/2.jpg,empty,a\n")
+    animal, unsure, person = (
+        dict(category=c, conf=p, bbox=[0.1, 0.2, 0.3, 0.4]) for c, p in (("1", 0.9), ("1", 0.1), ("2", 0.9))
+    )
+    pictures = [dict(file=f"a/{number}.jpg", detections=[animal, unsure, person]) for number in (1, 2, 3)]
+    Path("detections.json").write_text(
+        json.dumps({"images": [*pictures, {"file": "a/4.jpg", "failure": "unreadable"}]})
+    )
+    exec(python_block(TEXTS["docs/guides/camera-traps.md"]), {})
+    assert Path("boxes.csv").read_text().split() == [
+        "image,label,site,x,y,width,height",
+        "a/1.jpg,deer,a,0.1,0.2,0.3,0.4",
+    ]
 
 
 def test_a_dataset_is_added_as_the_guide_says(request, tmp_path, monkeypatch):
