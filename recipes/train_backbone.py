@@ -401,7 +401,7 @@ def _describe_plan(session: Session, rates: Rates, size: int) -> str:
 
     first = f"{session.settings.pretrained}: the features of {num_images:,} images at {size} pixels take about "
     lines = [f"{first}{format_duration(features)}, then its classifier is solved exactly."]
-    if features > 3600 * hours:
+    if features > 3600 * hours > 0:
         lines[0] += f" That is longer than {hours:g} hours; a smaller backbone or fewer images fit."
     now, more = epochs(3600 * hours), epochs(2 * 3600 * hours)
     if held_out == 0:

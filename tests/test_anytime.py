@@ -183,6 +183,7 @@ def test_with_no_time_the_head_of_all_images_is_kept(pictures, backbone, tmp_pat
     assert (run.folder / "report" / "report.html").exists()
     printed = capsys.readouterr().out
     assert "The whole network is not trained: the time left holds 0 updates" in printed and "livt demo" in printed
+    assert "a smaller backbone or fewer images fit" not in printed  # it was asked for no hours
 
 
 def test_shot_groups_count_the_images_that_the_test_split_was_made_of(backbone, tmp_path):
