@@ -72,6 +72,16 @@ def test_columns_can_be_named_and_the_images_lie_below_the_source(tmp_path, ten)
     assert names_of(data) == ["a", "b"]
 
 
+def test_file_names_without_their_folders_are_refused_with_the_column_and_the_folder(tmp_path, ten):
+    (tmp_path / "no").mkdir()
+    names = [Path(name).name for name in ten]
+    file = write_table(tmp_path / "records.csv", {"FileName": names, "label": ["a", "b"] * 5})
+    with pytest.raises(
+        ValueError, match=f'source {tmp_path}/no has none of the 10 images .* in its column "FileName"'
+    ):
+        load_long_tailed(file, source=tmp_path / "no")
+
+
 def test_columns_without_a_name_are_left_out_and_python_may_pass_lists_of_names(tmp_path, ten):
     rows = "".join(f"{path},{i % 2},{(i + 1) % 2},,\n" for i, path in enumerate(ten))
     (tmp_path / "own.csv").write_text(f"path,owl,finch,,\n{rows}")

@@ -141,8 +141,9 @@ def tables_of_rows(table: pa.Table, spec: DataSpec, file: Path, dropped: Dropped
     is_missing = np.equal(files, None)
     if is_missing.all():
         raise LiVTError(
-            f"none of the {len(rows)} images of {file} is below {root}, the first is {paths[rows[0]]}: pass their "
-            "folder with source.",
+            f"source {root} has none of the {len(rows)} images of {file}, such as {paths[rows[0]]} in its column "
+            f'"{image_column}": name the folder that these paths are relative to, or the column of paths '
+            "(image_column).",
             "source",
         )
     rows, files = drop(is_missing, "the file is missing"), files[~is_missing]
