@@ -150,7 +150,7 @@ def split_test(splits: dict[str, Dataset], spec: DataSpec) -> dict[str, Dataset]
     if len(absent):
         names, reason = [class_feature(train).names[c] for c in absent], "are too small to give a test image"
         if "group" in train.column_names:
-            reason = "give no test image, for they have one group, or the split by groups left theirs in training"
+            reason = "have no test image, because all their groups, perhaps only one, are in training"
         logger.warning("classes that %s: %s", reason, format_class_names(names))
     return parts
 
