@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, log_loss
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
@@ -42,6 +43,15 @@ def several_labels(labels: np.ndarray) -> np.ndarray:
     rows[::5, 1] = 1
     rows[3] = 0
     return rows
+
+
+def build_head(loss: str, labels: np.ndarray, **options) -> LongTailHead:
+    """The head of a model that was trained on these labels."""
+    kind, counts = "single_label_classification", np.bincount(labels) if labels.ndim == 1 else labels.sum(0)
+    if labels.ndim == 2:
+        kind, options = "multi_label_classification", options | {"num_train_images": len(labels), "test_prior": None}
+    long_tail = LongTailConfig(loss=loss, class_counts=counts.tolist(), **options)
+    return LongTailHead(SimpleNamespace(num_labels=len(counts), problem_type=kind, long_tail=long_tail))
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.01])
@@ -81,12 +91,8 @@ def test_the_gradient_of_the_heads_own_loss_vanishes(data, loss, options):
     several = options.pop("multi_label", False)
     labels = several_labels(labels) if several else labels
     head = fit_exact_head(features, labels, loss=loss, strengths=[0.05], **options)
-    counts = labels.sum(0) if several else np.bincount(labels)
-    if several:
-        options |= {"num_train_images": len(labels), "test_prior": None}
-    kind = "multi_label_classification" if several else "single_label_classification"
-    long_tail = LongTailConfig(loss=loss, class_counts=counts.tolist(), **options)
-    module = LongTailHead(SimpleNamespace(num_labels=4, problem_type=kind, long_tail=long_tail)).train()
+    module = build_head(loss, labels, **options).train()
+    long_tail = module.settings
     std, mean = features.std(0, dtype=np.float64), features.mean(0, dtype=np.float64)
     weight = (head.weight.double() * torch.from_numpy(std)).requires_grad_()
     bias = (head.bias.double() + head.weight.double() @ torch.from_numpy(mean)).requires_grad_()
@@ -107,12 +113,9 @@ def test_a_balanced_loss_only_moves_the_bias(data, plain, balanced):
     first, second = (fit_exact_head(features, labels, loss=loss) for loss in (plain, balanced))
     assert first.strength == second.strength
     torch.testing.assert_close(first.weight, second.weight)
-    long_tail = LongTailConfig(loss=balanced, class_counts=COUNTS)
-    config = SimpleNamespace(num_labels=4, problem_type="single_label_classification", long_tail=long_tail)
-    torch.testing.assert_close(first.bias - second.bias, LongTailHead(config).logit_bias, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        first.out_of_fold - second.out_of_fold, LongTailHead(config).logit_bias.expand(99, -1), atol=1e-4, rtol=1e-4
-    )
+    moved = build_head(balanced, labels).logit_bias
+    torch.testing.assert_close(first.bias - second.bias, moved, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(first.out_of_fold - second.out_of_fold, moved.expand(99, -1), atol=1e-4, rtol=1e-4)
 
 
 def test_out_of_fold_logits_are_those_of_a_head_without_the_fold(data):
@@ -146,6 +149,8 @@ def test_a_group_is_in_one_fold_and_classes_are_spread():
     assert sorted(set(fold)) == [0, 1, 2, 3, 4]
     assert len(set(assign_folds(labels, 5, np.arange(100) // 50))) == 2  # two patients
     assert (assign_folds(labels, 5, groups, seed=1) != fold).any()
+    several = np.stack([np.ones(100), labels == 1, labels == 2], axis=1).astype(int)
+    assert (np.bincount(assign_folds(several, 5)[labels == 2]) == 2).all()  # by the rarest label of an image
 
 
 def test_a_class_of_one_image_is_learned_and_its_image_is_marked_as_unseen(data):
@@ -157,13 +162,7 @@ def test_a_class_of_one_image_is_learned_and_its_image_is_marked_as_unseen(data)
         head = fit_exact_head(features, labels, loss=loss)
         assert head.weight.shape == (5, 12) and torch.isfinite(head.out_of_fold).all()
         assert head.unseen.nonzero().flatten().tolist() == [row]
-        counts = np.bincount(labels).tolist()
-        config = SimpleNamespace(
-            num_labels=5,
-            problem_type="single_label_classification",
-            long_tail=LongTailConfig(loss=loss, class_counts=counts),
-        )
-        posterior = LongTailHead(config).training_posterior(head.out_of_fold[row]).exp()
+        posterior = build_head(loss, labels).training_posterior(head.out_of_fold[row]).exp()
         assert posterior[4].item() == pytest.approx(1 / 99, rel=1e-4)  # nothing is known but the prior
         assert logits_of(head, features[[row]]).argmax() == 4
 
@@ -177,24 +176,71 @@ def test_a_weaker_penalty_fits_closer_and_the_best_strength_is_kept(data):
     )
     assert rows[0]["strength"] == 10 and len(rows) < len(exact_head.STRENGTHS)  # two worse ones end the path
     assert head.strength == min(rows, key=lambda row: row["nll"])["strength"]
-    fitted = (
-        logits_of(head, features)
-        + LongTailHead(
-            SimpleNamespace(
-                num_labels=4,
-                problem_type="single_label_classification",
-                long_tail=LongTailConfig(loss="bal_ce", class_counts=COUNTS),
-            )
-        ).logit_bias
-    )
+    fitted = logits_of(head, features) + build_head("bal_ce", labels).logit_bias
     loss = torch.nn.functional.cross_entropy(fitted, torch.from_numpy(labels)).item()
     assert loss < min(row["nll"] for row in rows)
+
+
+@pytest.mark.parametrize(("loss", "several"), [("bal_ce", False), ("bal_bce", False), ("bal_bce", True)])
+def test_what_is_kept_is_of_the_chosen_strength(data, loss, several):
+    """Its path goes on for two strengths, whose logits and heads must not be taken."""
+    features, labels = data[0], several_labels(data[1]) if several else data[1]
+    head = fit_exact_head(features, labels, loss=loss)
+    number = [row["strength"] for row in head.path].index(head.strength)
+    assert number == len(head.path) - 3
+    alone = fit_exact_head(features, labels, loss=loss, strengths=[head.strength])
+    assert alone.path[0]["nll"] == pytest.approx(head.path[number]["nll"], rel=0.01)
+    posterior, expected = (one.out_of_fold.sigmoid() for one in (head, alone))
+    torch.testing.assert_close(posterior, expected, atol=0.02, rtol=0)
+    weight, bias = head.first_fold
+    first = torch.from_numpy(head.fold == 0)
+    logits = (
+        torch.from_numpy(features)[first] @ weight.T
+        + bias
+        - (head.out_of_fold[first] + build_head(loss, labels).logit_bias)
+    )
+    if loss == "bal_ce":  # its logits are known up to a number
+        logits = logits - logits.mean(1, keepdim=True)
+    torch.testing.assert_close(logits, torch.zeros_like(logits), atol=1e-3, rtol=0)
+
+
+def test_of_equally_good_strengths_the_strongest_is_taken():
+    rows = [{"nll": 2.0, "accuracy": 0.5}, {"nll": 1.0, "accuracy": 0.7}, {"nll": 1.0, "accuracy": 0.7}]
+    assert [exact_head._choose(rows, select) for select in ("nll", "accuracy")] == [1, 1]
 
 
 @pytest.mark.parametrize("select", ["accuracy", "mean_class_accuracy", "macro_f1", "balanced"])
 def test_the_strength_is_the_best_by_the_selected_score(data, select):
     head = fit_exact_head(*data, loss="bal_ce", select=select)
     assert head.strength == max(head.path, key=lambda row: row[select])["strength"]
+    likeliest = min(range(len(head.path)), key=lambda number: head.path[number]["nll"])
+    assert likeliest <= len(head.path) - 3  # where the likelihood still grows, the path goes on
+
+
+def test_scores_are_those_of_scikit_learn(data):
+    """Accuracy under the training prior pi, mean class accuracy under the uniform one, macro F1 under pi^0.5."""
+    labels, logits = torch.from_numpy(data[1]), 2 * torch.randn(99, 4, generator=torch.Generator().manual_seed(0))
+    scores, prior = exact_head.score_logits(build_head("ce", data[1]), logits, labels), torch.tensor(COUNTS) / 99
+    decided = {t: (logits - (1 - t) * prior.log()).argmax(1) for t in (0, 0.5, 1)}
+    assert scores["accuracy"] == pytest.approx(accuracy_score(labels, decided[1]))
+    assert scores["mean_class_accuracy"] == pytest.approx(balanced_accuracy_score(labels, decided[0]))
+    assert scores["macro_f1"] == pytest.approx(f1_score(labels, decided[0.5], average="macro"))
+    assert scores["nll"] == pytest.approx(log_loss(labels, logits.double().softmax(1)), rel=1e-5)
+    rows = torch.from_numpy(several_labels(data[1]))
+    scores = exact_head.score_logits(build_head("bce", rows.numpy()), logits, rows)
+    assert scores["macro_f1"] == pytest.approx(f1_score(rows, logits > 0, average="macro"))
+    assert scores["nll"] == pytest.approx(
+        sum(log_loss(rows[:, c], logits[:, c].sigmoid()) for c in range(4)), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_a_label_that_does_not_vary_outside_of_a_fold_gets_its_prior_there(data, label):
+    fold, labels = np.arange(99) % 5, several_labels(data[1])
+    labels[:, 1] = np.where(fold == 0, 1 - label, label)
+    head = fit_exact_head(data[0], labels, loss="bce", folds=fold)
+    found = head.out_of_fold[torch.from_numpy(fold == 0), 1].sigmoid()
+    torch.testing.assert_close(found, torch.full_like(found, labels[:, 1].mean()))
 
 
 def test_several_labels(data):
@@ -203,7 +249,7 @@ def test_several_labels(data):
     assert head.out_of_fold.shape == (99, 4) and not head.unseen.any()
     prior = labels.mean(0)
     chance = -(labels * np.log(prior) + (1 - labels) * np.log1p(-prior)).sum(1).mean()
-    assert min(row["nll"] for row in head.path) < chance
+    assert 0.5 * chance < min(row["nll"] for row in head.path) < chance
     assert head.strength == min(head.path, key=lambda row: row["nll"])["strength"]
 
 
@@ -234,19 +280,24 @@ def test_an_interrupted_path_continues_to_the_same_bits(data, tmp_path, done):
     assert again == []  # the whole path is there
 
 
-def test_the_state_of_another_problem_or_a_damaged_one_is_not_taken(data, tmp_path):
+@pytest.mark.parametrize("change", ["nothing", "loss", "fold", "features", "labels", "strengths", "damage"])
+def test_only_the_whole_state_of_the_same_problem_is_taken(data, tmp_path, change):
     features, labels = data
-    fit_exact_head(features, labels, loss="bal_ce", cache=tmp_path)
-    other = features + np.float32(0.5) * (np.arange(99) == 0)[:, None]
-    for change in ({"loss": "ce"}, {"loss": "bal_ce", "seed": 1}, {"loss": "bal_ce", "features": other}):
-        rows = []
-        fit_exact_head(**{"features": features, "labels": labels} | change, cache=tmp_path, callback=rows.append)
-        assert rows
-    (state,) = tmp_path.iterdir()
-    state.write_bytes(state.read_bytes()[:100])
+    problem = {"features": features, "labels": labels, "loss": "bal_ce", "folds": np.arange(99) % 5}
+    fit_exact_head(**problem, cache=tmp_path)
+    changes = {
+        "loss": {"loss": "ce"},
+        "fold": {"folds": np.arange(99)[::-1] % 5},
+        "features": {"features": features + np.float32(0.5) * (np.arange(99) == 0)[:, None]},
+        "labels": {"labels": np.roll(labels, 1)},  # as many of each class
+        "strengths": {"strengths": [1.0, 0.1]},
+    }
+    if change == "damage":
+        (state,) = tmp_path.iterdir()
+        state.write_bytes(state.read_bytes()[:100])
     rows = []
-    fit_exact_head(features, labels, loss="ce", cache=tmp_path, callback=rows.append)
-    assert rows
+    fit_exact_head(**problem | changes.get(change, {}), cache=tmp_path, callback=rows.append)
+    assert bool(rows) == (change != "nothing")
 
 
 def test_features_in_a_file_are_read_in_blocks_to_the_same_head(data, tmp_path, monkeypatch):
