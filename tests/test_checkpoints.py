@@ -16,6 +16,7 @@ from livt_hf.training.checkpoints import (
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
+    save_final,
 )
 
 
@@ -205,3 +206,26 @@ def test_every_file_of_a_checkpoint_is_accounted_for(trained):
     listed = json.loads((folder / "state.json").read_text())["files"]
     assert listed.keys() == {path.name for path in folder.iterdir()} - {"state.json"}
     assert {"model.safetensors", "optimizer.bin"} <= listed.keys()
+
+
+def test_a_final_model_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    """`livt train` may keep the model that it is to write again."""
+
+    class Part:
+        def __init__(self, text, fails=False):
+            self.text, self.fails = text, fails
+
+        def save_pretrained(self, folder):
+            folder.mkdir(exist_ok=True)
+            (folder / "model.safetensors").write_text(self.text)
+            if self.fails:
+                raise OSError("disk full")
+
+    save_final(tmp_path, Part("first"))
+    (tmp_path / ".writing-model").mkdir()  # of a kill
+    (tmp_path / ".writing-model" / "model.safetensors").write_text("sec")
+    with pytest.raises(OSError, match="full"):
+        save_final(tmp_path, Part("second", fails=True))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "first")]
+    save_final(tmp_path, Part("second"))
+    assert (tmp_path / "model.safetensors").read_text() == "second"

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
+from transformers.utils import PushToHubMixin
 
 from livt_hf.errors import LiVTError
 from livt_hf.files import flush, read_record, replacing
@@ -134,6 +135,19 @@ def explain_save_errors(what: str, run: Run) -> Iterator[None]:
         left = list_checkpoints(run)
         kept = f"the last checkpoint, {left[-1]}, is intact" if left else "there is no checkpoint yet"
         raise CheckpointError(f"could not save {what}: {format_error(error)}; {kept}.") from error
+
+
+def save_final(folder: Path, *parts: PushToHubMixin) -> None:
+    """Save a model and its image processor to a folder; a kill leaves each file as it was before or as it will be."""
+    writing = folder / ".writing-model"
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        for part in parts:
+            part.save_pretrained(writing)
+        for file in writing.iterdir():
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
 
 
 def load_weights(module: nn.Module, path: Path) -> None:

@@ -34,6 +34,7 @@ from livt_hf.training.checkpoints import (
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
+    save_final,
 )
 from livt_hf.training.device import LONG_TIMEOUT, StopOnSignal, check_distribution, check_processes, choose_precision
 from livt_hf.training.optim import make_optimizer, scale_lr, set_lr, warmup_cosine
@@ -429,8 +430,7 @@ def finish_run(loop: TrainingLoop, model: PreTrainedModel, processor: BaseImageP
     accelerator = loop.accelerator
     if accelerator.is_main_process:
         with explain_save_errors("the final model", loop.run):
-            model.save_pretrained(loop.run.folder)
-            processor.save_pretrained(loop.run.folder)
+            save_final(loop.run.folder, model, processor)
             loop.run.write_results(results)
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
