@@ -1,5 +1,6 @@
 """The loop: rates, averages, what it writes, when it stops."""
 
+import contextlib
 import datetime
 import json
 import math
@@ -29,6 +30,7 @@ from livt_hf.threads import available_cores
 from livt_hf.training.checkpoints import CheckpointError, list_checkpoints
 from livt_hf.training.device import StopOnSignal, check_distribution, choose_precision
 from livt_hf.training.loop import TrainingLoop, TrainingTask, make_accelerator, open_run
+from livt_hf.training.optim import warmup_cosine
 
 PER_EPOCH = 4
 
@@ -229,6 +231,32 @@ def test_max_steps_shortens_the_schedule(tmp_path):
     rates = [line["lr"] for line in log_of(loop)]
     assert rates[:3] == pytest.approx([0, 0.1 / 3, 0.2 / 3])  # half of what is left to warm up
     assert rates[3] == pytest.approx(0.1) and rates[5] < 0.04
+
+
+@pytest.mark.parametrize("total", [3, 5, 20])  # instead of twelve updates
+def test_a_schedule_that_is_fitted_on_the_way_is_saved_at_once_and_resumed(tmp_path, total):
+    def after_three(loop):
+        return total if loop.progress.update == 3 else None
+
+    whole = make_loop(settings(tmp_path / "whole"))
+    whole.fit(refit=after_three)
+    rates = [line["lr"] for line in log_of(whole)]
+    planned, fitted = ([warmup_cosine(update, 4, end, 0.1, 0.01) for update in range(end)] for end in (12, total))
+    assert rates == pytest.approx(planned[:3] + fitted[3:])
+
+    def dying(model, batch, step):
+        if step.update == 3:
+            raise KeyboardInterrupt
+        return squared_error(model, batch, step)
+
+    loop = make_loop(settings(tmp_path / "run"), dying)
+    with contextlib.nullcontext() if total == 3 else pytest.raises(KeyboardInterrupt):
+        loop.fit(refit=after_three)
+    assert [path.name for path in list_checkpoints(loop.run)] == ["step-3"]
+    loop = resumed(settings(tmp_path / "run"))
+    loop.fit(refit=lambda _: None)
+    assert torch.equal(loop.bare_model.linear.weight, whole.bare_model.linear.weight)
+    assert [line["lr"] for line in log_of(loop)] == rates
 
 
 def test_evaluations_follow_whole_epochs_and_the_end(tmp_path):
