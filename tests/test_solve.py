@@ -1,6 +1,8 @@
 """`--tune head` with a convex loss: solved, calibrated out of fold, with a deployment prior for an objective."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +12,13 @@ from test_tuning import pictures, resnet, trained  # noqa: F401
 from transformers import AutoModelForImageClassification
 
 from livt_hf.classifiers import load_model
+from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.predictions import Predictions, decide
 from livt_hf.predictions.rules import TEST_PRIOR
 from livt_hf.recipes.calibrate import main as calibrate
 from livt_hf.runs import Run
+from livt_hf.training import solve
+from livt_hf.training.exact_head import ExactHead
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +88,35 @@ def test_a_loss_that_is_not_convex_keeps_the_loop(pictures, tmp_path):  # noqa: 
     assert run.results.head is None and run.results.updates > 0
     run = trained(pictures, resnet(tmp_path / "again"), tmp_path / "loop", "--tune", "head", "--solver", "loop")
     assert run.results.head is None and run.results.updates > 0
+
+
+def fit(folder: Path, features: np.ndarray, labels: np.ndarray, groups=None, held_out=None) -> ExactHead:
+    """The head that is solved on features (views, images, D)."""
+    run = SimpleNamespace(checkpoints=folder / "checkpoints")
+    loop = SimpleNamespace(run=run, optimization=SimpleNamespace(seed=0))
+    loader = SimpleNamespace(features=features, num_images=features.shape[1])
+    config = LongTailConfig(loss="bal_ce", class_counts=np.bincount(labels).tolist())
+    return solve._fit(config, loader, labels, groups, held_out, loop, lambda _: None)
+
+
+def test_views_of_an_image_and_images_of_a_group_stay_in_one_fold(tmp_path):
+    labels, groups = np.repeat([0, 1, 2], [30, 20, 1]), np.arange(51) // 2
+    features = np.random.default_rng(0).normal(size=(3, 51, 4)).astype(np.float32) + np.eye(4)[labels][None]
+    for name, groups_of_images in (("alone", None), ("groups", groups)):
+        head = fit(tmp_path / name, features, labels, groups_of_images)
+        fold = head.fold.reshape(3, 51)
+        assert (fold == fold[0]).all() and len(set(fold[0])) == 5
+        assert head.unseen.tolist() == [label == 2 for label in labels]
+    assert (fold[0][:-1:2] == fold[0][1::2]).all()
+
+
+def test_held_out_images_are_the_first_fold_and_groups_of_the_rest_stay_together(tmp_path):
+    labels, groups = np.repeat([0, 1], [40, 20]), np.arange(60) // 2
+    features = np.random.default_rng(0).normal(size=(1, 60, 4)).astype(np.float32)
+    held_out = groups % 7 == 3
+    head = fit(tmp_path, features, labels, groups, held_out)
+    assert ((head.fold == 0) == held_out).all() and set(head.fold) == {0, 1, 2, 3, 4}
+    assert (head.fold[::2] == head.fold[1::2]).all()
 
 
 def test_two_processes_solve_the_same_head(pictures, tmp_path):  # noqa: F811
