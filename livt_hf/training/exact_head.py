@@ -151,7 +151,8 @@ def assign_folds(labels: np.ndarray, folds: int, groups: np.ndarray | None = Non
     units = len(labels) if groups is None else len(np.unique(groups))
     folds = min(folds, int(counts.max()), units)
     if folds < 2:
-        raise LiVTError("cross-validation needs two groups and two images of some class.", "folds")
+        message = "cross-validation needs two groups, and two images of some class; add images, or leave groups out."
+        raise LiVTError(message, "folds")
     kind = StratifiedKFold if groups is None else StratifiedGroupKFold
     fold = np.full(len(labels), -1)
     with warnings.catch_warnings():
