@@ -163,6 +163,13 @@ def test_batch_statistics_of_the_average_are_those_of_the_epoch_s_training_batch
     assert any(torch.equal(value, norm.running_mean) for value in saved.values())
 
 
+def test_an_average_keeps_batch_statistics_that_training_leaves_alone(tmp_path):
+    loop = make_loop(settings(tmp_path / "run", ema_decay=0.5), module=NormalisedLine)
+    loop.task.begin_epoch = lambda module, *_: module.norm.eval()  # as with LoRA
+    loop.fit()
+    assert not loop.final_model.norm.running_mean.any() and (loop.final_model.norm.running_var == 1).all()
+
+
 @pytest.mark.parametrize("last", [2, 4, 7, 9, 11])
 def test_a_resumed_average_has_the_same_batch_statistics(tmp_path, last):
     whole = make_loop(settings(tmp_path / "whole", ema_decay=0.5, save_steps=3), module=NormalisedLine)
@@ -238,8 +245,9 @@ def test_a_schedule_that_is_fitted_on_the_way_is_saved_at_once_and_resumed(tmp_p
     def after_three(loop):
         return total if loop.progress.update == 3 else None
 
-    whole = make_loop(settings(tmp_path / "whole"))
-    whole.fit(refit=after_three)
+    whole, evaluated = make_loop(settings(tmp_path / "whole")), []
+    whole.fit(lambda loop, _: evaluated.append(loop.progress.update), after_three)
+    assert evaluated == [*range(4, total, 4), total]
     rates = [line["lr"] for line in log_of(whole)]
     planned, fitted = ([warmup_cosine(update, 4, end, 0.1, 0.01) for update in range(end)] for end in (12, total))
     assert rates == pytest.approx(planned[:3] + fitted[3:])

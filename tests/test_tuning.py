@@ -369,11 +369,12 @@ def test_a_head_goes_on_from_a_trained_one_with_the_answers_that_it_gave(frozen)
 
 @pytest.mark.parametrize("backbone", [dinov2, resnet], ids=["linear layers", "convolutions of single pixels"])
 def test_lora_trains_few_parameters_and_merges_to_the_same_logits_in_the_stock_class(tmp_path, backbone):
-    pytest.importorskip("peft")
+    lora = pytest.importorskip("peft.tuners.lora")
     model = AutoModelForImageClassification.from_pretrained(backbone(tmp_path / "backbone"))
     model = balance(model, class_counts=[5, 3, 2])
     names = set(model.state_dict())
     add_lora(model, rank=2)
+    assert {layer.scaling["default"] for layer in model.modules() if isinstance(layer, lora.LoraLayer)} == {2.0}
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any("lora_" in name for name in trainable)
     assert all("lora_" in name or name.startswith("classifier") for name in trainable)
