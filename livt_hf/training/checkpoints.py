@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
-from transformers.utils import PushToHubMixin
+from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.errors import LiVTError
 from livt_hf.files import flush, read_record, replacing
@@ -137,7 +137,7 @@ def explain_save_errors(what: str, run: Run) -> Iterator[None]:
         raise CheckpointError(f"could not save {what}: {format_error(error)}; {kept}.") from error
 
 
-def save_final(folder: Path, *parts: PushToHubMixin) -> None:
+def save_final(folder: Path, *parts: PreTrainedModel | BaseImageProcessor) -> None:
     """Save a model and its image processor to a folder; a kill leaves each file as it was before or as it will be."""
     writing = folder / ".writing-model"
     shutil.rmtree(writing, ignore_errors=True)
