@@ -16,10 +16,12 @@ def format_percent(fraction: float | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a time: 1.4 is "1 second", 7.4 is "7 seconds", 200 is "3.3 minutes"."""
+    """Format a time: 1.4 is "1 second", 7.4 is "7 seconds", 200 is "3.3 minutes", 9000 is "2.5 hours"."""
     if seconds < 1.5:
         return "1 second"
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
+    if seconds < 7200:
+        return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 def format_count(count: int | None) -> str:

@@ -53,7 +53,7 @@ from livt_hf.recipes.eval import format_summary as format_evaluation
 from livt_hf.recipes.train import stage_options
 from livt_hf.reports.report import write_report
 from livt_hf.results import provenance
-from livt_hf.runs import PLAN, Run, claim_file, next_run, runs_folder
+from livt_hf.runs import PLAN, Run, check_same_images, claim_file, next_run, runs_folder
 from livt_hf.text import format_duration, format_percent
 from livt_hf.training import autotune, recipe
 from livt_hf.training.anytime import (
@@ -274,8 +274,11 @@ def _write(accelerator: Accelerator, path: Path, values: Any) -> None:
 def solve_first_head(session: Session, settings: FinetuneSettings, run: Run) -> dict:
     """Solve the head on all training images and save its model; return what is known of it, as in head.json."""
     accelerator, path = session.accelerator, run.checkpoints / HEAD
+    images = digest_of(session.whole["train"])
     if path.exists():
-        return read_values(path)
+        head = read_values(path)
+        check_same_images(run, head["images"], images)
+        return head
     began = session.clock()
     model, processor = session.build(settings, session.whole)
     loop = session.build_loop(settings, model, processor, session.whole, run)
@@ -295,7 +298,8 @@ def solve_first_head(session: Session, settings: FinetuneSettings, run: Run) -> 
         if "validation" in session.split:
             logits = load_file(run.checkpoints / HELD_OUT_HEAD)["logits"]
             scores = score_held_out(model.head.cpu(), logits, session.held_out_labels)
-        write_values(path, {"solution": solution, "seconds": session.clock() - began, "scores": scores})
+        head = {"solution": solution, "seconds": session.clock() - began, "scores": scores, "images": images}
+        write_values(path, head)
     accelerator.wait_for_everyone()
     return read_values(path)
 
@@ -397,12 +401,12 @@ def _describe_plan(session: Session, rates: Rates, size: int) -> str:
     def epochs(seconds: float) -> float:
         counts = len(session.split["train"]), held_out, session.num_statistics
         plan = plan_tuning(seconds - features, rates, *counts)
-        return plan.updates * recipe.choose_batch_size(num_images) / num_images
+        return plan.updates * recipe.choose_batch_size(counts[0]) / counts[0]
 
     first = f"{session.settings.pretrained}: the features of {num_images:,} images at {size} pixels take about "
     lines = [f"{first}{format_duration(features)}, then its classifier is solved exactly."]
     if features > 3600 * hours > 0:
-        lines[0] += f" That is longer than {hours:g} hours; a smaller backbone or fewer images fit."
+        lines[0] += f" That is longer than {format_duration(3600 * hours)}; a smaller backbone or fewer images fit."
     now, more = epochs(3600 * hours), epochs(2 * 3600 * hours)
     if held_out == 0:
         lines.append(
@@ -410,10 +414,10 @@ def _describe_plan(session: Session, rates: Rates, size: int) -> str:
         )
     elif now == 0:
         enough = features + held_out * rates.feature + num_images * rates.step
-        lines.append(f"That leaves no time for the whole network; an epoch of it fits into {enough / 3600:.2g} hours.")
+        lines.append(f"That leaves no time for the whole network; an epoch of it fits into {format_duration(enough)}.")
     else:
         lines.append(
-            f"From there the whole network is trained for the time left, about {now:.1f} epochs; twice the hours hold "
+            f"From there the whole network is trained for the time left, about {now:.1f} epochs; twice the time holds "
             f"about {more:.1f}."
         )
         lines += filter(None, [autotune.describe_few_epochs(now, hours)])
@@ -471,6 +475,7 @@ def write_run_report(session: Session, run: Run) -> Path:
     named = {"model": str(run.folder), "dataset": session.settings.data.dataset, "split": "test"}
     named |= {"thresholds": THRESHOLDS} | provenance()
     with replacing(folder) as writing:
+        shutil.rmtree(writing, ignore_errors=True)  # of a report that was cut off
         writing.mkdir(parents=True)
         shutil.copytree(run.folder / FOLDER, writing / FOLDER)
         evaluator = Evaluator(open_source(writing / FOLDER), counts)

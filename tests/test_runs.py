@@ -130,4 +130,4 @@ def test_cores_are_those_of_the_process_where_the_system_tells_and_of_the_machin
 def test_a_short_time_is_told_in_seconds():
     assert format_duration(0.3) == format_duration(1.4) == "1 second"
     assert format_duration(7.4) == "7 seconds"
-    assert format_duration(200) == "3.3 minutes"
+    assert format_duration(200) == "3.3 minutes" and format_duration(9000) == "2.5 hours"

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.precision import GAIN, has_cpu_bf16, is_large_enough
 from livt_hf.randomness import preserve_rng_state
+from livt_hf.text import format_duration
 from livt_hf.training.device import set_precision
 from livt_hf.training.loop import TrainingLoop, TrainingTask
 from livt_hf.training.spec import CheckpointSpec, OptimizationSpec
@@ -68,7 +69,8 @@ def describe_few_epochs(epochs: float | None, hours: float | None) -> str:
     """Return a warning about hours that hold about one epoch; empty for more, or for none."""
     if not epochs or hours is None or epochs >= FEW_EPOCHS:
         return ""
-    return f"Warning: {hours:g} hours hold about one epoch of the network ({epochs:.1f}), which is short; allow more."
+    time = format_duration(3600 * hours)
+    return f"Warning: {time} hold about one epoch of the network ({epochs:.1f}), which is short; allow more."
 
 
 def compile_pays(seconds: float, device: str) -> bool:
@@ -186,8 +188,9 @@ class ScratchPlan:
         small, passes = self.model == SMALL_PATCHES, f"{self.passes(self.model):,.0f}"
         unmixed = f"which wants {MIXUP_EPOCHS} epochs" if self.soft_labels else "for the loss wants hard labels"
         return (
-            f"From scratch: {size} at {pixels} pixels with patches of {patch}. {hours:g} hours would show it each of "
-            f"the {self.num_images:,} images about {passes} times; {required_passes(self.model)} are wanted.\n"
+            f"From scratch: {size} at {pixels} pixels with patches of {patch}. {format_duration(3600 * hours)} "
+            f"would show it each of the {self.num_images:,} images about {passes} times; "
+            f"{required_passes(self.model)} are wanted.\n"
             f"  {self.share:.0%} of the time goes to masked pretraining, {self.batch_size} images per update; the "
             f"rest to balanced fine-tuning, {self.second_batch_size} images per update, "
             + ("by half of their patches, " if size == "micro" else "")
