@@ -22,6 +22,11 @@ MAX_JSON, MAX_YAML, MAX_EXPANDED = 2**27, 2**22, 2**24
 Hints = Mapping[str, Any]  # types of values, by name
 
 
+def is_hidden(name: str) -> bool:
+    """Return True for files and folders that are not meant to be seen: .DS_Store, ._bird.jpg, __MACOSX."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
     """Read a JSON file (.json) or a YAML file (any other)."""
     kind = "JSON" if path.suffix == ".json" else "YAML"

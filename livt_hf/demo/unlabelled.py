@@ -11,10 +11,10 @@ from torch import Tensor
 
 from livt_hf.classifiers import get_head
 from livt_hf.data.decoding import image_suffixes
-from livt_hf.data.readers.folder import is_hidden
 from livt_hf.demo.classes import ROWS
 from livt_hf.demo.serving import ServedClassifier
 from livt_hf.errors import LiVTError
+from livt_hf.files import is_hidden
 from livt_hf.long_tail.label_shift import estimate_prior
 from livt_hf.predictions.record import Predictions
 

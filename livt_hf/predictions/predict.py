@@ -23,8 +23,8 @@ from transformers.image_processing_backends import TorchvisionBackend
 from livt_hf.classifiers import choose_device, class_names, load_classifier, load_processor
 from livt_hf.data.decoding import BrokenImageError, image_suffixes, read_image
 from livt_hf.data.labels import BOX, image_paths, labels_of, select_rows
-from livt_hf.data.readers.folder import is_hidden
 from livt_hf.errors import LiVTError
+from livt_hf.files import is_hidden
 from livt_hf.precision import AUTO, FLOAT32, TRIAL_IMAGES, autocast, resolve_precision
 from livt_hf.predictions.record import (
     LABEL,

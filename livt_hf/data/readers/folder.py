@@ -14,14 +14,10 @@ from livt_hf.data.labels import normalize_name
 from livt_hf.data.readers.image_table import ImageTable, tables_of_files
 from livt_hf.data.readers.split_names import SPLIT_OF_WORD, check_not_empty, match_split_folders
 from livt_hf.errors import LiVTError
+from livt_hf.files import is_hidden
 from livt_hf.runs import is_in_runs_folder
 
 logger = logging.getLogger(__name__)
-
-
-def is_hidden(name: str) -> bool:
-    """Return True for files and folders that are not meant to be seen: .DS_Store, ._bird.jpg, __MACOSX."""
-    return name.startswith(".") or name == "__MACOSX"
 
 
 @dataclass(frozen=True)
