@@ -18,7 +18,6 @@ from datasets import DatasetDict
 
 from livt_hf.cli.console import format_next_command, run_command
 from livt_hf.cli.copies import warn_about_copies
-from livt_hf.cli.inherit import find_pretraining
 from livt_hf.cli.options import Argv
 from livt_hf.cli.publish import check_publishing, publish_run
 from livt_hf.cli.resume import ResolvedTraining, fit_batch_size, resolve_training, start_run
@@ -134,7 +133,6 @@ def main(argv: Argv | ResolvedTraining = None) -> None:
     """Fine-tune one classifier, or one for each fold."""
     began = autotune.clock()
     settings, resumed = resolve_training(FinetuneSettings, argv)
-    settings = keep_all_images(settings.replace(pretrained=find_pretraining(settings)))
     check_publishing(settings)
     if settings.folds is not None:
         from livt_hf.recipes.cross_validate import cross_validate  # which calls `finetune` for each fold
@@ -167,14 +165,6 @@ def format_summary(settings: FinetuneSettings, run: Run) -> str:
         + f"  checkpoint: {run.folder}"
         + format_next_command("Next, look closer", "eval", run.folder)
     )
-
-
-def keep_all_images(settings: FinetuneSettings) -> FinetuneSettings:
-    """Hold nothing out by default where the head is solved exactly, which calibrates on out-of-fold logits."""
-    solvable = is_solvable(settings.model, settings.optimization, settings.loss)
-    if solvable and settings.data.validation_fraction is None:
-        return settings.replace(validation_fraction=0.0)
-    return settings
 
 
 if __name__ == "__main__":

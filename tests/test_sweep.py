@@ -15,8 +15,8 @@ import pytest
 from matplotlib.axes import Axes
 from recipe_runs import RECIPES, TINY, flat, make_pictures
 
-from livt_hf.cli.inherit import inherit_from_checkpoint
 from livt_hf.cli.options import write_config
+from livt_hf.cli.resume import resolve_training
 from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.errors import Interrupted, LiVTError
@@ -219,10 +219,7 @@ class Runs:
             output.write("error: what was wrong\n")
             return SimpleNamespace(wait=lambda: 1)
         finetune = stage == "finetune"
-        cls, inherit = (
-            (FinetuneSettings, inherit_from_checkpoint) if finetune else (PretrainSettings, lambda asked: {})
-        )
-        settings = cls.parse(words, CONFIGS, inherit)
+        settings, _ = resolve_training(FinetuneSettings if finetune else PretrainSettings, words)
         arguments = flat(settings)
         folder.mkdir()
         write_config(settings, folder / "arguments.yaml")

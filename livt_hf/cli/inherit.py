@@ -181,7 +181,6 @@ def find_pretraining(settings: Any) -> str:
     A pretraining of another split may have seen what is now the test set, and so may one of a stream.
     """
     from livt_hf.cli.training_settings import PretrainSettings
-    from livt_hf.data.readers.source import read_source  # imports `datasets`
 
     if settings.model.pretrained is not None:
         return settings.model.pretrained
@@ -195,6 +194,8 @@ def find_pretraining(settings: Any) -> str:
     wanted = ", ".join(f"{name} {value}" for name, value in (chosen | {"model_size": size}).items())
     other = newest_finished(PretrainSettings, streaming=False, **same)
     if other is None and not Path(settings.data.dataset).exists() and settings.data.dataset not in BENCHMARKS:
+        from livt_hf.data.readers.source import read_source  # imports `datasets`
+
         read_source(settings.data, {}, streaming=True)  # raises an error for a dataset that does not exist
     way_out = WITHOUT_PRETRAINING
     if other is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from livt_hf.cli.inherit import INHERIT, inherit_plugin, settings_from_run
+from livt_hf.cli.inherit import INHERIT, find_pretraining, inherit_plugin, settings_from_run
 from livt_hf.cli.options import CONFIGS, Argv, parse_words
 from livt_hf.cli.training_settings import STAGES, FinetuneSettings, TrainingSettings, check_hours
 from livt_hf.errors import LiVTError
@@ -73,6 +73,10 @@ def resolve_training(
     if run is not None:
         check_resumable(run, settings)
         settings = keep_automatic_options(settings, run)
+    if isinstance(settings, FinetuneSettings):
+        settings = settings.replace(pretrained=find_pretraining(settings))
+        if holds_nothing_out(settings):
+            settings = settings.replace(validation_fraction=0.0)
     if settings.hub.push_to_hub and not settings.hub.hub_model_id:
         raise LiVTError("push_to_hub needs hub_model_id organisation/name.", argument="hub_model_id")
     return settings, run
@@ -90,6 +94,13 @@ def warn_about_ignored_options(settings: TrainingSettings, explicit: Mapping[str
             ", ".join(named),
             settings.loss.loss,
         )
+
+
+def holds_nothing_out(settings: TrainingSettings) -> bool:
+    """Return True if by default no image is held out: an exact solution calibrates on out-of-fold logits."""
+    if not isinstance(settings, FinetuneSettings) or settings.data.validation_fraction is not None:
+        return False
+    return is_solvable(settings.model, settings.optimization, settings.loss)
 
 
 def fit_batch_size(settings: Any, num_images: int) -> Any:
@@ -179,7 +190,7 @@ def automatic_options(settings: TrainingSettings) -> list[str]:
     limited = optimization.hours is not None or optimization.max_steps is not None
     automatic = [name for name in ("compile", "mixed_precision") if getattr(optimization, name) == "auto"]
     automatic += [name for name in ("framing", "precision") if getattr(settings.model, name, None) == "auto"]
-    return ["epochs"] * limited + automatic
+    return ["epochs"] * limited + ["validation_fraction"] * holds_nothing_out(settings) + automatic
 
 
 def keep_automatic_options(settings: Any, run: Run) -> Any:
