@@ -18,9 +18,10 @@ from datasets import DatasetDict
 
 from livt_hf.cli.console import format_next_command, run_command
 from livt_hf.cli.copies import warn_about_copies
+from livt_hf.cli.inherit import Resolved
 from livt_hf.cli.options import Argv
 from livt_hf.cli.publish import check_publishing, publish_run
-from livt_hf.cli.resume import ResolvedTraining, fit_batch_size, resolve_training, start_run
+from livt_hf.cli.resume import fit_batch_size, resolve_training, start_run
 from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.data import is_made_split, load_dataset
 from livt_hf.data.labels import digest_of, is_multi_label
@@ -129,7 +130,7 @@ def finetune(
     return run
 
 
-def main(argv: Argv | ResolvedTraining = None) -> None:
+def main(argv: Argv | Resolved = None) -> None:
     """Fine-tune one classifier, or one for each fold."""
     began = autotune.clock()
     settings, resumed = resolve_training(FinetuneSettings, argv)

@@ -12,9 +12,10 @@ import torch
 from accelerate import Accelerator
 
 from livt_hf.cli.console import format_next_command, run_command
+from livt_hf.cli.inherit import Resolved
 from livt_hf.cli.options import Argv
 from livt_hf.cli.publish import check_publishing, publish_run
-from livt_hf.cli.resume import ResolvedTraining, fit_batch_size, resolve_training, start_run
+from livt_hf.cli.resume import fit_batch_size, resolve_training, start_run
 from livt_hf.cli.training_settings import PretrainSettings
 from livt_hf.data import class_counts, eval_loader, eval_processor, load_dataset, normalization
 from livt_hf.data.batches import build_eval_batches
@@ -99,7 +100,7 @@ def pretrain(
     return run
 
 
-def main(argv: Argv | ResolvedTraining = None) -> None:
+def main(argv: Argv | Resolved = None) -> None:
     """Pretrain, print what came out, and publish it if asked to."""
     began = autotune.clock()
     settings, resumed = resolve_training(PretrainSettings, argv)

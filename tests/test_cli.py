@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from livt_hf.cli import main as cli
 from livt_hf.cli.console import EXIT_UNFINISHED
+from livt_hf.cli.inherit import Resolved
 from livt_hf.cli.options import CONFIGS
-from livt_hf.cli.resume import ResolvedTraining
 from livt_hf.cli.training_settings import STAGES, FinetuneSettings, PretrainSettings
 from livt_hf.runs import Run
 
@@ -27,8 +27,8 @@ def livt(*words, **environment) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def resolved(stage: str, words: list[str]) -> ResolvedTraining:
-    return ResolvedTraining(STAGES[stage].parse(words, CONFIGS))
+def resolved(stage: str, words: list[str]) -> Resolved:
+    return Resolved(STAGES[stage].parse(words, CONFIGS))
 
 
 def processes_of(stage: str, words: list[str]) -> int:
@@ -163,7 +163,7 @@ def test_a_process_that_the_system_killed_is_one_sentence(monkeypatch, capsys, l
     monkeypatch.setattr("accelerate.commands.launch.simple_launcher", None)
     monkeypatch.setattr("accelerate.commands.launch.launch_command", killed)
     with pytest.raises(SystemExit) as ended:
-        cli.launch([], "pretrain", [], {})
+        cli.launch([], "pretrain", [], resolved("pretrain", []))
     assert ended.value.code == 128 + 9
     assert capsys.readouterr().err == "error: a process was ended by SIGKILL, by the system if memory ran out.\n"
 

@@ -11,10 +11,16 @@ from datasets import ClassLabel, Dataset, Features
 
 from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
 from livt_hf.cli.console import format_next_command, render_flags
-from livt_hf.cli.inherit import find_pretraining, inherit_from_checkpoint, inherit_from_pretraining
+from livt_hf.cli.inherit import (
+    Resolved,
+    find_pretraining,
+    inherit_from_checkpoint,
+    inherit_from_pretraining,
+    resolve_settings,
+)
 from livt_hf.cli.options import CommandSettings, format_words, parse_words, read_config, write_config
 from livt_hf.cli.publish import check_publishing
-from livt_hf.cli.resume import ResolvedTraining, resolve_training
+from livt_hf.cli.resume import resolve_training
 from livt_hf.cli.settings import (
     COMMANDS,
     CalibrateSettings,
@@ -109,10 +115,13 @@ def test_settings_written_and_read_back_are_the_same(tmp_path):
 
 def test_a_launched_process_reads_the_settings_and_the_run_that_were_resolved(runs):
     run = started("--epochs", "3")
-    resolved = ResolvedTraining(*resolve_training(PretrainSettings, ["--resume", "--save_steps", "7"]))
+    resolved = Resolved(*resolve_training(PretrainSettings, ["--resume", "--save_steps", "7"]))
     resolved.write(runs / "settings.yaml")
-    assert ResolvedTraining.read(runs / "settings.yaml") == resolved
+    assert Resolved.read(runs / "settings.yaml") == resolved
     assert resolve_training(PretrainSettings, resolved) == (resolved.settings, run)
+    evaluation = Resolved(EvalSettings.build(model="m", dataset="birds", test_imbalance="50", prior="uniform"))
+    evaluation.write(runs / "settings.yaml")
+    assert resolve_settings(EvalSettings, Resolved.read(runs / "settings.yaml")) == evaluation.settings
 
 
 def test_a_script_without_arguments_reads_the_command_line_of_its_process(runs, configs, monkeypatch):

@@ -1,13 +1,18 @@
 """What a command takes over from an earlier run: its data, its model size, its plugin."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import yaml
 
 from livt_hf.cli.options import CONFIGS, Argv, CommandSettings
+from livt_hf.cli.settings import settings_class
 from livt_hf.data.benchmarks import BENCHMARKS, locate_dataset
 from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError, did_you_mean
+from livt_hf.files import read_record, replace_text
 from livt_hf.plugins import find_module
 from livt_hf.runs import Run, finished_runs, runs_folder
 from livt_hf.specs import REQUIRED
@@ -18,9 +23,30 @@ WITHOUT_PRETRAINING = (
 )
 
 
-def resolve_settings(cls: type[CommandSettings], argv: Argv = None) -> Any:
+@dataclass(frozen=True)
+class Resolved:
+    """The settings of a launched command with everything merged, and the run that is resumed with them, if any."""
+
+    settings: Any
+    run: Run | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the settings for a launched process."""
+        folder = None if self.run is None else str(self.run.folder)
+        record = {"stage": self.settings.stage, "run": folder, "settings": self.settings.to_dict()}
+        replace_text(path, yaml.safe_dump(record))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the settings in a launched process."""
+        record = read_record(path)
+        settings = settings_class(record["stage"]).resolve(record["settings"])
+        return cls(settings, None if record["run"] is None else Run(Path(record["run"])))
+
+
+def resolve_settings(cls: type[CommandSettings], argv: Argv | Resolved = None) -> Any:
     """Return the settings of a command that does not train: explicit options over those of the run it is about."""
-    return cls.parse(argv, CONFIGS, INHERIT.get(cls.stage))
+    return argv.settings if isinstance(argv, Resolved) else cls.parse(argv, CONFIGS, INHERIT.get(cls.stage))
 
 
 def settings_from_run(cls: type[CommandSettings], run: Run) -> dict[str, Any]:

@@ -58,9 +58,9 @@ def main() -> None:
         sys.exit(answer_without_command(words))
     launcher, command, argv = words[:index], words[index], words[index + 1 :]
     if argv[:1] == [RESOLVED]:
-        from livt_hf.cli.resume import ResolvedTraining
+        from livt_hf.cli.inherit import Resolved
 
-        run_here(command, ResolvedTraining.read(Path(argv[1])))
+        run_here(command, Resolved.read(Path(argv[1])))
         return
     options: Any = parse_words(settings_class(command), argv)  # --help and misspelt options need no torch
     if command in LAUNCHED and "LOCAL_RANK" not in os.environ:  # else it has been launched
@@ -76,11 +76,14 @@ def main() -> None:
 
 
 def resolve(command: str, options: dict) -> Any:
-    """Resolve the settings of a stage, so that errors come before anything is launched."""
-    from livt_hf.cli.resume import ResolvedTraining, resolve_training
+    """Resolve the settings of a launched command, so that errors come before anything is launched."""
+    from livt_hf.cli.inherit import Resolved, resolve_settings
+    from livt_hf.cli.resume import resolve_training
     from livt_hf.cli.training_settings import STAGES
 
-    return ResolvedTraining(*resolve_training(STAGES[command], options)) if command in STAGES else options
+    if command in STAGES:
+        return Resolved(*resolve_training(STAGES[command], options))
+    return Resolved(resolve_settings(settings_class(command), options))
 
 
 def run_here(command: str, options: Any) -> None:
@@ -115,7 +118,6 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str], options: 
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         from livt_hf.cli.console import EXIT_UNFINISHED, exit_as
-        from livt_hf.cli.resume import ResolvedTraining
 
     mpi_launcher = accelerated.simple_launcher
 
@@ -136,7 +138,7 @@ def launch(launcher: Sequence[str], command: str, argv: Sequence[str], options: 
     accelerated.simple_launcher = launch_one
     with tempfile.TemporaryDirectory(prefix="livt-") as folder:
         # Other hosts have other disks.
-        if isinstance(options, ResolvedTraining) and "--mpirun_hostfile" not in launcher:
+        if "--mpirun_hostfile" not in launcher:
             argv = [RESOLVED, str(Path(folder, "settings.yaml"))]
             options.write(Path(argv[1]))
         words = [*launcher, "--module", MODULE, command, *argv]

@@ -11,17 +11,13 @@
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from livt_hf.cli.inherit import INHERIT, find_pretraining, inherit_plugin, settings_from_run
+from livt_hf.cli.inherit import INHERIT, Resolved, find_pretraining, inherit_plugin, settings_from_run
 from livt_hf.cli.options import CONFIGS, Argv, parse_words
-from livt_hf.cli.training_settings import STAGES, FinetuneSettings, TrainingSettings, check_hours
+from livt_hf.cli.training_settings import FinetuneSettings, TrainingSettings, check_hours
 from livt_hf.errors import LiVTError
-from livt_hf.files import read_record, replace_text
 from livt_hf.runs import ARGUMENTS, PLAN, Run, new_run, runs_folder
 from livt_hf.text import shell_line
 from livt_hf.training.spec import is_solvable
@@ -34,32 +30,11 @@ _STEP_OPTIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ResolvedTraining:
-    """The settings of a training with everything merged, and the run that is resumed with them, if any."""
-
-    settings: TrainingSettings
-    run: Run | None = None
-
-    def write(self, path: Path) -> None:
-        """Write the settings for a launched process."""
-        folder = None if self.run is None else str(self.run.folder)
-        record = {"stage": self.settings.stage, "run": folder, "settings": self.settings.to_dict()}
-        replace_text(path, yaml.safe_dump(record))
-
-    @classmethod
-    def read(cls, path: Path) -> "ResolvedTraining":
-        """Read the settings in a launched process."""
-        record = read_record(path)
-        settings = STAGES[record["stage"]].resolve(record["settings"])
-        return cls(settings, None if record["run"] is None else Run(Path(record["run"])))
-
-
 def resolve_training(
-    cls: type[TrainingSettings], argv: Argv | ResolvedTraining = None, configs: Path = CONFIGS
+    cls: type[TrainingSettings], argv: Argv | Resolved = None, configs: Path = CONFIGS
 ) -> tuple[Any, Run | None]:
     """Return the settings of a stage, and the run that is resumed with them, if any."""
-    if isinstance(argv, ResolvedTraining):
+    if isinstance(argv, Resolved):
         return argv.settings, argv.run
     words = argv if isinstance(argv, Mapping) else parse_words(cls, sys.argv[1:] if argv is None else argv)
     explicit = cls.explicit_options(words)
