@@ -16,7 +16,6 @@ from pathlib import Path
 from datasets import Dataset
 
 from livt_hf.cli.console import run_command
-from livt_hf.cli.options import format_words
 from livt_hf.cli.training_settings import CompareSettings, SweepSettings
 from livt_hf.data import load_dataset
 from livt_hf.data.labels import is_multi_label
@@ -29,10 +28,10 @@ from livt_hf.recipes.train import mixing_options, plan_scratch_training
 from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import describe_difference
 from livt_hf.results import Results
-from livt_hf.text import shell_line
 from livt_hf.training.lora import check_lora
 
 LABELS = {"scratch": "from scratch", "head": "frozen, head only", "lora": "LoRA", "full": "all of it"}
+SHARED = ("dataset", "source", "imbalance_factor", "plugin")  # options of both stages that a sweep has too
 
 
 class StrategyPlan(Plan):
@@ -55,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ways = settings.ways or list(LABELS)
     if "lora" in ways and not settings.dry_run:
         check_lora(or_else=" Or compare the others: --ways scratch head full")
-    plan = StrategyPlan(build_sweep(settings), [build_variant(way, settings, train) for way in ways])
+    variants = [build_variant(way, settings, train) for way in ways]
+    plan = StrategyPlan(build_sweep(settings), variants, data_options(settings))
     if settings.dry_run:
         print_commands(plan)
     else:
@@ -64,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_sweep(settings: CompareSettings) -> SweepSettings:
-    """Return the settings of the sweep that a comparison is; both stages see the same images."""
-    values, common = settings.to_dict(), ("dataset", "source", "imbalance_factor", "plugin")
-    finetune = {name: value for name, value in settings.non_defaults("data").items() if name not in common}
+    """Return the settings of the sweep that a comparison is."""
+    values, names = settings.to_dict(), (*SHARED, "pretrained", "seeds", "dry_run")
+    return SweepSettings.build(**{name: values[name] for name in names}, output_dir=str(settings.folder))
+
+
+def data_options(settings: CompareSettings) -> dict[str, dict]:
+    """Return the options of each stage that both see the same images by, beside those that a sweep has."""
+    finetune = {name: value for name, value in settings.non_defaults("data").items() if name not in SHARED}
     pretrain = {name: value for name, value in finetune.items() if name != "validation_fraction"}
-    return SweepSettings.build(
-        **{name: values[name] for name in (*common, "pretrained", "seeds", "dry_run")},
-        pretrain=shell_line(format_words(pretrain)),
-        finetune=shell_line(format_words(finetune)),
-        output_dir=str(settings.folder),
-    )
+    return {"pretrain": pretrain, "finetune": finetune}
 
 
 def build_variant(way: str, settings: CompareSettings, train: Dataset) -> Variant:

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 
 from livt_hf.cli.console import run_command
 from livt_hf.cli.inherit import inherit_from_checkpoint, settings_from_run
-from livt_hf.cli.options import CONFIGS, format_words
+from livt_hf.cli.options import CONFIGS, format_words, parse_words
 from livt_hf.cli.resume import check_same_settings
 from livt_hf.cli.training_settings import STAGES, SweepSettings, TrainingSettings
 from livt_hf.errors import Interrupted, LiVTError
@@ -52,34 +52,42 @@ from livt_hf.threads import available_cores
 
 @dataclass
 class Planned:
-    """A run of a sweep: the options of its command, and the run of the same sweep that it starts from."""
+    """A run of a sweep: the options it names, and the run of the same sweep that it starts from."""
 
     stage: str
-    words: list[str]
+    options: dict[str, Any]
     start: Path | None = None
 
     @property
     def settings(self) -> TrainingSettings:
-        return STAGES[self.stage].parse(self.words, CONFIGS)
+        return STAGES[self.stage].parse(self.options, CONFIGS)
+
+    def words(self, folder: Path, threads: int | None = None, resume: str | None = None) -> list[str]:
+        """Return the words of its command; the number of threads is a default."""
+        options = {"threads": threads} | self.options | {"output_dir": folder, "resume": resume}
+        return [self.stage, *format_words(options)]
 
 
 class Plan:
     """The runs of a sweep by their folders, and which belong to which variant.
 
-    A run is named by what it changes, so equal runs of different sweeps are one.
+    A run is named by what it changes, so equal runs of different sweeps are one. `further` are options of all runs of
+    a stage.
     """
 
-    def __init__(self, settings: SweepSettings, variants: list[Variant]):
+    def __init__(self, settings: SweepSettings, variants: list[Variant], further: dict[str, dict] | None = None):
         self.settings, self.runs = settings, {}
+        self.further = further or {
+            stage: parse_words(cls, shell_words(getattr(settings, stage))) for stage, cls in STAGES.items()
+        }
+        self.explicit = {stage: cls.explicit_options(self.further[stage]) for stage, cls in STAGES.items()}
         seeds = settings.seeds or [0]
         self.runs_of = {variant.label: [self.finetuning(variant, seed) for seed in seeds] for variant in variants}
 
-    def words(self, stage: str, options: dict) -> list[str]:
+    def options(self, stage: str, own: dict) -> dict[str, Any]:
         """Return the options of a run: those of all runs on its dataset, then those of its stage, then its own."""
-        settings = self.settings
-        further = {"pretrain": shell_words(settings.pretrain), "finetune": shell_words(settings.finetune)}
-        explicit = {name: STAGES[name].explicit_options(words) for name, words in further.items()}
-        dataset = options.get("dataset", explicit[stage].get("dataset", settings.dataset))
+        settings, explicit = self.settings, self.explicit
+        dataset = own.get("dataset", explicit[stage].get("dataset", settings.dataset))
         shared = {"dataset": dataset, "plugin": settings.plugin}
         if dataset == settings.dataset:
             shared |= {"source": settings.source, "imbalance_factor": settings.imbalance_factor}
@@ -87,9 +95,10 @@ class Plan:
             shared |= {name: explicit["pretrain"].get(name) for name in ("source", "lists")}
         if settings.model_size is not None:
             of_this_size = CONFIGS / f"{stage}-{dataset}-{settings.model_size}.yaml"
-            exists = of_this_size.exists() and "tune" not in options  # what is tuned has a config of its own
+            exists = of_this_size.exists() and "tune" not in own  # what is tuned has a config of its own
             shared |= {"config": of_this_size if exists else None, "model_size": settings.model_size}
-        return [*format_words(shared), *further[stage], *format_words(options)]
+        layers = shared, self.further[stage], own
+        return {name: value for layer in layers for name, value in layer.items() if value is not None}
 
     def finetuning(self, variant: Variant, seed: int) -> Path:
         """Plan a run of a variant and, before it, what it starts from."""
@@ -101,8 +110,8 @@ class Plan:
             name = [*name, f"config={config.removeprefix('finetune-')}"]
         name = [*name, *self.changes("finetune", variant.finetune, base), f"seed={seed}"]
         folder = self.settings.folder / "bft" / "_".join(name)
-        words = self.words("finetune", base | {"pretrained": start} | variant.finetune | {"seed": seed})
-        self.runs[folder] = Planned("finetune", words, start if isinstance(start, Path) else None)
+        options = self.options("finetune", base | {"pretrained": start} | variant.finetune | {"seed": seed})
+        self.runs[folder] = Planned("finetune", options, start if isinstance(start, Path) else None)
         return folder
 
     def find_start(self, variant: Variant, seed: int) -> tuple[Path | str, list[str]]:
@@ -117,12 +126,12 @@ class Plan:
 
     def pretraining(self, options: dict, seed: int) -> Path:
         folder = self.settings.folder / "mgp" / "_".join([*self.changes("pretrain", options), f"seed={seed}"])
-        self.runs[folder] = Planned("pretrain", self.words("pretrain", options | {"seed": seed}))
+        self.runs[folder] = Planned("pretrain", self.options("pretrain", options | {"seed": seed}))
         return folder
 
     def changes(self, stage: str, options: dict, base: dict | None = None) -> list[str]:
         """Return the options of a run that differ from the settings it would have without them."""
-        without = Planned(stage, self.words(stage, base or {})).settings.to_dict()
+        without = Planned(stage, self.options(stage, base or {})).settings.to_dict()
         return [f"{name}={value}" for name, value in sorted(options.items()) if value != without[name]]
 
     def rounds(self) -> list[list[Path]]:
@@ -190,8 +199,7 @@ def find_sweep(name: str) -> Sweep:
 def print_commands(plan: Plan) -> None:
     """Print the commands of a plan."""
     for folder in itertools.chain(*plan.rounds()):
-        run = plan.runs[folder]
-        print(shell_line(["livt", run.stage, *run.words, "--output_dir", str(folder)]))
+        print(shell_line(["livt", *plan.runs[folder].words(folder)]))
 
 
 def run_plan(plan: Plan) -> None:
@@ -208,8 +216,7 @@ def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
     def run(folder: Path) -> None:
         if failed.is_set():
             return
-        words = [*shell_words(settings.launch), runs[folder].stage, "--threads", str(threads), *runs[folder].words]
-        words += ["--output_dir", str(folder), "--resume", "auto"]
+        words = [*shell_words(settings.launch), *runs[folder].words(folder, threads=threads, resume="auto")]
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_name(f"{folder.name}.out")
         before = log.stat().st_size if log.exists() else 0
@@ -252,7 +259,7 @@ def start_command(words: Sequence[str], output: TextIO) -> subprocess.Popen:
 def resolve_again(planned: Planned, run: Run) -> TrainingSettings:
     """Return the settings that a started run would have now. Few images may have lowered the batch of a config."""
     cls = STAGES[planned.stage]
-    explicit = cls.explicit_options(planned.words)
+    explicit = cls.explicit_options(planned.options)
     settings = cls.resolve(explicit, CONFIGS, inherit_from_start(planned.stage, explicit))
     if settings.to_dict().get("tune") and "batch_size" not in explicit:
         return settings.replace(batch_size=settings_from_run(cls, run)["batch_size"])

@@ -425,7 +425,7 @@ def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_pat
     again = recipe.SweepSettings.parse(shlex.split(printed)[2:])
     assert (again.sweep, again.imbalance_factor, again.finetune) == (
         "tau",
-        "100",
+        100,
         "--epochs 3 --lists FOLDER --base_lr=1e-3",
     )
     printed = recipe.command(recipe.SweepSettings.parse(["losses", "--dataset", "org/name", "--seeds", "0", "1"]))

@@ -190,7 +190,7 @@ class SweepSettings(CommandSettings):
     source: str | None = option(
         None, "local copy of the dataset; of another one: --pretrain '--source F'", is_path=True
     )
-    imbalance_factor: str | None = option(None, "largest class over smallest class")
+    imbalance_factor: float | None = option(None, "largest class over smallest class")
     model_size: str | None = option(None, "preset of every variant; default: that of the checkpoint or of the configs")
     pretrained: str | None = option(
         None, "start every variant from this checkpoint instead of an MGP run", is_path=True
@@ -206,7 +206,8 @@ class SweepSettings(CommandSettings):
     @property
     def name(self) -> str:
         """Return the name of the folder of the runs."""
-        return "-".join(filter(None, (dataset_name(self.dataset), self.model_size, self.imbalance_factor)))
+        factor = self.imbalance_factor and f"{self.imbalance_factor:g}"
+        return "-".join(filter(None, (dataset_name(self.dataset), self.model_size, factor)))
 
     @property
     def folder(self) -> Path:
