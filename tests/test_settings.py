@@ -231,7 +231,7 @@ def test_the_folder_of_a_whole_training_stands_for_its_fine_tuning(command, tmp_
         (PretrainSettings, "--flip=perhaps", "flip", "perhaps"),
         (PretrainSettings, "--rule linear", "rule", "linear"),
         (PretrainSettings, "--max_hours=-1", "max_hours", "-1"),
-        (PretrainSettings, "--max_hours=nan", "max_hours", "nan"),
+        (PretrainSettings, "--max_hours=nan", "max_hours", "at least 0"),
         (FinetuneSettings, "--epochs 0", "epochs", "0"),
         (FinetuneSettings, "--batch_size 0", "batch_size", "0"),
         (FinetuneSettings, "--accumulation 0", "accumulation", "0"),
@@ -255,6 +255,7 @@ def test_the_folder_of_a_whole_training_stands_for_its_fine_tuning(command, tmp_
         (EvalSettings, "--trained_with bce", "trained_with", "bce"),
         (DemoSettings, "a b --report r", "report", "r"),
         (DemoSettings, "--share", "models", "models"),
+        (DemoSettings, "a --port 99999", "port", "65535"),
         (CalibrateSettings, "", "model", "model"),
         (CompareSettings, "birds", "pretrained", "pretrained"),
         (PublishSettings, "run org/name --form timm --space", "form", "timm"),
@@ -268,6 +269,12 @@ def test_a_wrong_value_is_named_with_its_option(cls, words, argument, value):
     assert error.value.argument == argument and value in str(error.value)
 
 
+def test_a_wrong_value_is_named_before_a_pretraining_that_is_missing(runs):
+    with pytest.raises(LiVTError) as error:
+        resolve_training(FinetuneSettings, ["--folds", "1"])
+    assert error.value.argument == "folds"
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -275,6 +282,7 @@ def test_a_wrong_value_is_named_with_its_option(cls, words, argument, value):
         (["--epoch=3"], ["'--epoch'", "--epochs?"]),
         (["--xyzzy", "3"], ["'--xyzzy'", "--help"]),
         (["--loss", "ce"], ["'--loss'"]),  # of the other stage
+        (["glyphs", "fish"], ["unexpected", "'fish'"]),
         (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
     ],
 )

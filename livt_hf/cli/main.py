@@ -104,6 +104,8 @@ def answer_without_command(words: Sequence[str]) -> str | None:
     if "--version" in words:
         print(f"livt_hf {__version__}")
         return None
+    if words[0].startswith("-"):
+        return f"error: there is no command after {words[0]}; see livt --help."
     hint = suggest_name(words[0], COMMANDS, otherwise="see livt --help.")
     return f"error: there is no command {words[0]!r}{hint}"
 

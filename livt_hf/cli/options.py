@@ -67,6 +67,8 @@ class CommandSettings(Spec):
             named = read_config(cls, Path(named["config"]).expanduser()) | named
         named |= {name: expand_user(named[name]) for name in cls.names("is_path") if name in named}
         load_plugin(named.get("plugin"))
+        for name in named.keys() - {"config"}:
+            cls.options()[name].check(named[name])  # before what is wrong with a run that is inherited from
         return named | {name: _resolve_train_folder(named[name]) for name in cls.names("is_model") if name in named}
 
     @classmethod
@@ -100,14 +102,17 @@ def parse_words(cls: type[CommandSettings], words: Sequence[str] | None = None) 
     parsed, unknown = _make_parser(cls).parse_known_intermixed_args(words)
     if unknown:
         word = unknown[0].split("=")[0]
+        if not word.startswith("-"):
+            raise LiVTError(f"unexpected argument {unknown[0]!r}; --help shows the usage.")
         raise LiVTError(f"there is no option {word!r}{suggest_name(word.lstrip('-'), [*options, 'config'], '--')}")
     texts = {name: text for name, text in vars(parsed).items() if text != []}  # a list of positionals without any
     named: dict[str, Any] = {}
     for key, text in texts.items():
         name = key.removeprefix(_AS_OPTION)
         value = _convert(options[name], text) if name in options else text
-        if named.setdefault(name, value) != value:
+        if name in named and named[name] != value:
             raise LiVTError(f"{name} is both {named[name]} and {value}; name it once.", argument=name)
+        named[name] = value
     missing = [name for name in _required(cls) if name not in named]
     if missing and "config" not in named:
         raise LiVTError(f"{cls.stage} needs {' and '.join(missing)}; --help lists the options.", argument=missing[0])

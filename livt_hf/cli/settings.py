@@ -3,7 +3,9 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Le
 
 from livt_hf.cli.options import CommandSettings
 from livt_hf.constants import FEW_BELOW, MANY_ABOVE
@@ -263,7 +265,9 @@ class DemoSettings(CommandSettings):
     report: str | None = option(
         None, "report folder with predictions; default: the newest one in the run's folder", is_path=True
     )
-    port: Positive | None = option(None, "port on this machine; default: the first free one from 7860 on")
+    port: Annotated[int, Ge(1), Le(65535)] | None = option(
+        None, "port on this machine; default: the first free one from 7860 on"
+    )
     share: bool = option(False, "also make a public link, through Gradio's servers")
     browser: bool = option(True, "open the page in the browser")
     device: str | None = option(None, "cuda, mps or cpu; default: the first that is available")
