@@ -117,6 +117,8 @@ class Option(NamedTuple):
         for holds, text, bound in self.bounds:
             if not holds(value, bound):  # written this way so that NaN fails the check
                 raise LiVTError(f"{self.name} is {value}; it must be {text} {bound}.", argument=self.name)
+        if self.kind in (int, float) and not abs(value) < 2**63:  # infinity and NaN too
+            raise LiVTError(f"{self.name} is {value}; it must be less than 2^63.", argument=self.name)
         choices = self.choices
         for one in value if isinstance(value, list) else [value]:
             if choices and isinstance(one, str) and one not in choices:
