@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = Path(settings.model) / "config.json"
     if not config.is_file():
         raise LiVTError(f"{settings.model} is no folder with a config.json to write to; download the model first.")
-    model = load_classifier(settings.model, **settings.foreign.training)
+    model = load_classifier(settings.model, **settings.foreign.to_dict())
     model.to(accelerator.device)
     check_posterior(model)
     if settings.objective is not None and is_multi_label(model):

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         if settings.to == "onnx" and not all(find_module(name) for name in ("onnxruntime", "onnxscript")):
             raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
-        model = load_classifier(settings.source, **settings.foreign.training)
+        model = load_classifier(settings.source, **settings.foreign.to_dict())
         (export if settings.to in EXPORTERS else write_form)(settings, model, load_processor(settings.source))
     print(f"wrote {settings.output}")
 
@@ -101,7 +101,7 @@ def convert_official(settings: ConvertSettings) -> None:
         names = imagenet_names()
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
     if settings.foreign.class_counts is not None:
-        model = balance_by_counts(model, **settings.foreign.training)
+        model = balance_by_counts(model, **settings.foreign.to_dict())
     model.save_pretrained(settings.output)
     eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(settings.output)
     if classes is not None and dataset == "inat18":

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.probe or is_pretraining(settings.model):
         probe(settings, accelerator, folder)
         return
-    model = load_classifier(settings.model, **settings.foreign.training).to(accelerator.device)
+    model = load_classifier(settings.model, **settings.foreign.to_dict()).to(accelerator.device)
     info = PredictionsInfo.from_model(model, settings.model)
     check_options(info, settings, known_counts(model) is not None)
     prior = None if settings.prior is None else load_prior(settings.prior, info)

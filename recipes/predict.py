@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_table_path(settings.output, "output", answers)
     images = list_images(settings)
     given = dict(device=settings.device, precision=settings.precision)
-    predictor = Predictor(settings.model, **given, **settings.foreign.training)
+    predictor = Predictor(settings.model, **given, **settings.foreign.to_dict())
     configure_threads(predictor.device, settings.threads)
     info, rule = predictor.info, predictor.info.default_rule
     thresholds = info.thresholds() if info.multi_label else None

@@ -44,11 +44,6 @@ class ForeignModelSpec(Spec):
                 argument="trained_with",
             )
 
-    @property
-    def training(self) -> dict[str, str | None]:
-        """Return the options as keyword arguments of `load_classifier`."""
-        return self.to_dict()
-
 
 @dataclass(frozen=True)
 class EvalSettings(CommandSettings):
@@ -362,7 +357,7 @@ class ConvertSettings(CommandSettings):
     )
 
     source: str = option(REQUIRED, "a .pth file of the authors, or a run folder or Hub id", is_model=True)
-    output: str = option(REQUIRED, "folder to write")
+    output: str = option(REQUIRED, "folder to write", is_path=True)
     to: Literal["livit", "beit", "timm", "onnx", "torch-export"] = option(
         "livit", "form to write; livit is for the authors' files"
     )
@@ -377,7 +372,7 @@ class ConvertSettings(CommandSettings):
         "imagenet-1k for images of your own",
         choices=lambda: tuple(BENCHMARKS),
     )
-    labels: str | None = option(None, "JSON list with one name per class")
+    labels: str | None = option(None, "JSON list with one name per class", is_path=True)
     keep_class_order: bool = option(False, "leave the heads of iNat18 in the authors' order")
     foreign: ForeignModelSpec = part(ForeignModelSpec)
 
