@@ -28,9 +28,6 @@ from recipe_runs import (
     slow_saving,
 )
 
-from livt_hf.cli.resume import resolve_training
-from livt_hf.cli.training_settings import PretrainSettings
-
 # Twelve updates; checkpoints and lines of the log fall on different ones. Everything that keeps a state is on.
 OPTIONS = {
     "pretrain": "--accumulation 2 --ema_decay 0.5 --base_lr 1e-2 --log_steps 3 --save_steps 2",
@@ -270,9 +267,3 @@ def test_launched_runs_killed_and_interrupted_end_like_one_that_was_not(workplac
         launched.communicate(timeout=120)
         assert launched.returncode == 0
     assert_same_run(folder, uninterrupted[stage])
-
-
-def test_a_stage_that_is_run_as_a_script_reads_its_own_command_line(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["recipes/pretrain.py", "--epochs", "7"])
-    settings, run = resolve_training(PretrainSettings)
-    assert settings.optimization.epochs == 7 and run is None
