@@ -23,7 +23,7 @@ from livt_hf.cli.options import Argv
 from livt_hf.cli.publish import check_publishing, publish_run
 from livt_hf.cli.resume import fit_batch_size, resolve_training, start_run
 from livt_hf.cli.training_settings import FinetuneSettings
-from livt_hf.data import is_made_split, load_dataset
+from livt_hf.data import load_dataset
 from livt_hf.data.labels import digest_of, is_multi_label
 from livt_hf.predictions.calibrate import calibrate_if_possible
 from livt_hf.results import format_rules
@@ -144,7 +144,7 @@ def main(argv: Argv | Resolved = None) -> None:
     with accelerator.main_process_first():
         dataset = load_dataset(settings.data)
     if accelerator.is_main_process:
-        warn_about_copies(dataset, settings.data, is_made_split(dataset, "test"))
+        warn_about_copies(dataset, settings.data)
     run = finetune(settings, dataset, accelerator, resumed, began=began)
     accelerator.end_training()
     if accelerator.is_main_process:

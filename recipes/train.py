@@ -38,7 +38,6 @@ from livt_hf.data.benchmarks import BENCHMARKS
 from livt_hf.data.decoding import sample_image_sizes
 from livt_hf.data.load import ImagePool, check_several_classes, load_pool
 from livt_hf.data.spec import DataSpec
-from livt_hf.data.splitting import is_made_split
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.files import read_record, write_values
 from livt_hf.hub.publication import HUB_ERRORS
@@ -202,7 +201,7 @@ def write_plan(settings: TrainSettings) -> Path:
     """Choose the stages and their options and write them to a new folder; a resumed run does not choose again."""
     data = load_dataset(settings.data)
     check_several_classes(data["train"])
-    warn_about_copies(data, settings.data, is_made_split(data, "test"))
+    warn_about_copies(data, settings.data)
     if settings.hours == 0:
         raise LiVTError("hours is 0, which trains nothing from scratch; allow more, or name a backbone.", "hours")
     reason, stages = plan_scratch(settings, data)

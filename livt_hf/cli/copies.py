@@ -15,6 +15,7 @@ from livt_hf.data.decoding import read_images, warn_about_duplicates
 from livt_hf.data.groups import NEAR_COPIES
 from livt_hf.data.near_copies import Leaks, describe_leaks, find_leaks, pixel_vectors, standardize
 from livt_hf.data.spec import DataSpec
+from livt_hf.data.splitting import is_made_split
 from livt_hf.runs import data_folder
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,14 @@ def draw_pairs(leaks: Leaks, splits: Mapping[str, Dataset], path: Path) -> Path:
     return contact_sheet(pictures, names, path, columns=4)
 
 
-def warn_about_copies(splits: Mapping[str, Dataset], spec: DataSpec, made: bool) -> None:
-    """Warn before a training of images that have copies or near copies on the other side of a split."""
+def warn_about_copies(splits: Mapping[str, Dataset], spec: DataSpec, made: bool | None = None) -> None:
+    """Warn before a training of images that have copies or near copies on the other side of a split.
+
+    `made` says that the dataset did not come with these splits; default: whether its test split was made.
+    """
     if WITHIN_TRAIN not in os.environ:  # `livt train` has said it
         warn_about_duplicates(splits, spec.dataset)
-        warn_about_near_copies(splits, spec, made)
+        warn_about_near_copies(splits, spec, is_made_split(splits, "test") if made is None else made)
 
 
 def warn_about_near_copies(splits: Mapping[str, Dataset], spec: DataSpec, made: bool) -> None:
