@@ -14,8 +14,9 @@ from livt_hf.cli.console import run_command
 from livt_hf.cli.resume import check_same_settings
 from livt_hf.cli.training_settings import PretrainSettings
 from livt_hf.errors import LiVTError
-from livt_hf.results import provenance
-from livt_hf.runs import ARGUMENTS, Run, new_run
+from livt_hf.files import read_log
+from livt_hf.results import Results, provenance
+from livt_hf.runs import ARGUMENTS, Run, finished_runs, new_run
 from livt_hf.text import format_duration
 from livt_hf.threads import available_cores
 
@@ -62,6 +63,24 @@ def test_a_run_that_finds_no_room_to_begin_leaves_its_folder_as_it_was(tmp_path,
     assert list(tmp_path.iterdir()) == []
     Run(tmp_path).begin(PretrainSettings().to_dict())
     assert Run(tmp_path).arguments["dataset"] == "glyphs"
+
+
+def test_finished_runs_are_those_of_a_stage_and_of_whole_trainings_the_newest_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
+    names = "finetune-birds-base/1", "train-birds/1/finetune", "pretrain-birds-base/1", "finetune-fish-base/2"
+    for age, name in enumerate(names):
+        (tmp_path / name).mkdir(parents=True)
+        Run(tmp_path / name).write_results(Results(stage="finetune", dataset="birds"))
+        os.utime(tmp_path / name / "results.json", (100 - age, 100 - age))
+    found = [run.folder.relative_to(tmp_path).as_posix() for run in finished_runs("finetune")]
+    assert found == [names[0], names[1], names[3]]
+
+
+def test_a_log_is_rewound_to_what_a_checkpoint_has_seen(tmp_path):
+    for update in (1, 2, 3, 4):
+        Run(tmp_path).log({"update": update, "loss": 1 / update})
+    Run(tmp_path).rewind_log(2)
+    assert [line["update"] for line in read_log(tmp_path / "log.jsonl")] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -564,6 +564,14 @@ def test_a_pretraining_of_another_size_is_named_where_none_fits(runs):
         find_pretraining(FinetuneSettings.parse(["--dataset", "pictures"]))
 
 
+def test_a_pretraining_on_a_stream_is_not_taken_unasked_it_may_have_seen_the_test_images(runs):
+    finished("--dataset", "glyphs", "--streaming")
+    with pytest.raises(LiVTError, match="no finished pretraining with"):
+        find_pretraining(FinetuneSettings.parse(["--dataset", "glyphs"]))
+    run = finished("--dataset", "glyphs")
+    assert find_pretraining(FinetuneSettings.parse(["--dataset", "glyphs"])) == str(run.folder)
+
+
 @pytest.mark.parametrize(
     "option", ["split_seed 3", "test_fraction 0.5", "label_column coarse", "imbalance_factor 10", "dataset others"]
 )
