@@ -206,7 +206,7 @@ class SweepSettings(CommandSettings):
     @property
     def name(self) -> str:
         """Return the name of the folder of the runs."""
-        factor = self.imbalance_factor and f"{self.imbalance_factor:g}"
+        factor = f"{self.imbalance_factor:g}" if self.imbalance_factor else None
         return "-".join(filter(None, (dataset_name(self.dataset), self.model_size, factor)))
 
     @property
