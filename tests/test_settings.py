@@ -219,6 +219,13 @@ def test_the_folder_of_a_whole_training_stands_for_its_fine_tuning(command, tmp_
     assert given in (str(tmp_path / "finetune"), [str(tmp_path / "finetune"), "other"])
 
 
+def test_a_folder_that_is_a_model_itself_is_not_taken_for_a_whole_training(tmp_path):
+    (tmp_path / "finetune").mkdir()
+    for folder in (tmp_path, tmp_path / "finetune"):
+        (folder / "config.json").write_text("{}")
+    assert EvalSettings.explicit_options([str(tmp_path)]) == {"model": str(tmp_path)}
+
+
 # What raises an error
 
 
