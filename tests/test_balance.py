@@ -442,11 +442,16 @@ def test_embeddings_are_layer_0_block_i_is_layer_i_plus_1_and_the_rest_is_last(f
     assert max(found.values()) == max(depths.values())
 
 
+def test_a_model_of_timm_that_does_not_say_how_it_is_layered_is_counted():
+    found = parameter_depths(timm_wrapped("poolformer_s12")(num_labels=3))  # stages of 2, 2, 6 and 2 blocks
+    depths = {"stem.conv.weight": 0, "stages.0.blocks.1.mlp.fc1.weight": 2, "stages.1.downsample.conv.weight": 3}
+    depths |= {"stages.2.blocks.0.mlp.fc1.weight": 5, "head.fc.weight": 13}
+    assert {name: found[f"timm_model.{name}"] for name in depths} == depths
+
+
 def test_a_model_whose_layers_cannot_be_counted_says_how_to_go_on():
-    model = timm_wrapped("poolformer_s12")(num_labels=3)
-    with pytest.raises(ValueError, match="its layers cannot be counted; pass --layer_decay 1"):
-        layer_decay_groups(balance(model, class_counts=COUNTS), 0.05, 0.5)
-    assert layer_decay_groups(model, 0.05)
+    with pytest.raises(LiVTError, match="Linear has no list of layers, .*; pass --layer_decay 1"):
+        parameter_depths(torch.nn.Linear(2, 2))
 
 
 def test_tokens_positions_norms_and_biases_are_not_decayed_and_matrices_are(family):

@@ -172,7 +172,8 @@ def test_the_settings_of_the_head_cannot_be_changed_behind_its_back():
         settings |= {"tau": 2}
 
     settings = LongTailConfig(class_counts=[3, 1], tau=0.5)
-    for way in (lambda s: s.__setitem__("tau", 2), lambda s: s.update(tau=2), lambda s: s.update({"tau": 2}), change):
+    ways = [lambda s: s.__setitem__("tau", 2), lambda s: s.update(tau=2), lambda s: s.update({"tau": 2}), change]
+    for way in (*ways, lambda s: s.__delitem__("tau"), lambda s: s.setdefault("tau", 2), lambda s: s.clear()):
         with pytest.raises(LiVTError) as error:
             way(settings)
         assert error.value.argument in ("tau", None) and "balance(model, tau=2)" in str(error.value)

@@ -101,13 +101,16 @@ def test_12_bit_images_in_16_bit_files_are_warned_of_once(caplog):
     ]
 
 
-@pytest.mark.parametrize(("highest", "read"), [(0, True), (255, False), (256, True), (65535, True), (65536, False)])
-def test_integers_of_32_bits_are_read_as_16_bits_or_not_at_all(highest, read):
-    data = encoded(Image.fromarray(np.array([[0, highest]], dtype=np.int32)), "TIFF")
+@pytest.mark.parametrize(
+    ("lowest", "highest", "read"),
+    [(0, 0, True), (0, 255, False), (0, 256, True), (0, 65535, True), (0, 65536, False), (-1000, 3000, False)],
+)
+def test_integers_of_32_bits_are_read_as_16_bits_or_not_at_all(lowest, highest, read):
+    data = encoded(Image.fromarray(np.array([[lowest, highest]], dtype=np.int32)), "TIFF")
     if read:
         assert decode_rgb(data).max() == highest // 256
     else:
-        with pytest.raises(BrokenImageError, match=f"32-bit values up to {highest}, whose range is unknown"):
+        with pytest.raises(BrokenImageError, match=f"32-bit values from {lowest} to {highest}, whose range is unknown"):
             read_rgb(data)
 
 

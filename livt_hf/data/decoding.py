@@ -189,8 +189,10 @@ def _from_pillow(image: Image.Image) -> torch.Tensor:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         grey = np.asarray(image)
-        if image.mode == "I" and grey.max() > 0 and not 256 <= grey.max() <= 65535:  # would be black, or white
-            raise LiVTError(f"it holds 32-bit values up to {grey.max()}, whose range is unknown; convert it to 8 bits")
+        low, high = grey.min(), grey.max()
+        if image.mode == "I" and (low < 0 or (high > 0 and not 256 <= high <= 65535)):  # would be black, or white
+            message = f"it holds 32-bit values from {low} to {high}, whose range is unknown; convert it to 8 bits"
+            raise LiVTError(message)
         grey = np.clip(grey, 0, 65535)
         if grey.max() < 4096:
             warn_about_faint_images()

@@ -103,7 +103,8 @@ class LongTailConfig(dict):
             argument=name,
         )
 
-    __setitem__ = __ior__ = update = _reject_change  # not pop, by which transformers drops keys of its own
+    # Not pop, by which transformers drops keys of its own.
+    __setitem__ = __delitem__ = __ior__ = clear = setdefault = update = _reject_change
 
     def __reduce__(self):
         return LongTailConfig.from_dict, (dict(self),)  # dict's own way sets item by item

@@ -106,10 +106,11 @@ def _layers(model: nn.Module) -> list[list[nn.Module]]:
 
     PVT and PoolFormer have the patch embeddings of all stages in a list of their own; those of the first are layer 0.
     """
-    outer: list[nn.ModuleList] = []
-    for module in model.modules():  # a list comes before the lists within it
-        if isinstance(module, nn.ModuleList) and not any(module in list(other.modules()) for other in outer):
-            outer.append(module)
+    outer: list[nn.ModuleList | nn.Sequential] = []
+    for kind in (nn.ModuleList, nn.Sequential):  # MetaFormers of timm have no list
+        for module in model.modules() if not outer else ():  # a list comes before the lists within it
+            if isinstance(module, kind) and not any(module in list(other.modules()) for other in outer):
+                outer.append(module)
     if not outer:
         raise LiVTError(
             f"{type(model).__name__} has no list of layers, so its layers cannot be counted; pass --layer_decay 1."
