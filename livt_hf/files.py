@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,22 @@ def read_values(path: Path, loader: type = yaml.SafeLoader) -> Any:
             text = file.read(limit + 1)
         if len(text) > limit:
             raise ValueError(f"it has more than {limit:,} characters")
-        return json.loads(text) if kind == "JSON" else _load_yaml(loader(text))
+        return json.loads(text, object_pairs_hook=_without_repeats) if kind == "JSON" else _load_yaml(loader(text))
     # A ValueError is also text in another encoding, a date that does not exist and a number of 5,000 digits.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise LiVTError(
             f"{path} is not readable {kind}: {format_error(error)}; correct it or put back a copy."
         ) from error
+
+
+def _without_repeats(pairs: Iterable[tuple[Any, Any]]) -> dict:
+    """Return a dictionary, or raise an error where a name stands twice: the last one would win, silently."""
+    values: dict = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{shorten(name)} stands there twice")
+        values[name] = value
+    return values
 
 
 def _load_yaml(loader: Any) -> Any:
@@ -65,6 +76,8 @@ def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
             is_long = node.tag.endswith(":int") and len(node.value) > 1000  # 1:1:1:... takes the square of its length
             sizes[id(node)] = math.inf if is_long else 1.0 + len(node.value)
         else:
+            if isinstance(node, yaml.MappingNode):
+                _without_repeats((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
             parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
             sizes[id(node)] = 1.0 + sum(_expanded_size(part, sizes) for part in parts)
     return sizes[id(node)]
@@ -140,6 +153,17 @@ def replacing(path: Path) -> Iterator[Path]:
         else:
             writing.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: str | Path, argument: str) -> None:
+    """Raise an error for a file or folder that could not be made, as in a read-only file system or in /proc."""
+    parent = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        message = f"nothing can be written to {parent}: {error.strerror}; choose another folder."
+        raise LiVTError(message, argument) from error
 
 
 def flush(*paths: Path) -> None:

@@ -28,15 +28,13 @@ from livt_hf.predictions.logit_files import is_logit_file, read_logit_file
 from livt_hf.predictions.objective_rules import rule_for_objective
 from livt_hf.predictions.record import FOLDER, Predictions, PredictionsInfo, read_parts, write_part
 from livt_hf.predictions.rules import DecisionRule, rule_for_prior
-from livt_hf.predictions.tables import TableWriter, check_table_path
+from livt_hf.predictions.tables import TableWriter, check_output
 from livt_hf.text import format_percent
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = resolve_settings(DecideSettings, argv)
-    is_table = settings.output is not None and Path(settings.output).suffix != ""  # else a prediction record
-    if is_table:
-        check_table_path(settings.output, "output", [".json"])
+    is_table = check_output(settings.output, [".json"])
     source = open_predictions(settings.predictions, settings)
     first = next(iterate_parts(source))
     info, is_labelled = first.info, first.labels is not None
@@ -128,7 +126,8 @@ def measure(source: Source, info: PredictionsInfo, rule: DecisionRule) -> str:
     shown = {"accuracy": "accuracy", "mean class accuracy": "mean_class_accuracy", "macro F1": "macro_f1"}
     shown["mean average precision"] = "map"
     numbers = (f"{name} {format_percent(metrics[key])} %" for name, key in shown.items() if key in metrics)
-    return f"{metrics['num_images']:,} images: {', '.join(numbers)}"
+    missing = f"; {metrics['num_nan']:,} without numbers as logits count as wrong" if metrics["num_nan"] else ""
+    return f"{metrics['num_images']:,} images: {', '.join(numbers)}{missing}"
 
 
 if __name__ == "__main__":

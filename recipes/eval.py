@@ -50,7 +50,7 @@ from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.labels import digest_of, is_multi_label, labels_of
 from livt_hf.data.loading import read_first_pixels
 from livt_hf.errors import LiVTError
-from livt_hf.files import replacing, write_values
+from livt_hf.files import check_writable, replacing, write_values
 from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.precision import TRIAL_IMAGES, agree_on_precision, resolve_precision, similarity_posterior
 from livt_hf.predictions.blocks import Source, iterate_blocks, open_source
@@ -206,6 +206,7 @@ def choose_folder(report: str | None, model: str, is_comparison: bool) -> Path:
     if report is not None:
         if Path(report).exists():
             raise LiVTError(f"the report folder {report} exists; pass another --report.", "report")
+        check_writable(report, "report")
         return Path(report)
     if is_comparison:
         folder = runs_folder() / "comparison"

@@ -36,16 +36,13 @@ from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.predict import Predictor, as_table, find_images
 from livt_hf.predictions.record import LOGITS, Predictions, PredictionsInfo
 from livt_hf.predictions.rules import DecisionRule, rule_for_prior
-from livt_hf.predictions.tables import SEPARATOR, TableWriter, check_table_path
+from livt_hf.predictions.tables import SEPARATOR, TableWriter, check_output
 from livt_hf.threads import configure_threads
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = resolve_settings(PredictSettings, argv)
-    is_table = settings.output is not None and Path(settings.output).suffix != ""  # else a prediction record
-    if is_table:
-        answers = [".json"] if settings.images[0].endswith(".json") else []
-        check_table_path(settings.output, "output", answers)
+    is_table = check_output(settings.output, [".json"] if settings.images[0].endswith(".json") else [])
     images = list_images(settings)
     given = dict(device=settings.device, precision=settings.precision)
     predictor = Predictor(settings.model, **given, **settings.foreign.to_dict())

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from needs import needs_linux
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 from transformers.trainer_utils import PredictionOutput
@@ -18,6 +20,7 @@ from livt_hf.long_tail.objectives import choose_exponent
 from livt_hf.predictions import Predictions, decide
 from livt_hf.predictions.logit_files import read_logit_file
 from livt_hf.predictions.objective_rules import rule_for_objective
+from livt_hf.predictions.record import as_lists
 from livt_hf.recipes.decide import main
 from livt_hf.recipes.eval import main as evaluate
 
@@ -110,6 +113,35 @@ def test_decide_rejects(tmp_path, words, argument):
     with pytest.raises(LiVTError) as error:
         main([str(places["RECORD"]), *(str(places.get(word, word)) for word in words)])
     assert error.value.argument == argument
+
+
+def test_a_record_that_was_decided_otherwise_is_not_taken_for_done(tmp_path):
+    folder = record(tmp_path / "record")
+    words = [str(folder), "--output", str(tmp_path / "decided"), "--prior"]
+    for prior in ("training", "training"):
+        main([*words, prior])
+    with pytest.raises(LiVTError, match="decided holds another record"):
+        main([*words, "uniform"])
+
+
+def test_images_without_a_prediction_are_counted_and_told(tmp_path, capsys):
+    made = Predictions.load(record(tmp_path / "record"))
+    logits = made.logits.copy()
+    logits[:3] = np.nan
+    table = made.table.drop_columns("logits").append_column("logits", as_lists(logits))
+    main([str(Predictions(table, made.info).save(tmp_path / "holes"))])
+    assert "; 3 without numbers as logits count as wrong (decision rule:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["FILE", "FILE/record", *(pytest.param(f"/proc/x{end}", marks=needs_linux) for end in ("", ".csv", ".parquet"))],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path, output):
+    (tmp_path / "Makefile").touch()
+    with pytest.raises(LiVTError) as error:
+        main([str(tmp_path / "nowhere"), "--output", output.replace("FILE", str(tmp_path / "Makefile"))])
+    assert error.value.argument == "output"
 
 
 def test_a_record_without_labels_needs_an_output(tmp_path):
@@ -223,6 +255,7 @@ def test_a_file_of_logits_is_not_measured_by_shot_groups_that_nobody_knows(tmp_p
         ("filename,index_0,index_1,prob_0,prob_1\na.jpg,3,1,0.9,0.1\n", COUNTS, None, "predictions", "index_0"),
         ("path,cat,dog,newt,label\na,1,2,3.5,emu\n", COUNTS, None, "labels", "emu"),
         ("path,cat,dog,newt,label\na,1,2,3.5,3\n", COUNTS, None, "labels", "3"),
+        (ROW + "a,1,2,3.5\n", [80.5, 15, 5], None, "class_counts", "80.5"),
     ],
 )
 def test_a_file_of_logits_is_rejected(tmp_path, content, counts, values, argument, value):
@@ -233,3 +266,33 @@ def test_a_file_of_logits_is_rejected(tmp_path, content, counts, values, argumen
         read_logit_file(path, str(numbers), values=values)
     assert error.value.argument == argument and value in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"logits": np.ones((2, 1))},
+        {"logits": np.array([["a", "b"]])},
+        {"logits": np.ones((2, 2)) * 1j},
+        {"features": np.ones((2, 2))},
+    ],
+)
+def test_arrays_that_are_no_logits_are_rejected(tmp_path, arrays):
+    np.savez(tmp_path / "logits.npz", **arrays)
+    with pytest.raises(LiVTError, match="logits"):
+        read_logit_file(tmp_path / "logits.npz")
+
+
+@pytest.mark.parametrize("rows", [[[1.0, 2.0], None], [[1.0, 2.0], [3.0]], [[1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]])
+def test_lists_of_different_lengths_are_rejected(tmp_path, rows):
+    pq.write_table(pa.table({"logits": rows}), tmp_path / "logits.parquet")
+    with pytest.raises(LiVTError, match="the lists of logits are not of one length"):
+        read_logit_file(tmp_path / "logits.parquet")
+
+
+@pytest.mark.parametrize("name", ["logits.npz", "logits.parquet", "logits.csv"])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PAR1PAR1", b"\xff\xfe,\x00\n1,2\n"])
+def test_damaged_files_are_one_sentence(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(LiVTError, match=name):
+        read_logit_file(tmp_path / name)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from livt_hf import LiViTConfig
+from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.label_shift import PriorEstimate, estimate_prior
@@ -225,6 +226,24 @@ def test_numbers_by_name_are_put_into_the_order_of_the_classes(tmp_path):
     (tmp_path / "counts.json").write_text('{"cat": 1, "newt": 3}')
     assert read_numbers(str(tmp_path / "counts.json"), ["newt", "cat"], "counts") == [3, 1]
     assert read_prior(str(tmp_path / "counts.json"), ["newt", "cat"]) == [0.75, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "value"),
+    [
+        ("a.json", '{"cat": 1, "cat": 2, "newt": 3}', "'cat' stands there twice"),
+        ("a.yaml", "cat: 1\nnewt: 3\ncat: 1\n", "'cat' stands there twice"),
+        ("a.json", '{"cat": NaN, "newt": 3}', "holds nan"),
+        ("a.json", f"[1, 1{'0' * 400}]", "holds 1000"),
+        ("a.json", '{"cat": -1, "newt": 3}', "none negative"),
+        ("a.json", "[0, 0]", "not all zero"),
+        ("a.json", "[true, 1]", "must hold 2 numbers"),
+    ],
+)
+def test_a_file_that_holds_no_prior_is_refused(tmp_path, name, content, value):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(LiVTError, match=f"{name}.*{value}"):
+        read_prior(str(tmp_path / name), ["cat", "newt"])
 
 
 def test_bounds_hold_the_estimate_and_most_of_the_truth():

@@ -29,7 +29,8 @@ from livt_hf.errors import LiVTError
 SCALE_SPREAD, ODDS_SPREAD, OFFSET_SPREAD, OFFSET_WEIGHT = 0.5, 0.5, 0.3, 10
 ERROR_SPREAD = 0.4  # the least spread that errors of the offsets assume: few images make it look smaller than it is
 MIN_IMAGES = 20  # with fewer, even one temperature is guesswork
-# By how much the log evidence must favour a scale and odds over none. At 0, exact heads lose .02 nats on 30 images.
+# By how much the log evidence must favour a scale and odds over none: by MIN_IMAGES / images more, as what few images
+# favour by chance is far off. At 0, exact heads lose .02 nats on 30 images, and at 1 up to .27 on 20.
 # Two parameters cost 1 / images nats on average, which is nothing from _MANY images on.
 _MARGIN, _MANY = 1.0, 5000
 _ROUNDS = 4  # of learning the spread of the offsets
@@ -133,7 +134,8 @@ def fit_calibration(
     chosen = _fit(objective, shaped=True)
     if len(labels) < _MANY:
         plain = _fit(objective, shaped=False)
-        chosen = chosen if chosen.evidence > plain.evidence + _MARGIN else plain
+        margin = _MARGIN + MIN_IMAGES / len(labels)
+        chosen = chosen if chosen.evidence > plain.evidence + margin else plain
     scale, odds = chosen.shape[0].exp().item(), chosen.shape[1].clamp(0, 1).item()
     errors = dict(offset_errors=chosen.errors.tolist(), scale_error=chosen.scale_error)
     return Calibration(scale, odds, chosen.offsets.tolist(), len(labels), **errors)

@@ -17,6 +17,7 @@ from torch import Tensor
 from livt_hf.errors import LiVTError
 from livt_hf.files import read_values
 from livt_hf.specs import matches_type
+from livt_hf.text import shorten
 
 _DEVICE = "cpu"  # not every device has float64, and on the default "meta" no prior could be checked
 _LARGEST = 1e18  # number of images that a file may claim: sums of larger ones could become infinite
@@ -93,11 +94,10 @@ def read_numbers(path: str, labels: Sequence[str], what: str) -> list[float]:
         content = [names[label] for label in labels]
     if not matches_type(content, list[float]) or len(content) != len(labels):
         raise LiVTError(f"{path} must hold {len(labels)} numbers, as a list in class order or by class name.")
-    wrong = [
-        value for value in content if not -_LARGEST < value < _LARGEST
-    ]  # written this way so that NaN fails the check
-    if wrong:
-        raise LiVTError(f"the {what} in {path} hold {wrong[0]:.3g}; give a number for each class.")
+    # Written this way so that NaN fails the check.
+    wrong = next((value for value in content if not -_LARGEST < value < _LARGEST), None)
+    if wrong is not None:
+        raise LiVTError(f"{path} ({what}) holds {shorten(wrong)}; give a finite number for each class.")
     return content
 
 

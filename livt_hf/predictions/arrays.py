@@ -43,7 +43,8 @@ def probabilities_to_logits(values: np.ndarray, activation: str) -> np.ndarray:
 def check_logits(logits, num_classes: int) -> np.ndarray:
     """Return logits of any framework as an array of float32 (N, C), or raise an error."""
     try:
-        values = np.asarray(logits.detach().cpu() if isinstance(logits, Tensor) else logits, dtype=np.float32)
+        values = np.asarray(logits.detach().cpu() if isinstance(logits, Tensor) else logits)
+        values = values.astype(np.float32, casting="same_kind", copy=False)  # not texts, not complex numbers
     except (TypeError, ValueError) as error:
         raise LiVTError("the logits are not numbers; pass an array (images, classes).", argument="logits") from error
     if values.ndim != 2 or values.shape[1] != num_classes:

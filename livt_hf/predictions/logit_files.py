@@ -1,6 +1,8 @@
 """Read the outputs of any framework from a file: a CSV, TSV, parquet or npz with a logit or probability per class."""
 
 import re
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
@@ -60,7 +63,7 @@ def read_logit_file(
         read = _read_npz(path) if path.suffix.lower() == ".npz" else _read_table(path, names)
     except LiVTError:
         raise
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error, pa.ArrowException) as error:
         raise LiVTError(f"{path} cannot be read ({format_error(error)}); give logits as a table or npz.") from error
     scores, names, columns = read.pop("scores"), read.pop("names", None) or names, read
     if names is not None and len(names) != scores.shape[1]:
@@ -81,11 +84,11 @@ def read_logit_file(
     )
 
 
-def _counts(path: str | None, counted: Any, names: Sequence[str]) -> list[int]:
+def _counts(path: str | None, counted: Any, names: Sequence[str]) -> list[float]:
     if isinstance(counted, list) and len(counted) != len(names):
         message = f"{path} holds {len(counted)} class_counts for {len(names)} classes; give one per class."
         raise LiVTError(message, argument="class_counts")
-    return [int(number) for number in read_numbers(str(path), names, "class counts")]
+    return read_numbers(str(path), names, "class counts")
 
 
 def _are_probabilities(scores: np.ndarray, values: str | None, path: Path) -> bool:
@@ -108,8 +111,9 @@ def _read_npz(path: Path) -> dict[str, Any]:
     with np.load(path, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     name = next((name for name in ("logits", "probabilities", "predictions") if name in arrays), None)
-    if name is None or arrays[name].ndim != 2:
-        raise LiVTError(f"{path} has arrays {sorted(arrays)}; it needs logits or probabilities (images, classes).")
+    if name is None or arrays[name].ndim != 2 or arrays[name].shape[1] < 2:
+        shapes = {name: array.shape for name, array in arrays.items()}
+        raise LiVTError(f"{path} has arrays {shapes}; it needs logits or probabilities (images, classes).")
     kinds = {"logits": "logits", "probabilities": "probabilities"}
     read: dict[str, Any] = {"scores": arrays.pop(name), "kind": kinds.get(name)}
     if "class_names" in arrays:
@@ -142,8 +146,10 @@ def _read_table(path: Path, classes: Sequence[str] | None) -> dict[str, Any]:
     lists = [name for name in free if _is_list(table.schema.field(name).type)]
     if len(lists) == 1:
         rows = table[lists[0]].combine_chunks()
-        width = len(rows[0]) if len(rows) else 0
-        scores = rows.flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
+        widths = set(pc.list_value_length(rows).to_pylist())
+        if len(widths) > 1 or None in widths:
+            raise ValueError(f"the lists of {lists[0]} are not of one length")
+        scores = rows.flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)
         return read | {"scores": scores, "kind": _kind(lists[0])}
     prefix, chosen = _class_columns(table, free, classes, path)
     scores = np.column_stack([table[name].to_numpy().astype(np.float64) for name in chosen])
@@ -178,7 +184,7 @@ def _class_columns(
     else:
         prefix = ""
     if shown is not None or len(numbers) < 2:
-        held = f"the best few classes ({shown})" if shown else f"{len(numbers)} column of numbers"
+        held = f"the best few classes ({shown})" if shown else f"{len(numbers) or 'no'} column of numbers"
         raise LiVTError(f"{path} holds {held}; {_ALL_CLASSES}.", argument="predictions")
     return prefix, numbers
 

@@ -295,10 +295,17 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
 
 def _images_below(folder: Path) -> list[Path]:
     suffixes = image_suffixes()
-    images = [path for path in folder.rglob("*") if path.suffix.lower() in suffixes]
+    images = [Path(folder, *below) for below in _walk(folder) if Path(below[-1]).suffix.lower() in suffixes]
     of_runs = {parent for parent in {path.parent for path in images} if is_in_runs_folder(parent, folder)}
-    shown = (path for path in images if path.parent not in of_runs)
-    return sorted(path for path in shown if not any(map(is_hidden, path.relative_to(folder).parts)))
+    return sorted(path for path in images if path.parent not in of_runs)
+
+
+def _walk(top: str | Path) -> Iterator[tuple[str, ...]]:
+    """Yield files and folders below a folder by the parts of their paths, but no hidden ones; follow no links."""
+    for folder, folders, files in os.walk(top):
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        below = Path(folder).relative_to(top).parts
+        yield from ((*below, name) for name in sorted([*folders, *files]) if not is_hidden(name))
 
 
 def _match_pattern(pattern: str) -> list[Path]:
@@ -315,15 +322,13 @@ def _match_pattern(pattern: str) -> list[Path]:
         if rest == ("**",):
             matches.append(Path(top))
             continue
-        for folder, folders, files in os.walk(top or "."):
-            folders[:] = sorted(name for name in folders if not is_hidden(name))
-            looked_at += len(folders) + len(files)
+        for below in _walk(top or "."):
+            looked_at += 1
             if looked_at > MAX_LOOKED_AT:
                 message = f"{pattern} looks through more than {MAX_LOOKED_AT:,} files; name a folder."
                 raise LiVTError(message, "images")
-            below = Path(folder).relative_to(top or ".").parts
-            names = (name for name in sorted([*folders, *files]) if not is_hidden(name))
-            matches += [Path(top, *below, name) for name in names if _matches(rest, (*below, name))]
+            if _matches(rest, below):
+                matches.append(Path(top, *below))
     return matches
 
 

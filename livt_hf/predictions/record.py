@@ -428,7 +428,7 @@ def write_part(folder: str | Path, part: Predictions, start: int, total: int) ->
     """Write the rows of a record from `start` on, of `total` in all, unless they are there."""
     folder, path = Path(folder), part_path(folder, start)
     if path.exists():
-        if _read_part(path)[0].table.equals(part.table):
+        if _read_part(path)[0] == part:
             return
         raise LiVTError(f"{folder} holds another record; choose another folder.", argument="path")
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from livt_hf.data.labels import BOX, CORNERS
 from livt_hf.errors import LiVTError
+from livt_hf.files import check_writable
 from livt_hf.predictions.decisions import choose_classes
 from livt_hf.predictions.record import LABEL, LOGITS, MODEL, Predictions
 from livt_hf.predictions.rules import DecisionRule
@@ -23,6 +24,19 @@ _WRITERS = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWr
 Column = tuple[str, pa.Array]
 
 
+def check_output(path: str | None, others: Sequence[str] = ()) -> bool:
+    """Return True for a table and False for the folder of a record, or raise an error for what cannot be written."""
+    if path is None:
+        return False
+    if Path(path).suffix:
+        check_table_path(path, "output", others)
+        return True
+    if Path(path).exists() and not Path(path).is_dir():
+        raise LiVTError(f"{path} is no folder; name one for the record, or a .csv or .parquet file.", "output")
+    check_writable(path, "output")
+    return False
+
+
 def check_table_path(path: str, argument: str, others: Sequence[str] = ()) -> None:
     """Raise an error for a file that could not be written at the end of an evaluation."""
     if Path(path).suffix not in (*_WRITERS, *others):
@@ -31,6 +45,7 @@ def check_table_path(path: str, argument: str, others: Sequence[str] = ()) -> No
         raise LiVTError(f"{path} exists; give the table of predictions another name.", argument)
     if not Path(path).absolute().parent.is_dir():
         raise LiVTError(f"the folder of {path} does not exist; make it first.", argument)
+    check_writable(path, argument)
 
 
 class TableWriter(AbstractContextManager):
