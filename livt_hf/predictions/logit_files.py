@@ -26,6 +26,8 @@ SUFFIXES = (".csv", ".tsv", ".parquet", ".npz")
 _PREFIXES = ("", "logit_", "logits_", "score_", "prob_", "probability_")
 _NO_CLASS = ("index", "split", "error", "unnamed: 0", "")  # numbers that are no scores
 _TOP_K = re.compile(r"(index|label|class|top)_?\d+")
+# What the readers of tables and archives raise for damaged ones.
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, pa.ArrowException)
 _ALL_CLASSES = (
     "a number for every class is needed (timm's inference.py writes them with --topk 0 --results-separate-col, "
     "scikit-learn's predict_proba returns them)"
@@ -63,7 +65,7 @@ def read_logit_file(
         read = _read_npz(path) if path.suffix.lower() == ".npz" else _read_table(path, names)
     except LiVTError:
         raise
-    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error, pa.ArrowException) as error:
+    except _UNREADABLE as error:
         raise LiVTError(f"{path} cannot be read ({format_error(error)}); give logits as a table or npz.") from error
     scores, names, columns = read.pop("scores"), read.pop("names", None) or names, read
     if names is not None and len(names) != scores.shape[1]:
