@@ -100,6 +100,7 @@ def test_an_exponent_is_chosen_on_a_labelled_record_only_where_it_is_named(tmp_p
         (["--objective", "macro_f1", "--choose_on", "RECORD"], "choose_on"),
         (["--objective", "macro_f1", "--choose_on", "TESTED"], "choose_on"),
         (["--objective", "macro_f1", "--choose_on", "UNLABELLED"], "choose_on"),
+        (["--objective", "macro_f1", "--choose_on", "OTHERS"], "choose_on"),
         (["--choose_on", "TESTED"], "choose_on"),
         (["--prior", "training", "--objective", "macro_f1"], "prior"),
         (["--class_counts", "counts.json"], "class_counts"),
@@ -110,6 +111,8 @@ def test_an_exponent_is_chosen_on_a_labelled_record_only_where_it_is_named(tmp_p
 def test_decide_rejects(tmp_path, words, argument):
     places = {"RECORD": record(tmp_path / "record"), "TESTED": record(tmp_path / "tested", 1, split=["test"] * 200)}
     places["UNLABELLED"] = record(tmp_path / "unlabelled", labelled=False)
+    others = Predictions.from_arrays(*draw(), class_names=["ant", "bee", "emu"], class_counts=COUNTS)
+    places["OTHERS"] = others.save(tmp_path / "others")
     with pytest.raises(LiVTError) as error:
         main([str(places["RECORD"]), *(str(places.get(word, word)) for word in words)])
     assert error.value.argument == argument

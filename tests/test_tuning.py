@@ -271,6 +271,7 @@ def test_features_are_computed_once_per_image_and_never_reused_for_other_weights
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "transformers" else version(name))
     FrozenBackbone(model, backbone.processor, backbone.accelerator).features(train)
     assert computed == [60, 2, 2, 64, 64, 64, 64]
+    assert backbone._key("bfloat16") != backbone._key("float32")
 
 
 def test_augmented_features_are_kept_by_images_views_and_seed(frozen, monkeypatch):
