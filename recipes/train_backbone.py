@@ -57,12 +57,10 @@ from livt_hf.runs import PLAN, Run, check_same_images, claim_file, next_run, run
 from livt_hf.text import format_duration, format_percent
 from livt_hf.training import autotune, recipe
 from livt_hf.training.anytime import (
-    STATISTICS_BATCH,
     Rates,
     TuningPlan,
     UpdateFitter,
     choose_held_out_fraction,
-    choose_statistics_images,
     choose_weights,
     measure_rates,
     plan_tuning,
@@ -107,7 +105,6 @@ class Session:
         fraction: the share of them.
         framing: what the network sees of an image; "auto" until that is tried.
         network: learning rate and size of the crops that fit the kind of network.
-        num_statistics: training images that its batch statistics are estimated from.
     """
 
     settings: TrainSettings
@@ -120,7 +117,6 @@ class Session:
     fraction: float = 0.0
     framing: str = "auto"
     network: dict[str, Any] = field(default_factory=dict)
-    num_statistics: int = 0
     opened: float = field(default_factory=time.perf_counter)
 
     def choose_objective(self, settings: FinetuneSettings) -> str | None:
@@ -197,13 +193,10 @@ class Session:
         task = build_finetune_task(model, processor, data, *options, self.accelerator, settings.data.num_workers)
         return TrainingLoop(task, settings.optimization, settings.checkpoints, self.accelerator, run)
 
-    def batches(self, split: str, processor: BaseImageProcessor, number: int | None = None) -> Iterable[dict]:
-        """Return the images of a split as the model is served, or a random number of them."""
-        images = self.split[split]
-        if number is not None:
-            images = images.select(np.random.default_rng(self.settings.seed).permutation(len(images))[:number])
-        batches = build_eval_batches(STATISTICS_BATCH, self.accelerator, self.settings.data.num_workers)
-        return eval_loader(images, processor, batches)
+    def batches(self, split: str, processor: BaseImageProcessor) -> Iterable[dict]:
+        """Return the images of a split as the model is served."""
+        batches = build_eval_batches(64, self.accelerator, self.settings.data.num_workers)
+        return eval_loader(self.split[split], processor, batches)
 
 
 def start_training(session: Session) -> Path:
@@ -213,7 +206,6 @@ def start_training(session: Session) -> Path:
     side = read_input_spec(processor).size
     crop_size = recipe.choose_crop_size(model.to(accelerator.device), side)
     session.network = {"learning_rate": recipe.choose_learning_rate(model), "crop_size": crop_size}
-    session.num_statistics = choose_statistics_images(model, len(session.split["train"]))
     rates = measure_rates(model, processor, session.whole["train"], session.clock, crop_size)
     why = _describe_plan(session, rates, side)
     accelerator.print(why, flush=True)
@@ -231,7 +223,6 @@ def start_training(session: Session) -> Path:
         with claim_file(Path(folder[0]) / PLAN) as path:
             plan: dict[str, Any] = {"why": why, "train": settings.to_dict(), "rates": asdict(rates)}
             plan |= {"framing": session.framing, "network": session.network}
-            plan |= {"num_statistics": session.num_statistics}
             write_values(path, plan | ({"framing_trial": asdict(trial)} if trial else {}))
     broadcast_object_list(folder)
     return Path(str(folder[0]))
@@ -241,7 +232,6 @@ def train_backbone(session: Session, folder: Path) -> Run:
     """Train a backbone by the plan in a folder, or resume it, and return the finished run."""
     accelerator, plan = session.accelerator, read_values(folder / PLAN)
     session.framing, session.network = plan["framing"], plan["network"]
-    session.num_statistics = plan["num_statistics"]
     settings = session.head_settings
     run = open_run(accelerator, lambda: _begin(Run(folder / "finetune"), settings), settings.to_dict())
     if "framing_trial" in plan:
@@ -249,7 +239,7 @@ def train_backbone(session: Session, folder: Path) -> Run:
     head = solve_first_head(session, settings, run)
     if "tuning" not in plan:
         seconds = 3600 * session.settings.hours - (session.clock() - session.began)
-        counts = len(session.split["train"]), len(session.split.get("validation", ())), session.num_statistics
+        counts = len(session.split["train"]), len(session.split.get("validation", ()))
         plan["tuning"] = asdict(plan_tuning(seconds, Rates(**plan["rates"]), *counts))
         _write(accelerator, folder / PLAN, plan)
     tuning = TuningPlan(**plan["tuning"])
@@ -337,12 +327,7 @@ def tune_network(
         return settings, loop, processor, parts
     trained = session.clock() - began
     found = choose_weights(
-        loop.bare_model,
-        start,
-        lambda: session.batches("validation", processor),
-        lambda: session.batches("train", processor, session.num_statistics),
-        session.accelerator,
-        tuning.averages,
+        loop.bare_model, start, lambda: session.batches("validation", processor), session.accelerator, tuning.averages
     )
     for one in sorted(found, key=lambda one: -one.share):
         name = "tuned" if one.share == 1 else "average"
@@ -399,9 +384,9 @@ def _describe_plan(session: Session, rates: Rates, size: int) -> str:
     held_out = len(session.split.get("validation", ()))
 
     def epochs(seconds: float) -> float:
-        counts = len(session.split["train"]), held_out, session.num_statistics
-        plan = plan_tuning(seconds - features, rates, *counts)
-        return plan.updates * recipe.choose_batch_size(counts[0]) / counts[0]
+        num_train = len(session.split["train"])
+        plan = plan_tuning(seconds - features, rates, num_train, held_out)
+        return plan.updates * recipe.choose_batch_size(num_train) / num_train
 
     first = f"{session.settings.pretrained}: the features of {num_images:,} images at {size} pixels take about "
     lines = [f"{first}{format_duration(features)}, then its classifier is solved exactly."]

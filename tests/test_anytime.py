@@ -129,32 +129,10 @@ def test_an_average_is_kept_where_it_is_better_on_held_out_images(tmp_path):
     for start, tuned, kept in ((1.0, 3.0, 1.0), (3.0, -1.0, 0.5), (3.0, -5.0, 0.5)):
         first = {"scale": torch.tensor(start)}
         module.scale.data.fill_(tuned)
-        found = anytime.choose_weights(module, first, lambda: [batch], list, accelerator, averages=True)
+        found = anytime.choose_weights(module, first, lambda: [batch], accelerator, averages=True)
         assert found[0].share == kept and found[0].scores["nll"] == min(one.scores["nll"] for one in found)
         assert module.scale.item() == start + kept * (tuned - start)
-    assert len(anytime.choose_weights(module, first, lambda: [batch], list, accelerator, averages=False)) == 1
-
-
-def test_batch_statistics_of_every_average_are_those_of_the_images_that_are_served(tmp_path):
-    model = AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "resnet"))
-    model = balance(model, [10, 10, 10], loss="ce").eval()
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    images = torch.rand(128, 3, 16, 16)
-    batches = [{"pixel_values": part, "labels": torch.arange(64) % 3} for part in images.split(64)]
-    held_out, some_train = (lambda: batches[:1]), (lambda: batches)
-    found = anytime.choose_weights(model, start, held_out, some_train, Accelerator(cpu=True), averages=True)
-    first = model.resnet.embedder.embedder
-    expected = first.convolution(images).mean((0, 2, 3))
-    torch.testing.assert_close(first.normalization.running_mean, expected)
-    torch.testing.assert_close(model(batches[0]["pixel_values"]).logits, found[0].logits)
-    assert not any(layer.training for layer in model.modules()) and first.normalization.momentum == 0.1
-
-
-@pytest.mark.parametrize(("images", "number"), [(40, 40), (64, 64), (200, 192), (10_000, 512)])
-def test_batch_statistics_are_estimated_from_whole_batches(tmp_path, images, number):
-    network = AutoModelForImageClassification.from_pretrained(resnet(tmp_path / "resnet"))
-    assert anytime.choose_statistics_images(network, images) == number
-    assert anytime.choose_statistics_images(torch.nn.Linear(2, 2), images) == 0
+    assert len(anytime.choose_weights(module, first, lambda: [batch], accelerator, averages=False)) == 1
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from livt_hf.long_tail.objectives import decide, score_predictions
 from livt_hf.long_tail.structure import get_classifier
 from livt_hf.predictions.calibrate import collect_logits
 from livt_hf.processors import read_input_spec
-from livt_hf.training.batch_statistics import batch_norms, estimate_statistics
 from livt_hf.training.exact_head import score_logits
 from livt_hf.training.loop import TrainingLoop
 from livt_hf.training.recipe import SHARES, choose_batch_size
@@ -41,8 +40,6 @@ HELD_OUT_SHARE, MOST_HELD_OUT_SHARE, FEW_HELD_OUT, MOST_HELD_OUT = 0.1, 0.2, 100
 MIN_UPDATES = 10  # fewer do not move a network off its head
 AVERAGING_SHARE = 0.1  # of the time left that trying the averages may take
 REFIT_AFTER = 0.1  # share of the updates after which their number is fitted to the time that they take
-STATISTICS_IMAGES = 512  # training images that batch statistics are estimated from, as the model is served
-STATISTICS_BATCH = 64
 UNKNOWN_CLASS = -5000.0  # below it lies the bias of a class that a head knew no image of
 REFIT_TOLERANCE = 0.02  # by which the estimate may be off without another number of updates
 
@@ -125,15 +122,7 @@ class TuningPlan:
     why: str | None = None
 
 
-def choose_statistics_images(model: nn.Module, num_images: int) -> int:
-    """Return how many training images the batch statistics of a network are estimated from; 0 where it has none."""
-    full = STATISTICS_BATCH * (min(num_images, STATISTICS_IMAGES) // STATISTICS_BATCH)
-    return (full or num_images) if batch_norms(model) else 0
-
-
-def plan_tuning(
-    seconds: float, rates: Rates, num_images: int, num_held_out: int, num_statistics: int = 0
-) -> TuningPlan:
+def plan_tuning(seconds: float, rates: Rates, num_images: int, num_held_out: int) -> TuningPlan:
     """Plan the training of the whole network in the time that is left.
 
     Args:
@@ -141,11 +130,10 @@ def plan_tuning(
         rates: seconds for one image.
         num_images: training images, without those held out.
         num_held_out: images held out to choose by.
-        num_statistics: images that batch statistics are estimated from before each choice.
     """
     if num_held_out == 0:
         return TuningPlan(0, 0.0, why="no image can be held out to compare the whole network by")
-    measuring = (num_held_out + num_statistics) * rates.feature
+    measuring = num_held_out * rates.feature
     averages = (len(SHARES) - 1) * measuring <= AVERAGING_SHARE * seconds
     left = max(0.0, seconds - measuring * (len(SHARES) if averages else 1))
     updates = int(left / (rates.step * choose_batch_size(num_images)))
@@ -231,20 +219,16 @@ class Candidate:
 def choose_weights(
     module: nn.Module,
     start: Mapping[str, Tensor],
-    held_out: Callable[[], Iterable[dict]],
-    some_train: Callable[[], Iterable[dict]],
+    loader: Callable[[], Iterable[dict]],
     accelerator: Accelerator,
     averages: bool,
 ) -> list[Candidate]:
     """Score the tuned weights and, with `averages`, their averages with the first ones; put the best into the module.
 
-    Batch statistics are estimated for each of them: those of the training are of its random crops and its weights.
-
     Args:
         module: with the tuned weights.
         start: state of the module before training.
-        held_out: returns the held-out images of this process.
-        some_train: returns training images of this process, as the model is served.
+        loader: returns the held-out images of this process.
         accelerator: processes and device.
         averages: try averages too.
 
@@ -252,29 +236,14 @@ def choose_weights(
         The candidates, the best first.
     """
     tuned = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    head, found, states = copy.deepcopy(module.head).cpu(), [], {}
+    head, found = copy.deepcopy(module.head).cpu(), []
     for share in SHARES if averages else SHARES[:1]:
         module.load_state_dict(_average(start, tuned, share))
-        _fit_statistics(module, some_train, accelerator)
-        states[share] = {name: value.clone() for name, value in module.state_dict().items()}
-        logits, labels = collect_logits(module, held_out(), accelerator)
+        logits, labels = collect_logits(module, loader(), accelerator)
         found.append(Candidate(share, logits, labels, score_held_out(head, logits, labels)))
     found.sort(key=lambda one: one.scores["nll"])
-    module.load_state_dict(states[found[0].share])
+    module.load_state_dict(_average(start, tuned, found[0].share))
     return found
-
-
-@torch.no_grad()
-def _fit_statistics(module: nn.Module, batches: Callable[[], Iterable[dict]], accelerator: Accelerator) -> None:
-    layers = batch_norms(module.eval()).values()
-    if not layers:
-        return
-    with estimate_statistics(layers):
-        for batch in batches():
-            module(batch["pixel_values"].to(accelerator.device))
-    for layer in layers:  # each process has seen other images
-        for statistics in (layer.running_mean, layer.running_var):
-            statistics.copy_(accelerator.reduce(statistics, "mean"))
 
 
 def _average(start: Mapping[str, Tensor], tuned: Mapping[str, Tensor], share: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The statistics of BatchNorm layers, estimated again for weights or images other than those of the training."""
+"""The running statistics of BatchNorm layers: kept as they are, or estimated again for other weights."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -11,6 +11,12 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
     """Return the layers of a module that keep batch statistics, by name."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
     return {name: layer for name, layer in layers.items() if layer.track_running_stats}
+
+
+def freeze_statistics(module: nn.Module) -> None:
+    """Keep the running statistics of BatchNorm layers until the next `train()`."""
+    for layer in batch_norms(module).values():
+        layer.eval()
 
 
 @contextlib.contextmanager

@@ -40,11 +40,12 @@ from livt_hf.processors import FRAMINGS, read_framing, read_input_spec
 from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import Results
 from livt_hf.text import format_accuracy
+from livt_hf.training.batch_statistics import freeze_statistics
 from livt_hf.training.checkpoints import explain_save_errors, list_checkpoints, load_weights, read_state
 from livt_hf.training.framing import FRAMING, FramingTrial
 from livt_hf.training.frozen import FeatureClassifier, FeatureLoader, FrozenBackbone
 from livt_hf.training.loop import StepKey, TrainingLoop, TrainingTask
-from livt_hf.training.lora import add_lora, freeze_statistics, merge_lora
+from livt_hf.training.lora import add_lora, merge_lora
 from livt_hf.training.optim import make_optimizer
 from livt_hf.training.results import build_common_results, is_local, is_own, summarize_class_counts
 from livt_hf.training.spec import FinetuneCheckpointSpec, FinetuneModelSpec, FinetuneOptimizationSpec, is_solvable
@@ -252,7 +253,7 @@ class ImageTask(FinetuneTask):
 
     def begin_epoch(self, module: nn.Module, epoch: int, epochs: int) -> None:
         super().begin_epoch(module, epoch, epochs)
-        if self.lora:
+        if self.lora or self.optimization.freeze_batch_norm:
             freeze_statistics(module)
 
     def final_model(self, module: nn.Module) -> PreTrainedModel:

@@ -1,7 +1,6 @@
 """Low-rank adaptation (LoRA) of a backbone, through peft."""
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from livt_hf.errors import LiVTError
@@ -39,13 +38,6 @@ def _is_linear(layer: nn.Module) -> bool:
     if isinstance(layer, nn.Conv2d):
         return layer.kernel_size == (1, 1) and layer.groups == 1
     return isinstance(layer, nn.Linear)
-
-
-def freeze_statistics(model: nn.Module) -> None:
-    """Keep the running statistics of BatchNorm layers, which belong to frozen weights, until the next `train()`."""
-    for layer in model.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.eval()
 
 
 def merge_lora(model: PreTrainedModel) -> PreTrainedModel:

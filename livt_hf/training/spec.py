@@ -127,6 +127,9 @@ class FinetuneOptimizationSpec(OptimizationSpec):
         "adamw", "adamw is the paper's, lamb DeiT III's; muon learns faster from scratch, and leaves vectors to NAdamW"
     )
     layer_decay: NonNegative = option(0.75, "learning rate factor from each layer to the one below")
+    freeze_batch_norm: bool = option(
+        False, "keep the running statistics of BatchNorm layers, as with LoRA: training starts at what was served"
+    )
     keep_ratio: FractionAboveZero = option(
         1.0,
         "share of an image's patches, drawn anew each epoch, that a LiViT trains on: 1 is the paper, less is faster",
