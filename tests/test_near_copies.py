@@ -102,6 +102,17 @@ def test_vectors_of_noise_have_no_copies_and_planted_ones_are_found_exactly_or_b
         assert (nearest[2000:] == np.arange(100)).sum() >= least and (cosine[2000:] >= threshold).sum() >= least
 
 
+@pytest.mark.parametrize("exact", [5000, 0])
+def test_copies_are_found_among_images_that_differ_in_few_directions(exact):
+    generator = np.random.RandomState(0)
+    pictures, labels = generator.randn(200, 8), generator.randint(0, 5, 200)
+    again, labels = pictures[:50] + 0.03 * generator.randn(50, 8), np.r_[labels, labels[:50]]
+    vectors = standardize(np.concatenate([pictures, again]).astype(np.float32))
+    similarity, nearest = nearest_other(compare(vectors, exact), np.repeat([0, 1], [200, 50]))
+    is_near = similarity >= chance_threshold(vectors, labels)
+    assert (nearest[200:] == np.arange(50)).all() and is_near[200:].all() and is_near[50:200].sum() <= 1
+
+
 def test_what_images_of_a_class_have_in_common_makes_no_copies_of_features():
     generator = np.random.RandomState(0)
     labels = np.repeat(np.arange(6), [400, 200, 100, 50, 20, 6])

@@ -1,9 +1,10 @@
 """Near copies: images that are nearer to each other than images of different classes come by chance.
 
 An image is described by a vector, of its pixels or of features of a model. The similarity of two images is the cosine
-of their vectors, in units of the cosines that these images have with others (`standardize`). Up to `EXACT` images, all
-pairs are compared in blocks; of more, each image is compared with its neighbours in several sorted orders
-of random projections, which takes n log n steps and finds most near copies.
+of their vectors, in units of the cosines that these images have with others (`standardize`), and after Fisher's
+transformation: where all images are smooth and much alike, copies would hardly exceed the others without it. Up to
+`EXACT` images, all pairs are compared in blocks; of more, each image is compared with its neighbours in several sorted
+orders of random projections, which takes n log n steps and finds most near copies.
 """
 
 import io
@@ -97,7 +98,7 @@ def feature_vectors(features: np.ndarray, labels: np.ndarray, dimensions: int = 
 
 
 def standardize(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors whose dot products are similarities.
+    """Return vectors whose dot products are similarities, but for Fisher's transformation.
 
     All components get the same mean and scale. Smooth images, for instance, have larger cosines with all others: a
     vector of length one is divided by the root of the root mean square of its cosines. Vectors of zeros stay zeros.
@@ -119,18 +120,31 @@ Block = tuple[
 ]  # rows (b,), those they are compared with (b or 1, k), similarities (b, k)
 
 
+def _transform(similarities: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Replace the cosine c in similarities by atanh(c), in place; below .5 they are nearly the same."""
+    cosines = similarities / lengths
+    is_large = cosines > 0.5
+    large = np.minimum(cosines[is_large], 1 - 1e-6)
+    similarities[is_large] *= np.arctanh(large) / large
+    return similarities
+
+
+def _lengths(vectors: np.ndarray) -> np.ndarray:
+    return np.maximum(np.linalg.norm(vectors, axis=1), 1e-9)
+
+
 def _compare_with_all(vectors: np.ndarray, rows: np.ndarray) -> Iterator[Block]:
-    everything = np.arange(len(vectors))[None]
+    everything, lengths = np.arange(len(vectors))[None], _lengths(vectors)
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK]
-        similarities = vectors[block] @ vectors.T
+        similarities = _transform(vectors[block] @ vectors.T, lengths[block, None] * lengths)
         similarities[np.arange(len(block)), block] = -1
         yield block, everything, similarities
 
 
 def _compare_neighbours(vectors: np.ndarray) -> Iterator[Block]:
     """Compare each image with those beside it when they are sorted by the signs of random projections."""
-    generator = np.random.RandomState(0)
+    generator, lengths = np.random.RandomState(0), _lengths(vectors)
     beside = np.array([step for step in range(-WINDOW, WINDOW + 1) if step])
     weights = 1 << np.arange(BITS, dtype=np.int64)[::-1]
     for _ in range(ORDERS):
@@ -140,7 +154,8 @@ def _compare_neighbours(vectors: np.ndarray) -> Iterator[Block]:
             positions = np.arange(start, min(start + BLOCK, len(order)))
             columns = order[(positions[:, None] + beside) % len(order)]
             rows = order[positions]
-            yield rows, columns, np.einsum("bd,bkd->bk", vectors[rows], vectors[columns])
+            similarities = np.einsum("bd,bkd->bk", vectors[rows], vectors[columns])
+            yield rows, columns, _transform(similarities, lengths[rows, None] * lengths[columns])
 
 
 def compare(vectors: np.ndarray, exact: int = EXACT) -> Iterator[Block]:

@@ -143,7 +143,7 @@ def measure_scaling(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> list[
         mixed = 0.9 * vectors[:copies] + np.sqrt(1 - 0.81) * vectors[-copies:]
         vectors = standardize(np.concatenate([vectors[:-copies], mixed]))
         began = time.perf_counter()
-        groups = connected_copies(vectors, 7.0)  # a cosine of .6
+        groups = connected_copies(vectors, 8.3)  # a cosine of .6
         rows.append({"images": size, "seconds": round(time.perf_counter() - began, 1)})
         rows[-1]["found"] = round(float((groups[:copies] == groups[-copies:]).mean()), 4)
         print(rows[-1], flush=True)
