@@ -131,7 +131,7 @@ def test_groups_from_paths_stay_together_in_splits_and_folds(parts, group_from, 
 def test_images_that_match_no_group_stay_alone(parts, caplog):
     data = load_dataset(DataSpec(dataset=str(parts), group_from=r"(dent-\d)"))
     assert len(set(data["train"]["group"]) | set(data["test"]["group"])) == 3 + 9
-    assert "9 images do not match group_from" in caplog.text
+    assert "9 of 18 images do not match group_from" in caplog.text
 
 
 def test_rows_of_a_table_are_filtered(tmp_path):

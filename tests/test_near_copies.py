@@ -143,7 +143,7 @@ def test_capture_times_make_bursts_of_one_camera_in_one_folder(tmp_path, caplog)
         Image.fromarray(draw_part(number).astype(np.uint8)).save(tmp_path / label / f"{number}.jpg", exif=exif)
     images = load_long_tailed(str(tmp_path), group_from="capture_time", test_fraction=None)["train"]
     assert images["group"][:] == [f"{p}.jpg" for p in ("a/0", "a/0", "a/0", "a/3", "a/4", "b/5", "b/6")]
-    assert "1 images say no time" in caplog.text
+    assert "1 of 7 images have no time" in caplog.text
 
 
 def test_images_without_exif_have_no_capture_times(bursts):

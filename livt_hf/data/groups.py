@@ -69,8 +69,8 @@ def add_groups(tables: dict[str, ImageTable], spec: DataSpec) -> dict[str, Image
     number = len(set(groups))
     if number == 1:
         raise LiVTError(
-            f"group_from {spec.group_from!r} puts all {len(groups):,} images into one group, {groups[0]}: they cannot "
-            "be split; choose another.",
+            f"group_from {spec.group_from!r} puts all {len(groups):,} images into one group, "
+            f"{groups[0] or 'their folder'}: they cannot be split; choose another.",
             "group_from",
         )
     logger.info("group_from %s: %s groups of %s images", spec.group_from, f"{number:,}", f"{len(groups):,}")
@@ -109,9 +109,9 @@ def _by_capture_time(tables: dict[str, ImageTable], paths: Sequence[str]) -> lis
         process_stored(image, row, read_capture_time, lambda taken, *_: taken)
         for row, image in enumerate(iterate_stored(images))
     ]
-    _log_lone(paths, [one is None for one in taken], "say no time in their EXIF data")
     if not any(taken):
         raise LiVTError("group_from capture_time needs EXIF data, which no image has: choose another.", "group_from")
+    _log_lone(paths, [one is None for one in taken], "have no time in their EXIF data")
     groups = list(paths)
     keys = [
         (str(PurePosixPath(path).parent), *one, row)
@@ -182,7 +182,8 @@ def _by_file(paths: Sequence[str], file: str) -> list[str]:
 def _log_lone(paths: Sequence[str], is_lone: Sequence[bool], reason: str) -> None:
     if any(is_lone):
         first = paths[list(is_lone).index(True)]
-        logger.warning("%s images %s, such as %s: each is a group of its own", f"{sum(is_lone):,}", reason, first)
+        share = f"{sum(is_lone):,} of {len(paths):,}"
+        logger.warning("%s images %s, such as %s: each is a group of its own", share, reason, first)
 
 
 def write_groups(datasets: Iterable[Dataset], spec: DataSpec, path: Path) -> Path:

@@ -157,16 +157,18 @@ class _Boxes:
         if self.failures:
             dropped.setdefault("the detector could not read the picture", Counter()).update(self.failures)
         if not len(rows):
-            raise self._error(self._nothing_left(is_left_out))
+            raise self._nothing_left(is_left_out)
         return self._table(rows, labels, codes, paths)
 
-    def _error(self, text: str) -> LiVTError:
-        return LiVTError(f"{self.file} {text}.", "dataset")
+    def _error(self, text: str, way_out: str = "correct it") -> LiVTError:
+        return LiVTError(f"{self.file} {text}: {way_out}.", "dataset")
 
-    def _nothing_left(self, is_left_out: dict[str, np.ndarray]) -> str:
+    def _nothing_left(self, is_left_out: dict[str, np.ndarray]) -> LiVTError:
         reasons = [f"{mask.sum()}: {reason}" for reason, mask in is_left_out.items() if mask.any()]
+        is_unsure = any("confidence" in reason for reason in reasons)
         reasons += [f"{len(self.failures)}: the detector could not read the picture"] * bool(self.failures)
-        return f"holds no box to take ({'; '.join(reasons) or 'there is none'}): correct it, or lower min_confidence"
+        text = f"holds no box to take ({'; '.join(reasons) or 'there is none'})"
+        return self._error(text, "lower min_confidence" if is_unsure else "pass another file")
 
     def _table(self, rows: np.ndarray, labels: pa.StringArray, codes: np.ndarray, paths: pa.StringArray) -> pa.Table:
         x, y, width, height = np.frombuffer(self.box, dtype=float).reshape(-1, 4)[rows].T

@@ -1,7 +1,7 @@
 """Columns of boxes in a table: which ones they are, what they hold, and what is wrong with it."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +89,13 @@ def name_boxes(files: np.ndarray, corners: np.ndarray) -> np.ndarray:
     return pc.binary_join_element_wise(pa.array(files, pa.string()), box, ", box ").to_numpy(zero_copy_only=False)
 
 
-def check_boxes(file: Path, paths: pa.StringArray, findings: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Raise an error that names the boxes that cannot be used."""
+def check_boxes(file: Path, paths: pa.StringArray, findings: Sequence[tuple[str, np.ndarray]], skip: bool) -> None:
+    """Raise an error that names the boxes that cannot be used or, where these are to be skipped, if they are all."""
+    if skip:
+        if findings and np.any([mask for _, mask in findings], axis=0).all():
+            reasons = "; ".join(f"{mask.sum()}: {reason}" for reason, mask in findings if mask.any())
+            raise LiVTError(f"{file} holds no box that can be used ({reasons}): correct it.", "dataset")
+        return
     named, total = [], 0
     for reason, mask in findings:
         total += mask.sum()

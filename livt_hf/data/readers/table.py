@@ -125,8 +125,7 @@ def tables_of_rows(table: pa.Table, spec: DataSpec, file: Path, dropped: Dropped
     corners, findings = read_boxes(table, spec)
     if corners is not None:  # boxes of a picture become neighbours
         rows = np.argsort(paths.dictionary_encode().indices.fill_null(-1), kind="stable")
-    if spec.on_broken == "error":
-        check_boxes(file, paths, findings)
+    check_boxes(file, paths, findings, skip=spec.on_broken == "skip")
     for reason, mask in findings:
         rows = drop(mask[rows], reason)
     rows = drop(is_unlabelled[rows], f"the label is empty{hint if spec.label_separator else ''}")
