@@ -21,7 +21,7 @@ from livt_hf.data.labels import (
     normalize_texts,
     row_indices,
 )
-from livt_hf.data.readers.image_table import DroppedImages, ImageTable, as_text
+from livt_hf.data.readers.image_table import UNLABELLED, DroppedImages, ImageTable, as_text
 from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
 
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 MERGED = "rare classes"  # the class that rare_classes="merge" makes
-UNLABELLED = 'the split "%s" has no labels and is left out'
 
 
 def encode_classes(splits: dict[str, ImageTable], spec: DataSpec, dropped: DroppedImages) -> dict[str, Dataset]:

@@ -12,7 +12,7 @@ from datasets import Dataset
 from PIL import Image
 
 from livt_hf.data.decoding import BrokenImageError, iterate_stored, process_stored
-from livt_hf.data.groups import BURST_SECONDS, CAPTURE_TIME, PARENT, read_capture_time
+from livt_hf.data.groups import BURST_SECONDS, CAPTURE_TIME, PARENT, read_capture_times
 from livt_hf.data.labels import class_counts, class_feature, format_class_names
 
 # Labels that rarely name a class.
@@ -82,7 +82,7 @@ def suggest_groups(paths: Sequence[str | None], labels: Sequence[int], images: D
             several = next(name for name, count in Counter(groups).items() if count > 1)
             example = [str(path) for path, group in zip(paths, groups, strict=True) if group == several][:2]
             return option, f"{text} ({len(set(groups)):,} of {len(paths):,} images; {' and '.join(example)})"
-    taken = _capture_times(images.select(range(min(LOOKED_AT, len(images)))))
+    taken = read_capture_times(images.select(range(min(LOOKED_AT, len(images)))))
     times = sorted((folders[row], *one) for row, one in enumerate(taken) if one is not None)
     gaps = [(b[2] - a[2]).total_seconds() for a, b in itertools.pairwise(times) if a[:2] == b[:2]]
     if sum(gap <= BURST_SECONDS for gap in gaps) > len(taken) / 3:
@@ -96,16 +96,6 @@ def _are_groups(groups: Sequence[str], labels: Sequence[int]) -> bool:
     in_several = sum(size for size in sizes.values() if size > 1)
     pairs = len(set(zip(groups, labels, strict=True)))
     return in_several >= MOST_OF * len(groups) and pairs >= 2 * len(set(labels)) and len(sizes) >= 2 * len(set(labels))
-
-
-def _capture_times(images: Dataset) -> list:
-    times = []
-    for row, image in enumerate(iterate_stored(images)):
-        try:
-            times.append(process_stored(image, row, read_capture_time, lambda one, *_: one))
-        except BrokenImageError:
-            times.append(None)
-    return times
 
 
 def count_two_valued(images: Dataset) -> int:

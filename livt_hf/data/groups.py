@@ -18,7 +18,7 @@ import pyarrow.csv
 from datasets import Dataset, concatenate_datasets
 from PIL import ExifTags, Image
 
-from livt_hf.data.decoding import iterate_stored, process_stored
+from livt_hf.data.decoding import BrokenImageError, iterate_stored, process_stored
 from livt_hf.data.labels import image_paths, labels_of
 from livt_hf.data.near_copies import chance_threshold, connected_copies, pixel_vectors, standardize
 from livt_hf.data.readers.image_table import ImageTable
@@ -105,10 +105,7 @@ def _by_near_copies(tables: dict[str, ImageTable], paths: Sequence[str | None]) 
 def _by_capture_time(tables: dict[str, ImageTable], paths: Sequence[str]) -> list[str]:
     """Return one group for images that a camera took in one folder at most `BURST_SECONDS` after each other."""
     images = concatenate_datasets([table.images for table in tables.values()])
-    taken = [
-        process_stored(image, row, read_capture_time, lambda taken, *_: taken)
-        for row, image in enumerate(iterate_stored(images))
-    ]
+    taken = read_capture_times(images)
     if not any(taken):
         raise LiVTError("group_from capture_time needs EXIF data, which no image has: choose another.", "group_from")
     _log_lone(paths, [one is None for one in taken], "have no time in their EXIF data")
@@ -124,8 +121,18 @@ def _by_capture_time(tables: dict[str, ImageTable], paths: Sequence[str]) -> lis
     return groups
 
 
-def read_capture_time(data: bytes) -> tuple[str, datetime] | None:
-    """Return the camera and the time of an image from its EXIF data, which need not be decoded for it."""
+def read_capture_times(images: Dataset) -> list[tuple[str, datetime] | None]:
+    """Return the camera and the time of each image from its EXIF data; None where it says none or is broken."""
+    taken: list[tuple[str, datetime] | None] = []
+    for row, image in enumerate(iterate_stored(images)):
+        try:
+            taken.append(process_stored(image, row, _read_capture_time, lambda one, *_: one))
+        except BrokenImageError:
+            taken.append(None)
+    return taken
+
+
+def _read_capture_time(data: bytes) -> tuple[str, datetime] | None:
     with Image.open(io.BytesIO(data)) as image:
         exif = image.getexif()
     try:

@@ -20,6 +20,7 @@ IMAGE_NAMES += ("image_path", "image_id")
 LABEL_NAMES = ("label", "labels", "target", "class", "category", "class_name", "species", "diagnosis", "cls")
 LABEL_NAMES += ("finding", "findings", "dx", "disease", "condition", "defect", "taxon", "scientific_name", "breed")
 GROUP_NAMES = ("group", "patient", "patient_id", "subject", "subject_id", "site", "animal", "sequence", "lesion_id")
+UNLABELLED = 'the split "%s" has no labels and is left out'
 
 DroppedImages = dict[str, Counter]  # why images are dropped -> which ones (their files or classes) and how many
 

@@ -28,6 +28,7 @@ from livt_hf.data.labels import class_label, select_rows
 from livt_hf.data.readers.image_table import (
     IMAGE_NAMES,
     LABEL_NAMES,
+    UNLABELLED,
     ImageTable,
     as_text,
     match_column_name,
@@ -43,7 +44,6 @@ from livt_hf.text import format_error
 logger = logging.getLogger(__name__)
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # the names that `datasets` gives them
-UNLABELLED = 'the split "%s" has no labels and is left out'
 
 
 def open_files(files: Mapping[str, list[str]], streaming: bool) -> dict:
