@@ -24,8 +24,9 @@ FOLD = "fold-"
 _LOCKS: dict[str, FileLock] = {}  # by folder
 # Tables and lists that say nothing of what they are about.
 _COMMON_NAME = re.compile(
-    r"((train|val|test|instances|image)[ _-]?)?"
-    r"(labels?|meta(data)?|data(set)?|annotations?|images?|index|list|train|val|test|default)",
+    r"_?((train|val|test|instances|image)[ _-]?)?"
+    r"(labels?|meta(data)?|data(set)?|annotations?|images?|index|list|train|val|test|default|coco|boxes|detections?)"
+    r"(20\d\d)?",
     re.IGNORECASE,
 )
 # What the commands put into the folder of runs.
@@ -38,10 +39,14 @@ def runs_folder() -> Path:
 
 
 def dataset_name(dataset: str) -> str:
-    """Return the name of a dataset in the names of run folders: of a table such as labels.csv, that of its folder."""
+    """Return the name of a dataset in the names of run folders: of a table such as labels.csv, that of its folder.
+
+    Of data/parts/annotations/instances_train.json it is `parts`.
+    """
     path = Path(dataset)
     if path.suffix and _COMMON_NAME.fullmatch(path.name.partition(".")[0]):
-        return Path(os.path.abspath(path)).parent.name or path.name
+        folders = [folder.name for folder in Path(os.path.abspath(path)).parents]
+        return next((name for name in folders if name and not _COMMON_NAME.fullmatch(name)), path.name)
     return path.name
 
 

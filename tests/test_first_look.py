@@ -124,6 +124,8 @@ def test_names_that_look_like_sites_or_bursts_suggest_groups(paths, option):
         ("parts/train_labels.CSV", "parts"),
         ("parts/metadata.jsonl", "parts"),
         ("parts/train.txt.xz", "parts"),
+        ("parts/annotations/instances_train2017.json", "parts"),
+        ("parts/train/_annotations.coco.json", "parts"),
         ("parts/annotations", "annotations"),
         ("parts/scratches.csv", "scratches.csv"),
         ("cifar10-lt", "cifar10-lt"),
