@@ -118,6 +118,8 @@ def test_the_accuracy_of_a_group_is_the_mean_of_its_classes_beside_its_precision
     assert (many["name"], many["accuracy"]) == ("many", pytest.approx(0.95))
     assert (few["name"], few["accuracy"], few["precision"]) == ("few", pytest.approx(0.35), 1.0)
     assert many["description"] == "2 classes with more than 100 training images"
+    few = judge(measured(*pairs((0, 0, 30), (1, 1, 30), (2, 2, 30)))).groups[1]
+    assert few["description"] == "1 class with fewer than 20 training images; 1 more not tested"
 
 
 def test_groups_follow_the_given_thresholds():

@@ -4,6 +4,7 @@ What is said of a class or of another decision rule has passed a test (`livt_hf.
 piece of advice has its command.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,11 +150,13 @@ class _Judge:
         metrics, members = self.report.default_metrics, [row["group"] for row in self.tested]
         intervals, many, few = self.report.summary["intervals"][self.default], metrics.many_above, metrics.few_below
         sizes = (f"more than {many}", f"{few} to {many}", f"fewer than {few}")
+        untested = Counter(row["group"] for row in self.report.per_class if not row["images"])
         return [
             {
                 "name": name,
                 "colour": GROUP_COLOURS[name],
-                "description": f"{_count(members.count(name), 'class', 'classes')} with {size} training images",
+                "description": f"{_count(members.count(name), 'class', 'classes')} with {size} training images"
+                + f"; {untested[name]:,} more not tested" * (untested[name] > 0),
                 "accuracy": self.numbers[name],
                 "precision": self.numbers[f"{name}_precision"],
                 "interval": intervals.get(name),
