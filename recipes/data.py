@@ -84,7 +84,7 @@ def print_cut(settings: InspectDataSettings, train: Dataset) -> Framing:
         framing = read_framing(load_processor(settings.pretrained))
         whose = f"The {framing.name} of {settings.pretrained}"
     if settings.data.dataset not in PUBLIC and (cut := describe_cut(train, framing, whose)):
-        print(cut)
+        print(cut, "It is pale in samples.png.")
     return framing
 
 

@@ -137,9 +137,7 @@ def _compare_with_all(vectors: np.ndarray, rows: np.ndarray) -> Iterator[Block]:
     everything, lengths = np.arange(len(vectors))[None], _lengths(vectors)
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK]
-        similarities = _transform(vectors[block] @ vectors.T, lengths[block, None] * lengths)
-        similarities[np.arange(len(block)), block] = -1
-        yield block, everything, similarities
+        yield block, everything, _transform(vectors[block] @ vectors.T, lengths[block, None] * lengths)
 
 
 def _compare_neighbours(vectors: np.ndarray) -> Iterator[Block]:
