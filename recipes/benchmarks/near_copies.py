@@ -5,13 +5,16 @@
 Bursts: of PlantDoc's training images (one of each group of near copies), every fifth is photographed three times more:
 moved, turned, cropped, exposed and compressed anew, at three strengths. All are split at random; an image of a burst
 with another one on the other side should be found, an image without one should not. CIFAR-100-LT and PlantDoc are
-taken with their own splits. Scaling: vectors of noise, a tenth with a copy at cosine .9. Writes
+taken with their own splits. Scaling: vectors of noise, a tenth with a copy at cosine .9. Parts: 45 made-up parts of a
+factory with six exposures each, which look much alike, also by a perceptual hash of 64 bits at a fixed distance: of 0
+bits, as cleanvision finds near duplicates, and of up to 10, the default of imagededup. Writes
 recipes/results/near_copies.json.
+
+    python recipes/benchmarks/near_copies.py --parts    # these alone
 """
 
 import argparse
 import io
-import json
 import os
 import tempfile
 import time
@@ -21,6 +24,7 @@ import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset, concatenate_datasets
 from PIL import Image, ImageEnhance
+from scipy.fft import dctn
 
 from livt_hf.classifiers import load_classifier, load_processor
 from livt_hf.data import load_long_tailed
@@ -35,6 +39,8 @@ from livt_hf.data.near_copies import (
     pixel_vectors,
     standardize,
 )
+from livt_hf.files import read_values, write_values
+from livt_hf.recipes.benchmarks.framing import SHAPES, draw_part
 from livt_hf.training.frozen import FrozenBackbone
 
 OUTPUT = Path(__file__).parents[1] / "results" / "near_copies.json"
@@ -133,6 +139,49 @@ def measure_splits(name: str, backbone: FrozenBackbone | None, **options) -> dic
     return row | {"seconds": round(time.perf_counter() - began, 1)}
 
 
+def make_parts(folder: Path) -> Path:
+    """Draw parts of six classes; the number of the part is in each file name."""
+    generator = np.random.default_rng(1)
+    for label, parts in enumerate((20, 10, 6, 4, 3, 2)):
+        (folder / SHAPES[label]).mkdir()
+        for part in range(parts):
+            image = draw_part(generator, label, 140, coloured=False)
+            for exposure in range(6):
+                shot = ImageEnhance.Brightness(image).enhance(generator.uniform(0.6, 1.5))
+                shot = ImageEnhance.Contrast(shot).enhance(generator.uniform(0.8, 1.2))
+                shot.save(folder / SHAPES[label] / f"{label}{part:02d}_{exposure}.jpg", quality=90)
+    return folder
+
+
+def perceptual_hash(path: str) -> np.ndarray:
+    """Return 64 bits: which of the low frequencies of a grey thumbnail are above their median."""
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("L").resize((32, 32), Image.Resampling.LANCZOS), dtype=float)
+    low = dctn(pixels)[:8, :8]
+    return (low > np.median(low)).ravel()
+
+
+def measure_parts() -> dict:
+    """Return the share of exposures of which another one is found, and of those that are taken for another part."""
+    with tempfile.TemporaryDirectory() as folder:
+        images = load_long_tailed(str(make_parts(Path(folder))), test_fraction=None)["train"]
+        paths, vectors = image_paths(images).to_pylist(), standardize(pixel_vectors(images))
+        bits = np.array([perceptual_hash(path) for path in paths])
+    threshold = chance_threshold(vectors, labels_of(images).values)
+    ((_, _, similarities),) = compare(vectors)
+    distances = (bits[:, None] != bits).sum(2)
+    is_near = {"ours": similarities >= threshold} | {f"hash_{most}": distances <= most for most in (0, 10)}
+    part = np.array([Path(path).name.split("_")[0] for path in paths])
+    is_other, is_self = part[:, None] != part, np.eye(len(part), dtype=bool)
+    shares = {
+        name: {"found": (near & ~is_other & ~is_self).any(1).mean(), "false_alarms": (near & is_other).any(1).mean()}
+        for name, near in is_near.items()
+    }
+    result = {name: {key: round(float(value), 4) for key, value in row.items()} for name, row in shares.items()}
+    groups = len(set(connected_copies(vectors, threshold).tolist()))
+    return {"images": len(images), "parts": len(set(part)), "groups": groups} | result
+
+
 def measure_scaling(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> list[dict]:
     """Return the time to compare vectors of noise, and the share of planted copies that are found."""
     rows = []
@@ -153,7 +202,14 @@ def measure_scaling(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pretrained", help="folder of a backbone; without one the pixels alone are measured")
+    parser.add_argument("--parts", action="store_true", help="measure the made-up parts alone")
     arguments = parser.parse_args()
+    results: dict = read_values(OUTPUT) if OUTPUT.exists() else {}
+    results["parts"] = measure_parts()
+    print(results["parts"], flush=True)
+    write_values(OUTPUT, results)
+    if arguments.parts:
+        return
     data = Path(os.environ["LIVT_DATA"])
     methods: dict[str, FrozenBackbone | None] = {"pixels": None}
     if arguments.pretrained:
@@ -163,7 +219,7 @@ def main() -> None:
     vectors = standardize(pixel_vectors(train))
     groups = connected_copies(vectors, 5.0)  # lower than any threshold: what is left has no copies
     single = train.select(np.unique(groups, return_index=True)[1])
-    results: dict = {"scaling": measure_scaling()}
+    results["scaling"] = measure_scaling()
     for method, backbone in methods.items():
         strengths = STRENGTHS if backbone is None else STRENGTHS[1:2]  # features of 3,606 images take minutes
         results[method] = {"bursts": measure_bursts(single, backbone, strengths)}
@@ -173,7 +229,7 @@ def main() -> None:
             cifar = measure_splits("cifar100-lt", backbone, source=str(data / "cifar100"), imbalance_factor=100)
             results[method]["cifar100-lt"] = cifar
             print(cifar, flush=True)
-        OUTPUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_values(OUTPUT, results)
 
 
 if __name__ == "__main__":
