@@ -29,6 +29,7 @@ from livt_hf.threads import available_cores, configure_threads
 # Subcommand: module and function.
 BENCHMARKS = {
     "data": ("data", "run"),
+    "boxes": ("data", "run_boxes"),
     "pretrain": ("steps", "run_pretrain"),
     "finetune": ("steps", "run_finetune"),
     "launch": ("launch", "run"),
