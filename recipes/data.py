@@ -128,13 +128,13 @@ def report_copies(settings: InspectDataSettings, data: Mapping[str, Dataset], ma
         print(
             f"{two_valued:,} images have at most two grey values: masks and blank images are left out with --exclude."
         )
-    copies = describe_copies(data)
-    vectors = None
-    if settings.pretrained is not None:
-        images = concatenate_datasets(list(data.values()))
-        labels = labels_of(images).rarest(number_of_classes(images))
-        vectors = standardize(feature_vectors(compute_features(images, settings.pretrained), labels))
-    near = describe_near_copies(data, made, output, vectors) if settings.data.dataset not in PUBLIC else None
+    copies, near, vectors = describe_copies(data), None, None
+    if settings.data.dataset not in PUBLIC:
+        if settings.pretrained is not None:
+            images = concatenate_datasets(list(data.values()))
+            labels = labels_of(images).rarest(number_of_classes(images))
+            vectors = standardize(feature_vectors(compute_features(images, settings.pretrained), labels))
+        near = describe_near_copies(data, made, output, vectors)
     print("\n".join(filter(None, (copies, near))) or "No copies found in two splits.")
     return bool(near) and made and settings.data.group_from is None and settings.data.group_column is None
 

@@ -217,6 +217,11 @@ def test_broken_boxes_are_named_and_counted_or_left_out(tmp_path, caplog):
     assert len(load(file, on_broken="skip")) == 2 and "left out 7 images" in caplog.text
 
 
+def test_pixels_are_pixels_where_most_rows_have_no_box(tmp_path):
+    file = write(tmp_path, "boxes.csv", table(boxes=[*BOXES, *[(0, 1, "", "", "", "")] * (len(BOXES) + 1)]))
+    assert len(load(file, on_broken="skip")) == len(BOXES)
+
+
 def test_a_box_that_only_the_pixels_tell_to_be_outside_is_a_broken_image(tmp_path):
     file = write(tmp_path, "coco.json", coco([annotation(0, 1, 500, 2, 9, 9), annotation(1, 2), annotation(2, 1)]))
     assert list(find_broken(load(file))) == [0]

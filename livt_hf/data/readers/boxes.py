@@ -57,12 +57,13 @@ def read_boxes(table: pa.Table, spec: DataSpec) -> tuple[np.ndarray | None, list
     corners = np.stack([_as_numbers(table[name], name) for name in columns], axis=1)
     if _IS_SIZE.search(columns[2]):
         corners[:, 2:] += corners[:, :2]
+    is_box = np.isfinite(corners).all(axis=1)
     with np.errstate(invalid="ignore"):
-        relative = np.median(np.nanmax(corners, axis=1, initial=0)) <= 1
+        relative = is_box.any() and np.median(corners[is_box].max(axis=1)) <= 1
         corners = np.clip(corners, 0, 1 if relative else None)
         left, top, right, bottom = corners.T
         findings = [
-            (_NOT_NUMBERS, ~np.isfinite(corners).all(axis=1)),
+            (_NOT_NUMBERS, ~is_box),
             ("the box is reversed: its right or bottom comes first", (right < left) | (bottom < top)),
             ("the box is empty, or outside of the picture", (right == left) | (bottom == top)),
             ("the box lies in the first pixel", ~np.any(corners > 1, axis=1) & (not relative)),
