@@ -3,6 +3,7 @@
 import itertools
 import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from livt_hf.precision import BFLOAT16, FLOAT32, MIN_IMAGES, autocast, bfloat16_
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.predict import Predictor
 from livt_hf.training import autotune, device
+from livt_hf.training.device import choose_precision
 from livt_hf.training.frozen import FrozenBackbone
 from livt_hf.training.loop import make_accelerator
 
@@ -29,13 +31,31 @@ LARGE = torch.nn.Linear(1000, 1000)  # 1,001,000 parameters
 SMALL = torch.nn.Linear(10, 10)
 PIXELS = torch.linspace(-1, 1, 4000).reshape(4, 1000)
 softmax = partial(torch.softmax, dim=-1)
+OF_CPU = precision.has_cpu_bf16, precision.has_fast_cpu_bf16
+
+
+@pytest.fixture(autouse=True)
+def set_cpu(monkeypatch):
+    """Stand in for the CPU: by default one that emulates bf16 slowly, whatever this machine has."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+    def set_cpu(has_bf16: bool, is_fast: bool) -> None:
+        for module in (precision, autotune):
+            monkeypatch.setattr(module, "has_cpu_bf16", lambda: has_bf16)
+        for module in (precision, device):
+            monkeypatch.setattr(module, "has_fast_cpu_bf16", lambda: is_fast)
+
+    set_cpu(False, False)
+    yield set_cpu
+    for function in OF_CPU:
+        function.cache_clear()
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def timed(monkeypatch, set_cpu):
     """A CPU with bf16 on which a forward pass takes so many seconds, by a clock that stands in."""
-    monkeypatch.setattr(precision, "has_cpu_bf16", lambda: True)
-    monkeypatch.setattr(autotune, "has_cpu_bf16", lambda: True)
+    set_cpu(True, True)
 
     def set_seconds(float32: float, bfloat16: float) -> None:
         # Each precision is timed twice, by two looks at the clock.
@@ -94,12 +114,57 @@ def test_few_images_and_small_models_are_not_tried_and_a_named_precision_is_take
     assert resolve_precision("auto", LARGE, MIN_IMAGES, lambda: None, changed_by(0.0), softmax) == FLOAT32
 
 
-def test_bfloat16_that_a_cpu_would_emulate_is_refused(monkeypatch):
-    for name in ("has_cpu_bf16", "has_fast_cpu_bf16"):
-        monkeypatch.setattr(precision, name, lambda: False)
-    with pytest.raises(LiVTError, match="use precision float32") as error:
-        resolve_precision("bfloat16", LARGE, 1, lambda: PIXELS, LARGE, softmax)
-    assert error.value.argument == "precision"
+NATIVE, EMULATED, SLOW = (True, True), (False, True), (False, False)  # AVX512-BF16, AVX-512 without it, AVX2
+
+
+@pytest.mark.parametrize("cpu", [NATIVE, EMULATED, SLOW])
+def test_training_and_prediction_agree_which_cpu_takes_bf16_by_name_and_by_itself(set_cpu, timed, monkeypatch, cpu):
+    timed(3.0, 1.0)
+    set_cpu(*cpu)
+    has_bf16, is_fast = cpu
+    predict = lambda requested: resolve_precision(  # noqa: E731
+        requested, LARGE, MIN_IMAGES, lambda: PIXELS, changed_by(0.0), softmax
+    )
+    assert predict("auto") == (BFLOAT16 if has_bf16 else FLOAT32)
+    assert resolve(monkeypatch, 0.1)[0].mixed_precision == ("bf16" if has_bf16 else "auto")
+    if is_fast:
+        assert (predict(BFLOAT16), choose_precision("bf16")) == (BFLOAT16, "bf16")
+        return
+    for argument, refuse in (("precision", partial(predict, BFLOAT16)), (None, partial(choose_precision, "bf16"))):
+        with pytest.raises(LiVTError, match="use .*precision (float32|no)") as error:
+            refuse()
+        assert error.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "trial", "has_bf16", "is_fast"),
+    [
+        ("flags : avx512f avx512_bf16", 0, True, True),
+        ("flags : amx_bf16", 0, True, True),
+        ("flags : avx512f avx512_bf16", 1, False, False),
+        ("flags : avx512f avx512_bf16", -4, False, False),  # an illegal instruction
+        ("flags : avx512f", 0, False, True),
+        ("flags : avx2", 1, False, False),
+        (None, 0, False, True),  # no Linux
+    ],
+)
+def test_what_a_cpu_announces_is_believed_only_after_a_trial_and_tried_once(
+    monkeypatch, cpuinfo, trial, has_bf16, is_fast
+):
+    def read_text(path: Path) -> str:
+        if cpuinfo is None:
+            raise FileNotFoundError(path)
+        return cpuinfo
+
+    trials = []
+    run = lambda *_, **__: trials.append(1) or SimpleNamespace(returncode=trial)  # noqa: E731
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(precision.subprocess, "run", run)
+    for function in OF_CPU:
+        function.cache_clear()
+        monkeypatch.setattr(precision, function.__name__, function)
+    assert [[function() for function in OF_CPU] for _ in range(2)] == 2 * [[has_bf16, is_fast]]
+    assert len(trials) == 1
 
 
 def test_a_model_computes_in_bfloat16_only_in_its_context():
@@ -145,11 +210,6 @@ def test_no_trial_of_bf16_is_made_where_it_cannot_pay(timed, monkeypatch, option
     assert spec.mixed_precision == options.get("mixed_precision", "auto") and accelerator.mixed_precision == "no"
 
 
-def test_a_cpu_without_bf16_is_not_tried(timed, monkeypatch):
-    monkeypatch.setattr(autotune, "has_cpu_bf16", lambda: False)
-    assert resolve(monkeypatch, 0.1)[0].mixed_precision == "auto"
-
-
 def test_a_resumed_training_keeps_the_chosen_precisions(tmp_path):
     asked = FinetuneSettings.build(dataset="glyphs", output_dir=str(tmp_path / "run"))
     run = start_run(asked.replace(mixed_precision="bf16", precision="bfloat16", framing="own"))
@@ -158,12 +218,8 @@ def test_a_resumed_training_keeps_the_chosen_precisions(tmp_path):
     assert (kept.optimization.mixed_precision, kept.model.precision) == ("bf16", "bfloat16")
 
 
-def test_a_run_that_chose_bf16_is_bit_for_bit_the_run_of_bf16(monkeypatch):
+def test_a_run_that_chose_bf16_is_bit_for_bit_the_run_of_bf16(timed, monkeypatch):
     """What `resolve_auto_options` sets later is what Accelerate sets at first."""
-    if not precision.has_fast_cpu_bf16():
-        pytest.skip("the CPU, or this version of torch, only emulates bf16")
-    monkeypatch.setattr(autotune, "has_cpu_bf16", lambda: True)
-    monkeypatch.setattr(device, "has_fast_cpu_bf16", lambda: True)  # a second timing may differ on a busy machine
     named = make_accelerator(FinetuneSettings.build(dataset="glyphs", mixed_precision="bf16").optimization)
     states = [(named.mixed_precision, named.native_amp, named.scaler)]
     torch.manual_seed(0)
@@ -178,10 +234,10 @@ def test_a_run_that_chose_bf16_is_bit_for_bit_the_run_of_bf16(monkeypatch):
 
 
 @pytest.fixture
-def backbone(tmp_path, monkeypatch):
+def backbone(tmp_path, monkeypatch, set_cpu):
     """A frozen ResNet on 64 pictures, and a CPU with bf16 for which both are large enough."""
+    set_cpu(True, True)
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr(precision, "has_cpu_bf16", lambda: True)
     monkeypatch.setattr(precision, "MIN_IMAGES", 8)
     monkeypatch.setattr(precision, "MIN_PARAMETERS", 8)
     sizes = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")

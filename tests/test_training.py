@@ -520,22 +520,6 @@ def test_processes_wait_a_day_for_the_first_one(tmp_path, monkeypatch):
     assert made[0]["kwargs_handlers"][0].timeout == datetime.timedelta(days=1)
 
 
-@pytest.mark.parametrize(("trial", "able"), [("exit 0", True), ("exit 1", False), ("kill -ILL $$", False)])
-def test_bf16_on_a_cpu_is_believed_only_after_a_trial(tmp_path, monkeypatch, trial, able):
-    """Some CPUs announce bf16 and die of an illegal instruction, so the trial has a process of its own."""
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{trial}\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    assert has_fast_cpu_bf16() is able
-    if able:
-        assert choose_precision("bf16") == "bf16"
-    else:
-        with pytest.raises(ValueError, match="use mixed_precision no"):
-            choose_precision("bf16")
-
-
 @pytest.mark.slow
 def test_the_trial_of_bf16_agrees_with_the_cpu():
     code = "import torch; a = torch.ones(512, 512, dtype=torch.bfloat16); a @ a"
