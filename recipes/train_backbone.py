@@ -320,15 +320,13 @@ def tune_network(
     fitter = UpdateFitter(tuning.seconds, session.clock)
     try:
         loop.fit(refit=fitter)
+        trained, held_out = session.clock() - began, lambda: session.batches("validation", processor)
+        found = choose_weights(loop.bare_model, start, held_out, session.accelerator, tuning.averages)
     except LiVTError as error:
         if error.argument != "base_lr":
             raise
         logger.warning("%s The head is kept.", error)  # it diverged
         return settings, loop, processor, parts
-    trained = session.clock() - began
-    found = choose_weights(
-        loop.bare_model, start, lambda: session.batches("validation", processor), session.accelerator, tuning.averages
-    )
     for one in sorted(found, key=lambda one: -one.share):
         name = "tuned" if one.share == 1 else "average"
         seconds = trained if one.share == 1 else (session.clock() - began - trained) / len(found)

@@ -1,5 +1,6 @@
 """`livt train --pretrained`: the plan, the head first, the network for the time left, the choice, and resuming."""
 
+import itertools
 import json
 import shutil
 import signal
@@ -23,7 +24,7 @@ from transformers import (
 
 from livt_hf import LiViTConfig, balance
 from livt_hf.classifiers import load_classifier, load_processor
-from livt_hf.errors import Interrupted
+from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.structure import extract_features
 from livt_hf.processors import read_framing
@@ -133,6 +134,9 @@ def test_an_average_is_kept_where_it_is_better_on_held_out_images(tmp_path):
         assert found[0].share == kept and found[0].scores["nll"] == min(one.scores["nll"] for one in found)
         assert module.scale.item() == start + kept * (tuned - start)
     assert len(anytime.choose_weights(module, first, lambda: [batch], accelerator, averages=False)) == 1
+    module.scale.data.fill_(torch.inf)
+    with pytest.raises(LiVTError, match="Lower base_lr"):
+        anytime.choose_weights(module, first, lambda: [batch], accelerator, averages=True)
 
 
 @pytest.fixture
@@ -144,6 +148,14 @@ def backbone(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def pictures(tmp_path) -> Path:
     return make_pictures(tmp_path / "pictures", train=(60, 30, 15, 10))
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock that stands in, so that the updates planned do not depend on how fast or busy the machine is."""
+    ticks = itertools.count()
+    monkeypatch.setattr(train_backbone, "work_clock", lambda *_: lambda: 0.01 * next(ticks))
+    monkeypatch.setattr(anytime, "REFIT_TOLERANCE", 1e9)
 
 
 def train_for(pictures: Path, backbone: Path, folder: Path, seconds: float, *options) -> Run:
@@ -175,8 +187,10 @@ def test_shot_groups_count_the_images_that_the_test_split_was_made_of(backbone, 
         assert (metrics["medium"], metrics["few"]) == (measured[rule]["medium"], measured[rule]["few"])
 
 
-def test_the_time_left_goes_into_the_whole_network_and_the_best_part_is_kept(pictures, backbone, tmp_path, capsys):
-    run = train_for(pictures, backbone, tmp_path / "run", 3)
+def test_the_time_left_goes_into_the_whole_network_and_the_best_part_is_kept(
+    pictures, backbone, ticking, tmp_path, capsys
+):
+    run = train_for(pictures, backbone, tmp_path / "run", 1)
     parts = run.results.parts
     assert [part["part"] for part in parts[:2]] == ["head", "tuned"] and sum(part["kept"] for part in parts) == 1
     kept = next(part for part in parts if part["kept"])
@@ -189,9 +203,9 @@ def test_the_time_left_goes_into_the_whole_network_and_the_best_part_is_kept(pic
     assert abs(sum(model.config.long_tail.class_counts) - (115 - held_out)) <= 2
 
 
-def test_a_network_that_is_worse_on_held_out_images_is_not_kept(pictures, backbone, tmp_path, monkeypatch):
+def test_a_network_that_is_worse_on_held_out_images_is_not_kept(pictures, backbone, ticking, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "LEARNING_RATE", 1e3)
-    run = train_for(pictures, backbone, tmp_path / "run", 2)
+    run = train_for(pictures, backbone, tmp_path / "run", 1)
     kept = next(part for part in run.results.parts if part["kept"])
     assert kept["part"] == "head" and run.arguments["tune"] == "head"
     head = train_for(pictures, backbone, tmp_path / "head", 0)

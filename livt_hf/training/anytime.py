@@ -21,6 +21,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.data import Batches, eval_loader
 from livt_hf.data.decoding import SAMPLE_SIZE, spread_rows
+from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import MIN_IMAGES, apply_calibration, fit_calibration
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.objectives import decide, score_predictions
@@ -233,14 +234,20 @@ def choose_weights(
         averages: try averages too.
 
     Returns:
-        The candidates, the best first.
+        The candidates with finite logits, the best first.
     """
     tuned = {name: value.detach().clone() for name, value in module.state_dict().items()}
     head, found = copy.deepcopy(module.head).cpu(), []
     for share in SHARES if averages else SHARES[:1]:
         module.load_state_dict(_average(start, tuned, share))
         logits, labels = collect_logits(module, loader(), accelerator)
-        found.append(Candidate(share, logits, labels, score_held_out(head, logits, labels)))
+        if torch.isfinite(logits).all():
+            found.append(Candidate(share, logits, labels, score_held_out(head, logits, labels)))
+    if not found:
+        message = (
+            "the network gives held-out images infinite logits or NaN. Lower base_lr or clip gradients (clip_grad 1)."
+        )
+        raise LiVTError(message, argument="base_lr")
     found.sort(key=lambda one: one.scores["nll"])
     module.load_state_dict(_average(start, tuned, found[0].share))
     return found
