@@ -89,10 +89,28 @@ def example_images(processor: BaseImageProcessor, images: int = 2) -> Tensor:
     return torch.randint(0, 256, (images, *get_output_size(processor), 3), dtype=torch.uint8, generator=noise)
 
 
+def trace(graph: nn.Module, batch: Tensor) -> torch.export.ExportedProgram:
+    """Return the program of a graph for any number of images.
+
+    torch notes the lines of code that each operation came from, with the paths of this machine. They are left out.
+    """
+    program = torch.export.export(graph, (batch,), dynamic_shapes=BATCH)
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+    return program
+
+
+def write_onnx(graph: nn.Module, batch: Tensor, path: Path, names: tuple[str, str], external_data: bool) -> None:
+    """Write a graph as ONNX, with the names of its input and its output."""
+    torch.onnx.export(
+        trace(graph, batch), f=path, input_names=names[:1], output_names=names[1:], dynamo=True,
+        external_data=external_data, verbose=False,
+    )  # fmt: skip
+
+
 def save_torch_export(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
     """Write `model.pt2`, a program for `torch.export.load`."""
-    program = torch.export.export(graph, (images,), dynamic_shapes=BATCH)
-    torch.export.save(program, folder / "model.pt2")
+    torch.export.save(trace(graph, images), folder / "model.pt2")
     return torch.export.load(folder / "model.pt2").module()
 
 
@@ -126,11 +144,8 @@ def save_web_model(folder: Path, model: PreTrainedModel, processor: BaseImagePro
     write_values(path, to_portable_processor(read_record(path)))
     (folder / "onnx").mkdir()
     pixels = processor(Image.new("RGB", get_output_size(processor)[::-1]), return_tensors="pt")["pixel_values"]
-    torch.onnx.export(
-        _Logits(model).eval(), (pixels.repeat(2, 1, 1, 1),), folder / "onnx" / "model.onnx",
-        input_names=["pixel_values"], output_names=["logits"], dynamic_shapes=BATCH, dynamo=True, external_data=False,
-        verbose=False,
-    )  # fmt: skip
+    names = "pixel_values", "logits"
+    write_onnx(_Logits(model).eval(), pixels.repeat(2, 1, 1, 1), folder / "onnx" / "model.onnx", names, False)
 
 
 def save_onnx(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
@@ -139,10 +154,7 @@ def save_onnx(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
 
     path = folder / "model.onnx"
     weights = sum(parameter.nbytes for parameter in graph.parameters())
-    torch.onnx.export(
-        graph, (images,), path, input_names=["images"], output_names=[graph.output], dynamic_shapes=BATCH,
-        dynamo=True, external_data=weights > _LARGEST, verbose=False,
-    )  # fmt: skip
+    write_onnx(graph, images, path, ("images", graph.output), external_data=weights > _LARGEST)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 

@@ -1,6 +1,7 @@
 """Graphs that run without this package: ONNX and torch.export."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import (
     TimmWrapperImageProcessor,
 )
 
+import livt_hf
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
 from livt_hf.classifiers import load_processor
 from livt_hf.data import eval_processor
@@ -79,6 +81,13 @@ def as_bytes(processor, image: Image.Image) -> np.ndarray:
     return processor(image, **steps)["pixel_values"][0].byte().permute(1, 2, 0).numpy()
 
 
+def assert_no_paths(folder) -> None:
+    """Assert that no file of a folder tells where packages lie on the machine that wrote it."""
+    found = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    packages = [str(Path(module.__file__).parents[1]).encode() for module in (torch, livt_hf)]
+    assert found and not [name for name, content in found.items() if any(path in content for path in packages)]
+
+
 FAMILIES = pytest.mark.parametrize("save", [saved_livit, saved_resnet, saved_timm])
 
 
@@ -106,6 +115,7 @@ def test_onnx_gives_the_calibrated_posterior_of_any_number_of_images_under_the_p
         [found] = session.run(["probabilities"], {"images": images[:number]})
         torch.testing.assert_close(torch.from_numpy(found), expected[:number], atol=1e-4, rtol=0)
     assert json.loads((tmp_path / "out" / "classes.json").read_text()) == list(NAMES.values())
+    assert_no_paths(tmp_path / "out")
     again = load_processor(str(tmp_path / "out"))
     assert as_bytes(again, Image.new("RGB", (50, 70))).shape == images.shape[1:]
 
@@ -138,6 +148,7 @@ def test_torch_export_gives_the_logits_where_no_prior_is_asked_for(tmp_path, tin
     program = torch.export.load(tmp_path / "out" / "model.pt2").module()
     predictions, images = images_as_read(Predictor(str(model)), tmp_path, 3)
     np.testing.assert_allclose(program(torch.from_numpy(images)).detach(), predictions.logits, atol=1e-4)
+    assert_no_paths(tmp_path / "out")
     assert "bytes of RGB (images, 16, 16, 3)" in capsys.readouterr().out
     with pytest.raises(LiVTError, match="out exists and is not empty; name a new folder"):
         main([str(model), str(tmp_path / "out"), "--to", "torch-export"])
