@@ -37,7 +37,7 @@ from livt_hf.hub import (
     publish,
     publish_dataset,
 )
-from livt_hf.hub.contents import PATH_OPTIONS, TEXT_OPTIONS, select_numbers
+from livt_hf.hub.contents import PATH_OPTIONS, TEXT_OPTIONS, public_results, select_numbers
 from livt_hf.hub.names import shorten_path
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.recipes.publish import main
@@ -279,6 +279,13 @@ def test_text_is_published_in_the_fields_of_the_whitelist_only():
     assert select_numbers(record, ["e"]) == {"b": [1, {"a": 2.5}], "c": True, "d": None, "e": ["kept"]}
 
 
+def test_records_within_the_results_are_published_without_other_text():
+    head, parts = {"solver": "exact", "strength": 0.1}, [{"part": "head", "scores": {"nll": 0.5}}]
+    results = replace(RESULTS, head=head, parts=parts, framing={"chosen": "crop"}, loss="mine")
+    noted = replace(results, head=head | {"file": "jane"}, parts=[parts[0] | {"where": "jane"}])
+    assert public_results(noted) == public_results(results) == results
+
+
 def test_every_option_is_decided_on():
     """A new option whose values are text joins one of these, or stays on the machine."""
     private = {"plugin", "source", "lists", "output_dir", "resume", "trackers", "hub_model_id", "hub_license"}
@@ -334,7 +341,9 @@ def test_the_report_that_is_published_is_the_newest_that_agrees_with_the_results
     assert "has no report on the model as it is now" in caplog.text
 
 
-def test_names_of_classes_may_look_like_paths_but_not_name_the_home_directory(tmp_path):
+def test_names_of_classes_may_look_like_paths_but_not_name_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/jane")  # of this machine it may be /, which is nobody's
+
     def prepare(*names: str) -> Path:
         config = LiViTConfig(**SIZES, class_counts=[5] * len(names), id2label=dict(enumerate(names)))
         folder = tmp_path / str(len(names))
@@ -344,7 +353,7 @@ def test_names_of_classes_may_look_like_paths_but_not_name_the_home_directory(tm
     names = ("/m/01abc", "~tilde", "/a/b & c")
     assert tuple(json.loads((prepare(*names) / "config.json").read_text())["id2label"].values()) == names
     with pytest.raises(LiVTError, match="config.json"):
-        prepare("cat", f"{Path.home()}/birds/robin")
+        prepare("cat", "/home/jane/birds/robin")
 
 
 def test_a_config_is_published_without_what_its_class_does_not_declare(tmp_path):

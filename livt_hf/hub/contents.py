@@ -6,9 +6,8 @@ holds elsewhere stays on this machine.
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from transformers import PreTrainedConfig
 
@@ -25,8 +24,11 @@ TEXT_OPTIONS = (
 )  # fmt: skip
 PATH_OPTIONS = ("dataset", "pretrained", "test_prior", "class_weights")
 EVALUATION_FIELDS = ("split", "default_rule", "thresholds", "versions", "git_revision", "rankings", "folds", "classes")
-EVALUATION_TEXTS = ("split", "default_rule", "name", "group", "torch", "python", "livt-hf", "git_revision")
-EVALUATION_TEXTS += ("torchvision", "transformers", "datasets", "accelerate", "timm")
+VERSIONS = ("torch", "python", "livt-hf", "torchvision", "transformers", "datasets", "accelerate", "timm")
+EVALUATION_TEXTS = ("split", "default_rule", "name", "group", "git_revision", *VERSIONS)
+# Text of results.json: the fields that are declared as text, and these of its records.
+RESULT_TEXTS = ("solver", "objective", "split", "part", "chosen", "own", "tried", "metric", *VERSIONS)
+RESULT_TEXTS += tuple(name for name, kind in get_type_hints(Results).items() if kind in (str, str | None))
 CLASS_COLUMNS = ("class", "name", "count", "group", "images", "accuracy", "precision", "recall", "f1", "auroc")
 CLASS_COLUMNS += ("average_precision", "confidence")
 PROCESSOR_TEXTS = ("image_processor_type", "data_format", "input_data_format", "processor_class")
@@ -54,10 +56,11 @@ def _is_kept(value: Any, texts: Collection[str], name: str) -> bool:
 
 def public_results(results: Results) -> Results:
     """Return results whose dataset and starting weights are a benchmark, a Hub id, or the last part of a path."""
-    names = {name: getattr(results, name) for name in ("dataset", "pretrained")}
-    local = {"dataset": results.dataset_local, "pretrained": results.pretrained_local}
-    shortened = {n: shorten_path(v) for n, v in names.items() if local[n] and v is not None and set(v) & set("/\\")}
-    return replace(results, **shortened)
+    kept = select_numbers(dataclasses.asdict(results), RESULT_TEXTS)
+    for name in ("dataset", "pretrained"):
+        if kept[f"{name}_local"] and set(kept[name] or "") & set("/\\"):
+            kept[name] = shorten_path(kept[name])
+    return Results(**kept)
 
 
 def public_arguments(arguments: Mapping, results: Results) -> dict:
