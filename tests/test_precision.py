@@ -167,6 +167,28 @@ def test_what_a_cpu_announces_is_believed_only_after_a_trial_and_tried_once(
     assert len(trials) == 1
 
 
+@pytest.mark.parametrize(("times", "is_fast"), [(0.2, True), (5.0, True), (75.0, False)])
+def test_bf16_that_takes_as_long_as_emulation_without_avx_512_is_not_fast(monkeypatch, times, is_fast):
+    seconds = iter([times, 1.0])
+
+    def run(command: list[str], **_) -> SimpleNamespace:
+        with pytest.raises(SystemExit) as end:
+            exec(command[-1], {})
+        return SimpleNamespace(returncode=int(end.value.code))
+
+    monkeypatch.setattr(torch, "ones", lambda *_, dtype: torch.zeros(1, 1))
+    monkeypatch.setattr("timeit.repeat", lambda *_, **__: [next(seconds)])
+    monkeypatch.setattr(precision.subprocess, "run", run)
+    OF_CPU[1].cache_clear()
+    assert OF_CPU[1]() is is_fast
+
+
+def test_processes_that_chose_different_precisions_take_float32(monkeypatch):
+    for other, agreed in ((BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32)):
+        monkeypatch.setattr(precision, "gather_object", lambda here: [*here, other])  # noqa: B023
+        assert precision.agree_on_precision(BFLOAT16) == agreed
+
+
 def test_a_model_computes_in_bfloat16_only_in_its_context():
     for name, dtype in ((FLOAT32, torch.float32), (BFLOAT16, torch.bfloat16)):
         with autocast(torch.device("cpu"), name):
