@@ -170,7 +170,7 @@ def test_new_labels_without_counts_are_told_of_the_loss_that_needs_none(model, t
     assert other.config.long_tail == LongTailConfig(loss="ce")
 
 
-@pytest.mark.parametrize("size", [(18, 18), (19, 16)])
+@pytest.mark.parametrize("size", [(18, 18), (19, 16), (16, 19)])
 def test_a_margin_around_whole_patches_is_cropped(model, size):
     """A processor with a margin gives 36 pixels for 32 to whoever reads its shortest edge only."""
     margin = torch.nn.functional.pad(
