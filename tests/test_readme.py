@@ -4,16 +4,17 @@ import json
 import re
 
 import pytest
-from documents import README, ROOT
+from documents import PAGES, README, ROOT
 
 from livt_hf.recipes.ablations import REPORTED
+from livt_hf.recipes.benchmarks import peers
 from livt_hf.recipes.paper import tables
 
 RECIPES = ROOT / "recipes"
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 180
+    assert len(re.sub(r"<!--.*?-->\n", "", README, flags=re.DOTALL).splitlines()) <= 170
 
 
 def test_the_tree_names_only_what_exists():
@@ -87,3 +88,41 @@ def test_some_variants_of_several_sweeps_become_one_short_table(tmp_path, monkey
         "|  | bal_bce | 50.0 ± 0.5 | 50.0 | 50.0 | 50.0 | 60.0 |",
         "| Birds, a head | ce | 50.0 ± 0.5 | 50.0 | 50.0 | 50.0 | 60.0 |",
     ]
+
+
+def test_no_measured_number_of_a_page_is_typed_by_hand():
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(r"<!-- (\w+)[^>]*-->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+        assert re.findall(r"\d+\.\d+ %|\d points", text) == [], page
+
+
+def test_a_sentence_takes_its_numbers_from_result_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    rows = [
+        {"variant": "ce", "accuracy": 43.86, "posterior_accuracy": 56.53},
+        {"variant": "bal_ce", "accuracy": 56.25, "posterior_accuracy": 56.25},
+    ]
+    (tmp_path / "head.json").write_text(json.dumps({"rows": rows}))
+    marker = (
+        "<!-- text {head[ce][accuracy]:.1f}, {head[bal_ce - ce][accuracy]:.1f},\n"
+        "{head[ce][posterior_accuracy - accuracy]:.0f} points -->\n"
+    )
+    full = tables.render(f"{marker}<!-- /text -->\n", tmp_path)
+    assert full == f"{marker}43.9, 12.4, 13 points\n<!-- /text -->\n" and tables.render(full, tmp_path) == full
+
+
+def test_other_tools_are_compared_over_seeds(tmp_path, monkeypatch):
+    assert list(tables.PEERS) == list(peers.ENTRIES)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    numbers = {"mean_class_accuracy": 60.0, "nll": 1.0, "ece": 5.0, "seconds": 120.0}
+    cells = [("trainer", 0, 50.0), ("ours", 0, 60.0), ("ours", 1, 62.0)]
+    rows = [numbers | {"dataset": "a", "minutes": 2.0, "entry": e, "seed": s, "accuracy": v} for e, s, v in cells]
+    tests = [{"dataset": "a", "minutes": 2.0, "entry": "trainer", "p": 0.04}]
+    (tmp_path / "peers.json").write_text(json.dumps({"rows": rows, "tests": tests}))
+    short = tables.render("<!-- peers accuracy -->\n<!-- /peers -->\n", tmp_path)
+    assert "| trained by | a, 2 minutes |" in short
+    assert "| livt train | 61.0 ± 1.4 |\n| Trainer, cross-entropy | 50.0 \\* |" in short
+    full = tables.render("<!-- peers -->\n<!-- /peers -->\n", tmp_path)
+    assert "| a | 2 | livt train | 2 | 61.0 ± 1.4 | 60.0 ± 0.0 | 1.00 ± 0.00 | 5.0 ± 0.0 | 120 ± 0 | - |" in full
+    assert "| a | 2 | Trainer, cross-entropy | 1 | 50.0 | 60.0 | 1.00 | 5.0 | 120 | 0.040 |" in full

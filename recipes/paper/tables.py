@@ -7,11 +7,15 @@ A marker says what goes before its closing one: `<!-- results cifar100-lt/losses
 `<!-- short from scratch: cifar100-lt/losses; a head: cifar100-lt/head ce bal_bce -->` one table of several sweeps, or
 of some of their variants, under words of yours,
 `<!-- benchmark MGP input; BFT -->` the questions that begin so; without names all.
+`<!-- text Bal-BCE has {cifar100-lt/half_hour[bal_bce][accuracy]:.1f} %. -->` a sentence with numbers of result files:
+of a variant and a column, or of the difference of two of them, `[bal_ce - ce]`.
 """
 
 import os
 import re
+import statistics
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +33,7 @@ RESULTS = RECIPES / "results"
 _NLL = {"NLL before": "nll_before", "after": "nll_after", "largest loss": "largest_loss"}
 ROOT = RECIPES.parent
 PAGES = (ROOT / "README.md", RESULTS / "README.md", RECIPES / "configs" / "README.md")
-PAGES += tuple(ROOT / "docs" / name for name in ("results/index.md", "guides/own-loss.md"))
+PAGES += tuple(ROOT / "docs" / name for name in ("results/index.md", "guides/own-loss.md", "guides/time-budget.md"))
 
 
 def results_section(which: str, page: Path) -> str:
@@ -188,20 +192,75 @@ def heads_section(_which: str, _page: Path) -> str:
     return markdown_table(rows).strip() if rows else ""
 
 
-def peers_section(_which: str, _page: Path) -> str:
-    """Return the rows of `recipes/benchmarks/peers.py`: means over seeds."""
-    path, groups = RESULTS / "peers.json", {}
-    for row in read_values(path)["rows"] if path.exists() else ():
-        groups.setdefault((row["dataset"], row["minutes"], row["entry"]), []).append(row)
-    rows = []
-    for (dataset, minutes, entry), runs in sorted(groups.items()):
-        line = {"images": dataset, "core-minutes": f"{minutes:g}", "entry": entry}
-        for name, digits in (("accuracy", 1), ("mean_class_accuracy", 1), ("nll", 2), ("ece", 1), ("seconds", 0)):
-            line[name.replace("_", " ")] = ", ".join(f"{run[name]:.{digits}f}" for run in runs)
-        rows.append(line)
-    return markdown_table(rows).strip() if rows else ""
+class Values(dict):
+    """Values by name; `a - b` is the difference of two of them, also of two rows."""
+
+    def __missing__(self, name: str) -> "float | Values":
+        first, second = (self[part] for part in name.split(" - "))
+        if isinstance(first, dict):
+            return Values({key: first[key] - second[key] for key in first if isinstance(first[key], float)})
+        return first - second
 
 
+class Sweeps(dict):
+    """The rows of result files by variant, read where they are named."""
+
+    def __missing__(self, name: str) -> Values:
+        rows = read_values(RESULTS / f"{name}.json")["rows"]
+        return Values({row["variant"]: Values(row) for row in rows})
+
+
+def text_section(template: str, _page: Path) -> str:
+    """Return a text with numbers of result files in place of its fields."""
+    text = template.strip().format_map(Sweeps()).replace(" %", "\N{NO-BREAK SPACE}%")
+    lines = textwrap.fill(text, 139, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def peers_section(which: str, _page: Path) -> str:
+    """Return the rows of `recipes/benchmarks/peers.py`: means ± std over seeds, and the paired tests against ours.
+
+    `accuracy` is a short form: a row per entry, a column per dataset and time.
+    """
+    path = RESULTS / "peers.json"
+    results = read_values(path) if path.exists() else {"rows": [], "tests": []}
+    p_values = {(row["dataset"], row["minutes"], row["entry"]): row["p"] for row in results["tests"]}
+    runs: dict[tuple, list[dict]] = {}
+    for row in results["rows"]:
+        runs.setdefault((row["dataset"], row["minutes"], row["entry"]), []).append(row)
+    keys = sorted(runs, key=lambda key: (*key[:2], list(PEERS).index(key[2])))
+
+    def cell(key: tuple, name: str, digits: int = 1) -> str:
+        values = [run[name] for run in runs[key]]
+        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+        return f"{statistics.mean(values):.{digits}f}{spread}"
+
+    if which.strip() == "accuracy":
+        lines: dict[str, dict] = {}
+        for key in keys:
+            mark = " *" if p_values.get(key, 1) < 0.05 else ""
+            column = f"{key[0]}, {key[1]:g} minutes"
+            lines.setdefault(key[2], {"trained by": PEERS[key[2]]})[column] = cell(key, "accuracy") + mark
+        return markdown_table([lines[entry] for entry in PEERS if entry in lines]).strip()
+    rows = [
+        {"images": key[0], "core-minutes": f"{key[1]:g}", "trained by": PEERS[key[2]], "seeds": len(runs[key])}
+        | {"accuracy": cell(key, "accuracy"), "mean class accuracy": cell(key, "mean_class_accuracy")}
+        | {"NLL": cell(key, "nll", 2), "ECE": cell(key, "ece"), "seconds": cell(key, "seconds", 0)}
+        | {"p": f"{p_values[key]:.3f}" if key in p_values else "-"}
+        for key in keys
+    ]
+    return markdown_table(rows).strip()
+
+
+PEERS = {
+    "ours": "livt train",
+    "trainer": "Trainer, cross-entropy",
+    "trainer_balance": 'Trainer, balance(loss="bal_ce")',
+    "logreg": "LogisticRegression on frozen features",
+    "logreg_balanced": "LogisticRegression, balanced weights",
+    "fastai": "fastai",
+    "autogluon": "AutoGluon",
+}
 HEAD_OBJECTIVES = {"accuracy": "accuracy", "mean_class_accuracy": "mean class accuracy", "macro_f1": "macro F1"}
 SECTIONS = {
     "heads": heads_section,
@@ -209,6 +268,7 @@ SECTIONS = {
     "idea": idea_section,
     "results": results_section,
     "short": short_section,
+    "text": text_section,
     "race": race_section,
     "benchmark": benchmark_section,
     "scale": scale_section,
