@@ -17,7 +17,6 @@
 """
 
 import contextlib
-import datetime
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -235,8 +234,7 @@ def describe(settings: EvalSettings, precision: str | None) -> dict:
     named |= {"precision": precision}
     options = {name: value for name, value in settings.to_dict().items() if value != settings.options()[name].default}
     command = shell_line(["livt", "eval", settings.model, *format_words(options | {"model": None})])
-    named |= {"date": datetime.date.today().isoformat(), "command": command}
-    return named | {"thresholds": thresholds_of(settings)} | provenance()
+    return named | {"command": command, "thresholds": thresholds_of(settings)} | provenance()
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ STYLE = """
 .panels { display: flex; flex-wrap: wrap; gap: 1rem; }
 .panel { flex: 1 1 12rem; min-width: 0; }
 .panel h4 { margin: 0; font-size: 1rem; }
-.panel p { margin: 0 0 .4rem; font-size: .8rem; opacity: .75; min-height: 2.4em; }
+.panel p { margin: 0 0 .4rem; font-size: .8rem; line-height: 1.4; opacity: .75; min-height: 2.8em; }
 .bar { margin: .35rem 0; }
 .bar .words { display: flex; justify-content: space-between; gap: .5rem; font-size: .9rem; }
 .bar .words span { white-space: nowrap; }

@@ -201,7 +201,7 @@ def deployment_tab(demo: DemoModel, tried: TryTab) -> None:
     estimated = gr.State(None)
     plain = {"interactive": False, "max_height": 300, "buttons": []}
     prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), elem_id="prior", **plain)
-    changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), elem_id="changes", **plain)
+    changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), wrap=True, elem_id="changes", **plain)
     with gr.Row():
         downloads = gr.File(
             label="Downloads", interactive=False, file_count="multiple", elem_id="deployment-downloads"

@@ -66,7 +66,7 @@ class UnlabelledImages:
         order = self.estimate.prior.argsort(descending=True, stable=True)[:ROWS]
         columns = [self.served.names[i] for i in order.tolist()], *((100 * part[order]).tolist() for part in parts)
         return [
-            [name, round(trained, 3), round(share, 3), f"{low:.3g} to {high:.3g}"]
+            [name, round(trained, 2), round(share, 2), f"{low:.2f} to {high:.2f}"]
             for name, trained, share, low, high in zip(*columns, strict=True)
         ]
 

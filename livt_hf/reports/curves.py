@@ -204,9 +204,9 @@ def trade_off(
     """
     figure = new_figure(4.8, 3.6)
     ax = plain(figure.add_subplot(), "mean class accuracy (%)", "accuracy (%)")
-    for curve, label, colour, line in (
-        (chosen_on, "training images, out of sample", BLUE, "-"),
-        (test, "test images (check)", VERMILLION, "--"),
+    for curve, label, colour, line, side in (
+        (chosen_on, "training images, out of sample", BLUE, "-", 8),
+        (test, "test images (check)", VERMILLION, "--", -15),
     ):
         if not curve:
             continue
@@ -214,7 +214,7 @@ def trade_off(
         ax.plot(xs, ys, line, color=colour, label=label, marker="o", markersize=3)
         for row in (0, -1):
             name = f"t = {curve[row]['exponent']:g}"
-            ax.annotate(name, (xs[row], ys[row]), (4, 4), textcoords="offset points", fontsize=9)
+            ax.annotate(name, (xs[row], ys[row]), (0, side), textcoords="offset points", fontsize=9, ha="center")
         if exponent is not None:
             place = int(np.abs(_column(curve, "exponent") - exponent).argmin())
             ax.plot(xs[place], ys[place], "D", color=colour, markersize=9, markerfacecolor="none", markeredgewidth=2)

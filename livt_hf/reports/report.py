@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import datetime
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from livt_hf.reports.page import data_url, render, write_page
 from livt_hf.reports.verdict import count_units, judge
 from livt_hf.results import Results
 from livt_hf.runs import Run
-from livt_hf.text import format_percent
+from livt_hf.text import format_percent, shell_line
 
 Figures, Tables = list[tuple[str, Path, str]], dict[str, list[dict]]  # figures: caption, file, note
 SAMPLES = 6  # images of each of the best and worst classes
@@ -53,11 +54,13 @@ def write_report(folder: Path, report: EvaluationReport, dataset: Dataset | None
         The page, `report.html`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    summary, multi_label = report.summary, not report.metrics
+    summary, multi_label = report.summary | {"date": datetime.date.today().isoformat()}, not report.metrics
     run = Run(Path(summary["model"]))
     results = None
-    with contextlib.suppress(LiVTError):  # only the title needs them
+    with contextlib.suppress(LiVTError):  # title and command need them, and nothing else
         results = run.results if run.finished else None
+    if results is not None and "folds" not in summary:
+        summary.setdefault("command", shell_line(["livt", "eval", summary["model"]]))
     if multi_label:
         verdict, context = None, {"confusions": [], "examples": []}
         figures, tables, classes = _multi_label_parts(folder, report)
@@ -78,11 +81,9 @@ def write_report(folder: Path, report: EvaluationReport, dataset: Dataset | None
     text = render("report.md", title=title, tables=listed, verdict=verdict)
     (folder / files.TEXT).write_text(text, encoding="utf-8")
     context |= {"title": title, "verdict": verdict, "figures": figures, "tables": tables, "classes": classes}
-    context |= {"facts": _list_facts(report), "command": summary.get("command"), "grouped": report.groups is not None}
-    context |= {
-        "class_columns": [n for n in classes[0] if n not in ("name", "group", "is_weak")],
-        "more_columns": _ON_WIDE_SCREENS,
-    }
+    context |= {"facts": _list_facts(summary, report.per_class), "command": summary.get("command")}
+    context |= {"grouped": report.groups is not None, "more_columns": _ON_WIDE_SCREENS}
+    context["class_columns"] = [name for name in classes[0] if name not in ("name", "group", "is_weak")]
     return write_page(folder, "report.html", **context)
 
 
@@ -94,18 +95,13 @@ def _name_model(model: str, results: Results | None) -> str:
     return "/".join(path.parts[-2:]) if path.is_absolute() or path.is_dir() else model
 
 
-def _list_facts(report: EvaluationReport) -> list[str]:
+def _list_facts(summary: dict, rows: list[dict]) -> list[str]:
     """Return the provenance line: version, date, and what was measured."""
-    summary, rows = report.summary, report.per_class
     counts, tested = [row["count"] for row in rows], [row for row in rows if row["images"]]
     images = summary["rules"][summary["default_rule"]]["num_images"]
     facts = [f"livt-hf {summary['versions']['livt-hf']}"] if "versions" in summary else []
-    facts += [summary["date"]] if "date" in summary else []
-    facts.append(f"split: {summary['split']}, {images:,} images of {len(tested):,} classes")
-    facts.append(
-        f"before anything was held out: {sum(counts):,} training images, {max(counts):,} to {min(counts):,} a class"
-    )
-    return facts
+    facts += [summary["date"], f"split: {summary['split']}, {images:,} images of {len(tested):,} classes"]
+    return [*facts, f"training: {sum(counts):,} images, {min(counts):,} to {max(counts):,} per class"]
 
 
 def write_classes(rows: list[dict], path: Path) -> None:
@@ -127,19 +123,19 @@ def _single_label_figures(folder: Path, report: EvaluationReport) -> Figures:
         chosen = summary["trade_off"]
         curve, exponent = chosen.get("curve") or (), chosen.get("exponent")
         path = trade_off(folder / files.TRADE_OFF, curve, exponent, chosen["test"])
-        note = "Deciding under the training prior to the power t: 0 is the uniform prior, 1 the training prior."
+        note = "Decisions under the prior pi^t: t = 0 is the uniform prior, t = 1 the training prior."
         if exponent is not None:
             note += f" t = {exponent:g} was chosen for {describe_objective(chosen['objective'])} on training images."
-        figures.append(("What rare classes cost", path, f"{note} The test images only check it."))
+        figures.append(("Accuracy against mean class accuracy", path, f"{note} Test images are a check only."))
     confused_classes(report.confusions[:20], folder / files.CONFUSED)
     for number, (rule, metric) in enumerate(report.metrics.items()):
         if any(row["images"] for row in metric.bins):  # none where all logits are NaN
             path = reliability_diagram(metric.bins, folder / files.RELIABILITY.format(number=number))
             if rule == summary["default_rule"]:
-                figures.append(("Are probabilities right?", path, f"Decision rule: {report.default_label}."))
+                figures.append(("Calibration", path, f"Decision rule: {report.default_label}."))
     if "shifted" in summary:
         path = accuracy_by_shift(summary["shifted"], folder / files.SHIFTS)
-        figures.append(("Shifted test sets", path, "Test images drawn so that classes are frequent and rare."))
+        figures.append(("Shifted test sets", path, "Subsets of the test images with other class frequencies."))
     return figures
 
 

@@ -1,7 +1,6 @@
 """Cross-validation of fine-tuning: a run of its own for each fold, and the results of all folds together."""
 
 import dataclasses
-import datetime
 import logging
 import shutil
 import statistics
@@ -55,7 +54,7 @@ def evaluate_cross_validation(run: Run, dataset: str, datasets: Sequence[Dataset
     for folder in (run.folder / FOLDER, run.folder / "report"):  # of a run that was killed before it had results
         shutil.rmtree(folder, ignore_errors=True)
     predictions.save(run.folder / FOLDER)
-    summary = {"model": str(run.folder), "split": f"{len(datasets)} folds", "date": datetime.date.today().isoformat()}
+    summary = {"model": str(run.folder), "split": f"{len(datasets)} folds"}
     summary |= provenance() | {"dataset": dataset}
     return evaluate_folds(predictions, shot_counts(datasets[0]), **summary)
 
