@@ -288,7 +288,7 @@ def test_a_click_on_a_class_shows_its_wrong_images_and_their_neighbours(tmp_path
         assert page.wait(page.bars)
         page.tab("Errors")
         page.one('#errors [data-testid="cell-0-1"]').click()
-        assert page.wait(lambda: "Taken for class0 (11)" in page.one("#errors-words").text)
+        assert page.wait(lambda: "Misclassified as class0 (11)" in page.one("#errors-words").text)
         assert page.wait(lambda: len(page.all("#wrong img")) == 11)
         assert page.wait(lambda: len(page.all("#near img")) == 6)
         assert page.one("#reliability img")

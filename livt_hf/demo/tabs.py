@@ -199,9 +199,10 @@ def deployment_tab(demo: DemoModel, tried: TryTab) -> None:
         folder = gr.File(file_count="directory", label="A folder", height=140, elem_id="deployment-folder")
     summary = gr.Markdown(elem_id="deployment-words")
     estimated = gr.State(None)
-    plain = {"interactive": False, "max_height": 300, "buttons": []}
-    prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), elem_id="prior", **plain)
-    changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), wrap=True, elem_id="changes", **plain)
+    plain = {"interactive": False, "max_height": 300, "buttons": [], "wrap": True}
+    widths = [150, 110, 100, 130], [180, 150, 110, 150, 110, 90]  # so that a phone shows that there is more than one
+    prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), column_widths=widths[0], elem_id="prior", **plain)
+    changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), column_widths=widths[1], elem_id="changes", **plain)
     with gr.Row():
         downloads = gr.File(
             label="Downloads", interactive=False, file_count="multiple", elem_id="deployment-downloads"

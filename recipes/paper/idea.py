@@ -17,14 +17,16 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 RESULTS, FIGURE = ROOT / "recipes/results/idea.json", ROOT / "docs/figures/idea.svg"
-WIDTH, HEIGHT, LEFT, BIN = 720, 330, 58, 5
-TOP, MIDDLE, BASE = 46, 128, 300  # of the counts, between both parts, of the accuracies
+WIDTH, HEIGHT, LEFT, BIN = 720, 356, 58, 5
+TOP, MIDDLE, BASE = 46, 128, 326  # of the counts, between both parts, of the accuracies
+HEAD = 72  # of the title and the legend of the accuracies
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11px } .counts { fill: #8c959f }
 .plain { fill: #d55e00 } .balanced { fill: #0072b2 } line { stroke: #8c959f; stroke-width: .6 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .counts { fill: #6e7681 } .plain { fill: #e69f00 } .balanced { fill: #56b4e9 }
-}"""
+}
+@media (max-width: 480px) { text { font-size: 23px } .small { font-size: 20px } }"""
 
 
 def measure(cache: Path) -> dict:
@@ -62,16 +64,16 @@ def draw(result: dict) -> str:
         f'aria-label="{describe(result)}"><style>{STYLE}</style>',
         f'<text x="{LEFT}" y="20">Training images of the {len(counts)} classes: '
         f"{counts[0]} down to {counts[-1]}</text>",
-        f'<text x="{LEFT}" y="{MIDDLE + 28}">Test accuracy, means of {BIN} classes:'
-        f' <tspan class="plain" style="font-weight:600">cross-entropy {100 * plain["accuracy"]:.1f} %</tspan>,'
-        f' <tspan class="balanced" style="font-weight:600">corrected for the prior {100 * balanced["accuracy"]:.1f} %'
-        "</tspan></text>",
+        f'<text x="{LEFT}" y="{MIDDLE + 32}">Test accuracy, mean of every {BIN} classes</text>',
+        f'<text x="{LEFT}" y="{MIDDLE + 56}" style="font-weight:600">'
+        f'<tspan class="plain">cross-entropy {100 * plain["accuracy"]:.1f} %</tspan>'
+        f'<tspan class="balanced" dx="16">corrected for the prior {100 * balanced["accuracy"]:.1f} %</tspan></text>',
     ]
     for number, count in enumerate(counts):
         height = count / counts[0] * (MIDDLE - TOP)
         x, y = LEFT + number * step, MIDDLE - height
         parts.append(f'<rect class="counts" x="{x:.1f}" y="{y:.1f}" width="{step * 0.8:.1f}" height="{height:.1f}"/>')
-    scale = (BASE - MIDDLE - 46) / 0.9
+    scale = (BASE - MIDDLE - HEAD) / 0.9
     for share in (0, 0.4, 0.8):
         y = BASE - share * scale
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 12}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -86,8 +88,8 @@ def draw(result: dict) -> str:
                 f'<rect class="{name}" x="{x:.1f}" y="{BASE - height:.1f}" width="{BIN * step * 0.4:.1f}" '
                 f'height="{height:.1f}"/>'
             )
-    parts.append(f'<text class="small" x="{LEFT}" y="{BASE + 18}">frequent classes</text>')
-    parts.append(f'<text class="small" x="{WIDTH - 12}" y="{BASE + 18}" text-anchor="end">rare classes</text></svg>')
+    parts.append(f'<text class="small" x="{LEFT}" y="{BASE + 21}">frequent classes</text>')
+    parts.append(f'<text class="small" x="{WIDTH - 12}" y="{BASE + 21}" text-anchor="end">rare classes</text></svg>')
     return "\n".join(parts) + "\n"
 
 
