@@ -1,8 +1,10 @@
 """The verdict of a report, and the comparison of two reports."""
 
+import datetime
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from livt_hf.predictions import Predictions
 from livt_hf.predictions.evaluate import EvaluationReport, Evaluator
 from livt_hf.predictions.significance import paired_p_value
 from livt_hf.recipes.eval import main
+from livt_hf.reports import report as report_module
 from livt_hf.reports.comparison import describe_difference
 from livt_hf.reports.page import render
 from livt_hf.reports.report import write_classes
@@ -264,6 +267,21 @@ def test_images_of_one_group_count_as_one_in_the_margin_of_a_comparison(tmp_path
         record.save(tmp_path / name / "predictions")
     main(["--compare", "one", "other", "--report", "paired"])
     assert "(95 % margin: 4.3 points)." in capsys.readouterr().out
+
+
+def test_a_report_names_its_date_its_images_and_the_command_that_writes_it_again(tmp_path, weak, monkeypatch):
+    results = SimpleNamespace(model_size="micro", loss="bal_bce")
+    monkeypatch.setattr(
+        report_module, "Run", lambda folder: SimpleNamespace(folder=folder, finished=True, results=results)
+    )
+    today = datetime.date.today().isoformat()
+    page = report_module.write_report(tmp_path, weak, None).read_text()
+    assert "<h1>birds: micro, bal_bce</h1>" in page and "<code>livt eval &#39;runs/my model&#39;</code>" in page
+    assert f"{today} · split: test, 120 images of 4 classes · training: 718 images, 6 to 500 per class" in page
+    assert json.loads((tmp_path / "evaluation.json").read_text())["date"] == today
+    folds = replace(weak, summary=weak.summary | {"folds": {"each": [], "mean": {}, "deviation": {}}})
+    monkeypatch.setattr(report_module, "fold_rows", lambda summary: [])
+    assert "livt eval" not in report_module.write_report(tmp_path / "folds", folds, None).read_text()
 
 
 def write_report(folder, accuracy, dataset="glyphs", names=("a", "b"), **more):
