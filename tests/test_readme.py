@@ -110,13 +110,15 @@ def test_a_sentence_takes_its_numbers_from_result_files(tmp_path, monkeypatch):
     )
     full = tables.render(f"{marker}<!-- /text -->\n", tmp_path)
     assert full == f"{marker}43.9, 12.4, 13 points\n<!-- /text -->\n" and tables.render(full, tmp_path) == full
+    long = "a " * 67 + "{head[ce][accuracy]:.1f} %"  # a number and its % stay on one line
+    assert "a\n43.9 %\n" in tables.render(f"<!-- text {long} -->\n<!-- /text -->\n", tmp_path)
 
 
 def test_other_tools_are_compared_over_seeds(tmp_path, monkeypatch):
     assert list(tables.PEERS) == list(peers.ENTRIES)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     numbers = {"mean_class_accuracy": 60.0, "nll": 1.0, "ece": 5.0, "seconds": 120.0}
-    cells = [("trainer", 0, 50.0), ("ours", 0, 60.0), ("ours", 1, 62.0)]
+    cells = [("logreg", 0, 40.0), ("trainer", 0, 50.0), ("ours", 0, 60.0), ("ours", 1, 62.0)]
     rows = [numbers | {"dataset": "a", "minutes": 2.0, "entry": e, "seed": s, "accuracy": v} for e, s, v in cells]
     tests = [{"dataset": "a", "minutes": 2.0, "entry": "trainer", "p": 0.04}]
     (tmp_path / "peers.json").write_text(json.dumps({"rows": rows, "tests": tests}))
@@ -125,4 +127,7 @@ def test_other_tools_are_compared_over_seeds(tmp_path, monkeypatch):
     assert "| livt train | 61.0 ± 1.4 |\n| Trainer, cross-entropy | 50.0 \\* |" in short
     full = tables.render("<!-- peers -->\n<!-- /peers -->\n", tmp_path)
     assert "| a | 2 | livt train | 2 | 61.0 ± 1.4 | 60.0 ± 0.0 | 1.00 ± 0.00 | 5.0 ± 0.0 | 120 ± 0 | - |" in full
+    assert (
+        "| 0.040 |\n| a | 2 | LogisticRegression on frozen features | 1 | 40.0 |" in full
+    )  # not in the order of names
     assert "| a | 2 | Trainer, cross-entropy | 1 | 50.0 | 60.0 | 1.00 | 5.0 | 120 | 0.040 |" in full

@@ -200,9 +200,14 @@ def deployment_tab(demo: DemoModel, tried: TryTab) -> None:
     summary = gr.Markdown(elem_id="deployment-words")
     estimated = gr.State(None)
     plain = {"interactive": False, "max_height": 300, "buttons": [], "wrap": True}
-    widths = [150, 110, 100, 130], [180, 150, 110, 150, 110, 90]  # so that a phone shows that there is more than one
-    prior = gr.Dataframe(headers=list(unlabelled.PRIOR_COLUMNS), column_widths=widths[0], elem_id="prior", **plain)
-    changes = gr.Dataframe(headers=list(unlabelled.CHANGE_COLUMNS), column_widths=widths[1], elem_id="changes", **plain)
+    # Narrow columns, so that a phone shows more than the first.
+    prior, changes = (
+        gr.Dataframe(headers=list(headers), column_widths=widths, elem_id=name, **plain)
+        for name, headers, widths in (
+            ("prior", unlabelled.PRIOR_COLUMNS, [150, 110, 100, 130]),
+            ("changes", unlabelled.CHANGE_COLUMNS, [180, 150, 110, 150, 110, 90]),
+        )
+    )
     with gr.Row():
         downloads = gr.File(
             label="Downloads", interactive=False, file_count="multiple", elem_id="deployment-downloads"

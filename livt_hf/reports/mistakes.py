@@ -17,7 +17,7 @@ from livt_hf.predictions.rules import DecisionRule
 from livt_hf.reports.files import find_reports
 from livt_hf.text import shell_line
 
-COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "confidence (%)", "most often predicted as")
+COLUMNS = ("id", "class", "training images", "test images", "accuracy (%)", "confidence (%)", "often predicted as")
 
 
 def find_newest_predictions(run: Path) -> Path:
