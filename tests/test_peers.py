@@ -24,4 +24,7 @@ def test_entries_are_paired_with_ours_over_the_seeds_that_both_have():
     rows = [row("ours", 0, "1111"), row("ours", 1, "1111"), row("trainer", 0, "0001"), row("trainer", 2, "0000")]
     (test,) = peers.compare_with_ours(rows)
     assert (test["entry"], test["seeds"], test["only_ours_right"], test["only_entry_right"]) == ("trainer", [0], 3, 0)
-    assert test["p"] == 0.25  # three of three by a fair coin, two-sided
+    assert test["p"] == pytest.approx(0.25, abs=0.02)  # three of three by a fair coin, two-sided
+    rows += [row("trainer", 1, "0001")]
+    (test,) = peers.compare_with_ours(rows)
+    assert (test["only_ours_right"], test["p"]) == (6, pytest.approx(0.25, abs=0.02))  # of three images still

@@ -182,6 +182,14 @@ def test_from_arrays_rejects(changes, argument, value):
     assert error.value.argument == argument and value in str(error.value)
 
 
+@pytest.mark.parametrize(("logits", "warnings"), [([[0.25, 0.75]], 1), ([[-1.0, 2.0]], 0)])
+def test_logits_that_look_like_probabilities_are_warned_of(caplog, logits, warnings):
+    Predictions.from_arrays(logits, class_names=["a", "b"])
+    assert caplog.text.count("probabilities=True") == warnings
+    Predictions.from_arrays([[0.25, 0.75]], class_names=["a", "b"], probabilities=True)
+    assert caplog.text.count("probabilities=True") == warnings
+
+
 def test_a_column_is_not_added_twice_and_other_classes_are_not_joined():
     with pytest.raises(LiVTError, match="path") as error:
         made().with_column("path", ["x"] * 50)

@@ -246,6 +246,11 @@ def test_a_file_that_holds_no_prior_is_refused(tmp_path, name, content, value):
         read_prior(str(tmp_path / name), ["cat", "newt"])
 
 
+def test_a_prior_by_names_is_refused_where_no_names_are_known():
+    with pytest.raises(LiVTError, match="2 numbers as a list"):
+        as_prior({"cat": 0.5, "newt": 0.5}, 2)
+
+
 def test_bounds_hold_the_estimate_and_most_of_the_truth():
     log_density, _ = gaussian_classes(SERVING["reversed"], 2000, spread=0.8)
     estimate = estimate_prior((log_density + PI.log()).softmax(-1), PI)

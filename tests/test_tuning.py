@@ -471,6 +471,17 @@ def test_crops_of_another_size_train_the_network_that_is_served_with_its_own(pic
     assert run.results.image_size == 16
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_statistics_are_kept_if_that_is_chosen(pictures, tmp_path, frozen):
+    start = resnet(tmp_path / "resnet")
+    flag = ["--freeze_batch_norm"] if frozen else []
+    run = trained(pictures, start, tmp_path / "run", "--tune", "full", *flag)
+    before, after = (AutoModelForImageClassification.from_pretrained(one).state_dict() for one in (start, run.folder))
+    means = [name for name in before if name.endswith("running_mean")]
+    assert all(torch.equal(before[name], after[name]) == frozen for name in means) and means
+    assert not torch.equal(*(one["resnet.embedder.embedder.convolution.weight"] for one in (before, after)))
+
+
 def test_what_no_logit_depends_on_is_frozen(tmp_path):
     model = AutoModelForImageClassification.from_pretrained(dinov2(tmp_path / "d"))
     freeze_unused_parameters(model, 16)

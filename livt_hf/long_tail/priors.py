@@ -7,7 +7,7 @@ for a softmax head the two agree under the uniform prior, for a sigmoid head the
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +48,8 @@ def as_prior(prior: Prior, num_classes: int, *, multi_label: bool = False, what:
                 f"{what}='uniform' has no meaning where an image may have several labels; pass one number per class."
             )
         prior = [1 / num_classes] * num_classes
+    if isinstance(prior, Mapping):
+        raise LiVTError(f"{what} names classes; pass its {len(prior)} numbers as a list, in the order of the classes.")
     prior = torch.as_tensor(prior.cpu() if isinstance(prior, Tensor) else prior, dtype=torch.float64, device=_DEVICE)
     if prior.shape != (num_classes,):
         raise LiVTError(

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +24,17 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import Prior, class_prior
 from livt_hf.precision import FLOAT32
-from livt_hf.predictions.arrays import check_column, check_labels, check_logits, probabilities_to_logits
+from livt_hf.predictions.arrays import (
+    are_distributions,
+    check_column,
+    check_labels,
+    check_logits,
+    probabilities_to_logits,
+)
 from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, DecisionRule, deployment_label
 from livt_hf.text import format_error
+
+logger = logging.getLogger(__name__)
 
 LOGITS, LABEL, MODEL = "logits", "label", "model"
 FOLDER = "predictions"  # of a record in a run or a report
@@ -238,6 +247,8 @@ class Predictions:
             activation = LongTailConfig(loss=loss).definition.activation  # raises an error for an unknown loss
             logits = probabilities_to_logits(np.asarray(logits), activation)
         values = check_logits(logits, len(class_names))
+        if not probabilities and len(values) and are_distributions(values):
+            logger.warning("Each row of logits sums to 1; if they are probabilities, pass probabilities=True.")
         arrays = {name: check_column(name, column, len(values)) for name, column in columns.items()}
         if labels is not None:
             labels = check_labels(labels, values.shape)

@@ -15,7 +15,7 @@ from livt_hf.training.start import check_image_side
 # A short training wants many small updates. Ten core-minutes of PlantDoc hold 280 updates of 32 images.
 BATCH_SIZE = 32
 # Peak learning rates of AdamW. With its batch statistics kept a convolutional network starts at the answers of its
-# head, which larger steps would undo. The rate of other networks is the usual one of transformers and was not measured.
+# head, which larger steps would undo. The rate of other networks is that usual for transformers and was not measured.
 LEARNING_RATE, LEARNING_RATE_WITHOUT_BATCH_NORM = 3e-4, 5e-5
 WARMUP_SHARE = 0.05  # of the updates
 CROP_SCALE = 0.08  # smallest area of a random resized crop

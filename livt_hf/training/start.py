@@ -250,7 +250,7 @@ def check_image_side(model: PreTrainedModel, side: int, argument: str) -> None:
         with torch.no_grad():
             model.eval()(torch.zeros(1, 3, side, side, device=model.device))
     except (ValueError, RuntimeError, AssertionError) as error:  # the last is timm's
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         kind = model.config.model_type
         message = f"this {kind} does not take images of {side} pixels ({reason}); leave {argument} out."
         raise LiVTError(message, argument=argument) from error
