@@ -218,7 +218,8 @@ class _Judge:
         return Advice(
             "Fine-tune the whole model, or start from a stronger one.",
             "Under no decision rule is it significantly better than always answering the largest class.",
-            shell_line(["livt", "train", self.report.summary["dataset"], "--pretrained", "MODEL", "--hours", "2"]),
+            self.train_again("--pretrained", "MODEL", "--tune", "full")
+            or shell_line(["livt", "train", self.report.summary["dataset"], "--pretrained", "MODEL", "--hours", "2"]),
         )
 
     def label_more(self) -> Advice | None:
