@@ -14,8 +14,10 @@ from livt_hf.training.start import check_image_side
 
 # A short training wants many small updates. Ten core-minutes of PlantDoc hold 280 updates of 32 images.
 BATCH_SIZE = 32
-# Peak learning rates of AdamW. With its batch statistics kept a convolutional network starts at the answers of its
-# head, which larger steps would undo. The rate of other networks is that usual for transformers and was not measured.
+# With its batch statistics kept a convolutional network starts at the answers of its head. In training, a BatchNorm
+# would take those of the batch instead, and the first updates would undo the head.
+FREEZE_BATCH_NORM = True
+# Peak learning rates of AdamW. The rate of networks without BatchNorm is that usual for transformers, not measured.
 LEARNING_RATE, LEARNING_RATE_WITHOUT_BATCH_NORM = 3e-4, 5e-5
 WARMUP_SHARE = 0.05  # of the updates
 CROP_SCALE = 0.08  # smallest area of a random resized crop
@@ -72,7 +74,7 @@ def build_options(
         "warmup_epochs": round(WARMUP_SHARE * updates / per_epoch, 6),
         "clip_grad": CLIP_GRAD,
         "layer_decay": 1.0,
-        "freeze_batch_norm": True,
+        "freeze_batch_norm": FREEZE_BATCH_NORM,
         "drop_path": 0.0,
         "augmentation": "crop",
         "crop_scale": CROP_SCALE,
