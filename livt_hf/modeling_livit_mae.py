@@ -161,7 +161,8 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
 
     In training mode only what the loss needs is computed: pixels of visible patches are projected, and the last
     decoder block, the prediction and the loss see masked tokens only (exact, but no `logits`). `decode_ratio` below 1
-    decodes a random share of the masked patches: faster, and another objective. In evaluation mode forward is stock.
+    decodes a random share of the masked patches: faster, and another objective. Forward is stock in evaluation mode,
+    and where hidden states or attentions are returned.
 
     Example:
         >>> model = LiViTForPreTraining(pretraining_config("micro"), decode_ratio=0.5)
@@ -208,7 +209,8 @@ class LiViTForPreTraining(_MAEInitialisation, ViTMAEForPreTraining):
                 f"noise has shape {tuple(noise.shape)}; expected one number per patch, "
                 f"({len(pixel_values)}, {self.num_patches})."
             )
-        if not self.training:
+        intermediate = ("output_hidden_states", "output_attentions")
+        if not self.training or any(kwargs.get(name, getattr(self.config, name)) for name in intermediate):
             return super().forward(pixel_values, noise=noise, **kwargs)
         if noise is None:
             noise = torch.rand(len(pixel_values), self.num_patches, device=pixel_values.device)
