@@ -9,7 +9,7 @@ the trained model; imports and the test images come on top. Rows are added to re
 done, and are not done again. Accuracy, its standard error, mean class accuracy and ECE are in percent;
 `tests` has McNemar's test of each entry against ours, in which an image counts once with the answers of all seeds.
 
-ours            livt train --pretrained --objective mean_class_accuracy: calibrated, under the uniform prior
+ours            livt train --pretrained, calibrated; decided under the uniform prior (livt decide --prior uniform)
 trainer         transformers' Trainer: cross-entropy, AdamW 1e-3, batches of 32, linear decay, random crops and flips
 trainer_balance the same with `balance(model, counts, loss="bal_ce")`, decided by the largest logit
 logreg          LogisticRegression of scikit-learn on standardised frozen features; logreg_balanced: balanced weights
@@ -145,12 +145,12 @@ def train_ours(dataset: str, model: Path, seconds: float, seed: int) -> Trained:
     name, source, factor = find_data(dataset)
     folder = model.parent / "run"
     words = [name, "--pretrained", model, "--hours", seconds / 3600, "--seed", seed, "--threads", 1]
-    words += ["--objective", "mean_class_accuracy", "--output_dir", folder]
+    words += ["--output_dir", folder]
     words += ["--source", source, "--imbalance_factor", factor] if source else []
     command = [sys.executable, "-m", "livt_hf.cli.main", "train", *map(str, words)]
     subprocess.run(command, check=True)
     results = json.loads((folder / "finetune" / "results.json").read_text())
-    posterior = Predictions.load(folder / "finetune" / "predictions").posterior()
+    posterior = Predictions.load(folder / "finetune" / "predictions").posterior("uniform")
     return np.log(np.maximum(np.asarray(posterior), 1e-30)), sum(part["seconds"] for part in results["parts"])
 
 
