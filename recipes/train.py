@@ -221,7 +221,7 @@ def stage_options(settings: TrainSettings, stage: str) -> dict:
     """Return the options of a stage besides those that are chosen for it."""
     options = settings.non_defaults("data") | {"dataset": settings.data.dataset, "plugin": settings.plugin}
     options |= {"seed": settings.seed, "flip": settings.flip}
-    options |= {"loss": settings.loss} if stage == "finetune" else {}
+    options |= {"loss": settings.loss, "objective": settings.objective} if stage == "finetune" else {}
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -176,6 +176,11 @@ def test_with_no_time_the_head_of_all_images_is_kept(pictures, backbone, tmp_pat
     assert "a smaller backbone or fewer images fit" not in printed  # it was asked for no hours
 
 
+def test_a_training_is_served_for_the_objective_that_is_named(pictures, backbone, tmp_path):
+    run = train_for(pictures, backbone, tmp_path / "run", 0, "--objective", "accuracy")
+    assert load_classifier(str(run.folder)).config.long_tail.calibration["objective"] == "accuracy"
+
+
 def test_shot_groups_count_the_images_that_the_test_split_was_made_of(backbone, tmp_path):
     """Of 22 images of the second class 18 are left to train on, which would be few."""
     folder = make_pictures(tmp_path / "pictures", train=(60, 22, 15, 10)) / "train"

@@ -11,7 +11,7 @@ from livt_hf.constants import FEW_IMAGES, SMALL_BACKBONE
 from livt_hf.data.spec import AugmentationSpec, DataSpec, FinetuneAugmentationSpec
 from livt_hf.errors import LiVTError
 from livt_hf.hub.spec import HubSpec
-from livt_hf.long_tail.spec import LossSpec, loss_names
+from livt_hf.long_tail.spec import LossSpec, Objective, loss_names
 from livt_hf.runs import dataset_name, runs_folder
 from livt_hf.specs import REQUIRED, NonNegative, Positive, option, part
 from livt_hf.training.spec import (
@@ -129,6 +129,7 @@ class TrainSettings(CommandSettings):
         is_path=True,
     )
     loss: str = option("bal_bce", "as for `livt finetune`", choices=loss_names)
+    objective: Objective | None = option(None, "what to serve the model for; default: as for `livt finetune`")
     flip: bool | None = option(None, "as for `livt finetune`; default: as the dataset's configs say, else true")
     seed: int = option(0, "seed of everything random except the split")
     output_dir: str | None = option(None, "default: runs/train-<dataset>/<n>", is_path=True)

@@ -10,6 +10,8 @@ from livt_hf.specs import Spec, option
 if TYPE_CHECKING:
     from livt_hf.long_tail.config import LongTailConfig
 
+Objective = Literal["mean_class_accuracy", "macro_f1", "balanced", "accuracy", "none"]
+
 
 def loss_names() -> list[str]:
     """Return the names of all losses, with those that plugins register."""
@@ -33,7 +35,7 @@ class LossSpec(Spec):
         common=True,
         is_path=True,
     )
-    objective: Literal["mean_class_accuracy", "macro_f1", "balanced", "accuracy", "none"] | None = option(
+    objective: Objective | None = option(
         None,
         "what to serve the model for; default: macro_f1, of benchmarks none",
         common=True,
