@@ -1,5 +1,6 @@
 """`livt train --pretrained`: the plan, the head first, the network for the time left, the choice, and resuming."""
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -245,7 +246,7 @@ def test_a_training_that_is_interrupted_goes_on_with_its_plan(pictures, backbone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.5, 3, 6, 9])
+@pytest.mark.parametrize("seconds", [0.5, 2, 4, 6])
 def test_a_training_that_is_killed_at_any_time_resumes(pictures, backbone, tmp_path, seconds):
     words = [pictures, "--pretrained", backbone, "--hours", 6 / 3600, "--threads", 1]
     run = RecipeRun("train", tmp_path / "run", *words)
@@ -253,9 +254,11 @@ def test_a_training_that_is_killed_at_any_time_resumes(pictures, backbone, tmp_p
     while not (tmp_path / "run" / "plan.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(seconds)
-    run.signal(signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # on a fast machine it has ended
+        run.signal(signal.SIGKILL)
     run.processes[0].join()
-    train.main(["--resume", str(tmp_path / "run")])
+    if not Run(tmp_path / "run" / "finetune").finished:
+        train.main(["--resume", str(tmp_path / "run")])
     assert Run(tmp_path / "run" / "finetune").finished
 
 
