@@ -122,7 +122,7 @@ def finetune(
             images, batches = dataset["validation"], task.eval_batches("validation")
             calibrate_if_possible(loop.final_model, images, batches, accelerator, "validation", objective)
     metrics = evaluator.evaluate_test(loop)
-    model = task.final_model(loop.final_model)  # LoRA merged, or the classifier back on its backbone
+    model = task.assemble_model(loop.final_model)  # LoRA merged, or the classifier back on its backbone
     results = build_finetune_results(
         loop, evaluator, model, processor, metrics, settings.data, settings.model, preparation_seconds
     )

@@ -173,7 +173,7 @@ class Session:
     def head_settings(self) -> FinetuneSettings:
         """Return the settings of the first part; a loss that is not convex gives way to the balanced softmax."""
         loss = self.settings.loss if self.settings.loss in CONVEX_LOSSES else "bal_ce"
-        batch_size = autotune.choose_batch_size(len(self.whole["train"]))  # of the loader, not of the exact solution
+        batch_size = autotune.limit_batch_size(len(self.whole["train"]))  # of the loader, not of the exact solution
         return self.finetune_settings(tune="head", loss=loss, validation_fraction=0.0, batch_size=batch_size)
 
     def build(self, settings: FinetuneSettings, data: DatasetDict) -> tuple[PreTrainedModel, BaseImageProcessor]:
@@ -274,7 +274,7 @@ def solve_first_head(session: Session, settings: FinetuneSettings, run: Run) -> 
     loop = session.build_loop(settings, model, processor, session.whole, run)
     run.checkpoints.mkdir(exist_ok=True)
     solution = solve_head(loop, session.choose_objective(settings), session.held_out)
-    model = loop.task.final_model(loop.final_model)  # type: ignore[attr-defined]  # of a `FinetuneTask`
+    model = loop.task.assemble_model(loop.final_model)  # type: ignore[attr-defined]  # of a `FinetuneTask`
     if session.held_out is None and "validation" in session.split:  # the dataset's own images, which no head has seen
         logits, _ = collect_logits(model, session.batches("validation", processor), accelerator)
         classifier = get_classifier(model)

@@ -225,7 +225,7 @@ def test_train_mirrors_letters_only_where_that_is_asked_for(said, flip):
 
 
 def test_an_update_takes_no_more_images_than_there_are():
-    assert [autotune.choose_batch_size(count) for count in (100_000, 1_280, 16, 11, 1)] == [256, 16, 16, 8, 1]
+    assert [autotune.limit_batch_size(count) for count in (100_000, 1_280, 16, 11, 1)] == [256, 16, 16, 8, 1]
     assert autotune.ScratchPlan(11, 32, 1e15).second_batch_size == 8
 
 

@@ -80,14 +80,14 @@ def holds_nothing_out(settings: TrainingSettings) -> bool:
 
 def fit_batch_size(settings: Any, num_images: int) -> Any:
     """Reduce the default batch size to what the images fill; an explicit one that is larger raises an error later."""
-    from livt_hf.training.autotune import choose_batch_size  # imports torch
+    from livt_hf.training.autotune import limit_batch_size  # imports torch
 
     if settings.optimization.batch_size <= num_images:
         return settings
     known = {name: value for name, value in settings.to_dict().items() if name in ("dataset", "tune") and value}
     if settings.optimization.batch_size != type(settings).resolve(known, CONFIGS).optimization.batch_size:
         return settings
-    batch_size = choose_batch_size(num_images)
+    batch_size = limit_batch_size(num_images)
     logger.info("there are only %d training images: an update takes %d of them", num_images, batch_size)
     return settings.replace(batch_size=batch_size)
 

@@ -89,7 +89,7 @@ def count_training_flops(model_size: str, image_size: int, patch_size: int) -> f
     return 3 * preset["num_hidden_layers"] * count_layer_flops(preset["hidden_size"], tokens)
 
 
-def choose_batch_size(num_images: int) -> int:
+def limit_batch_size(num_images: int) -> int:
     """Return a batch size: the largest power of two from 16 to 256 that leaves an epoch its updates, or fewer."""
     fitting = next((size for size in (256, 128, 64, 32) if num_images >= UPDATES_PER_EPOCH * size), 16)
     return min(fitting, 2 ** (max(num_images, 1).bit_length() - 1))
@@ -136,7 +136,7 @@ class ScratchPlan:
     @property
     def batch_size(self) -> int:
         """Return the images per update in pretraining."""
-        return choose_batch_size(self.num_images)
+        return limit_batch_size(self.num_images)
 
     @property
     def second_batch_size(self) -> int:

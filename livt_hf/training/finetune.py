@@ -190,7 +190,7 @@ class FinetuneTask(TrainingTask):
         """Return the batches of a split for evaluation, each image on one process."""
         raise NotImplementedError
 
-    def final_model(self, module: nn.Module) -> PreTrainedModel:
+    def assemble_model(self, module: nn.Module) -> PreTrainedModel:
         """Return the model to publish, from the module that was trained: with LoRA merged, or with its backbone."""
         raise NotImplementedError
 
@@ -256,7 +256,7 @@ class ImageTask(FinetuneTask):
         if self.lora or self.optimization.freeze_batch_norm:
             freeze_statistics(module)
 
-    def final_model(self, module: nn.Module) -> PreTrainedModel:
+    def assemble_model(self, module: nn.Module) -> PreTrainedModel:
         return merge_lora(module) if self.lora else module
 
 
@@ -286,7 +286,7 @@ class FeatureTask(FinetuneTask):
         images, batches = self.dataset[split], build_eval_batches(1024, self.backbone.accelerator)
         return FeatureLoader(self.backbone.features(images), images, batches).in_order()
 
-    def final_model(self, module: nn.Module) -> PreTrainedModel:
+    def assemble_model(self, module: nn.Module) -> PreTrainedModel:
         module.unstandardise()
         get_classifier(self.model).load_state_dict(module.classifier.state_dict())
         self.model.config.long_tail = module.config.long_tail  # a moving average has a config of its own
