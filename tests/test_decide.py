@@ -16,7 +16,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
-from livt_hf.long_tail.objectives import choose_exponent
+from livt_hf.long_tail.objectives import choose_exponents
 from livt_hf.predictions import Predictions, decide
 from livt_hf.predictions.logit_files import read_logit_file
 from livt_hf.predictions.objective_rules import rule_for_objective
@@ -88,7 +88,7 @@ def test_an_exponent_is_chosen_on_a_labelled_record_only_where_it_is_named(tmp_p
     tested, held_out = record(tmp_path / "test"), record(tmp_path / "validation", seed=1, group=["p", None] * 100)
     logits, labels = draw(seed=1)
     prior = torch.tensor(COUNTS) / 100
-    expected = choose_exponent(torch.from_numpy(logits).log_softmax(-1), torch.from_numpy(labels), prior, "macro_f1")
+    expected = choose_exponents(torch.from_numpy(logits).log_softmax(-1), torch.from_numpy(labels), prior)["macro_f1"]
     main([str(tested), "--objective", "macro_f1", "--choose_on", str(held_out)])
     assert f"pi^{expected.exponent:g})" in capsys.readouterr().out
 

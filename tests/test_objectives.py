@@ -7,7 +7,6 @@ import torch
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.objectives import (
     OBJECTIVES,
-    choose_exponent,
     choose_exponents,
     decide,
     expected_exponent,
@@ -51,7 +50,7 @@ def test_scores_by_hand():
 
 
 def test_the_trade_off_curve_by_hand():
-    for row in choose_exponent(*two_kinds(1), PRIOR).curve:
+    for row in choose_exponents(*two_kinds(1), PRIOR)["balanced"].curve:
         right = row["exponent"] < 0.7075
         assert row["accuracy"] == pytest.approx(1 if right else 0.8)
         assert row["mean_class_accuracy"] == pytest.approx(1 if right else 0.5)
@@ -73,7 +72,7 @@ def test_the_exponent_that_posteriors_expect_needs_no_label():
 @pytest.mark.parametrize(("repeats", "exponent"), [(1, 1.0), (50, 0.7)])
 def test_labels_move_the_exponent_only_where_they_are_clear(repeats, exponent):
     """Ten images gain .2 in accuracy with a standard error of .13, five hundred with one of .02."""
-    choice = choose_exponent(*two_kinds(repeats), PRIOR, "accuracy")
+    choice = choose_exponents(*two_kinds(repeats), PRIOR)["accuracy"]
     assert choice.exponent == exponent and choice.expected == 1 and choice.best == 0.7
     assert choice.gain == pytest.approx(0.2) and choice.num_images == 10 * repeats
     assert choice.standard_error == pytest.approx((0.2 * 0.8 / (10 * repeats)) ** 0.5, rel=0.15)
@@ -83,7 +82,7 @@ def test_images_of_one_group_count_once():
     """Five hundred images of ten patients say no more than ten images."""
     log_posterior, labels = two_kinds(50)
     groups = np.tile(np.arange(10), 50)
-    alone, grouped = (choose_exponent(log_posterior, labels, PRIOR, "accuracy", groups=g) for g in (None, groups))
+    alone, grouped = (choose_exponents(log_posterior, labels, PRIOR, groups=g)["accuracy"] for g in (None, groups))
     assert grouped.standard_error > 5 * alone.standard_error
     assert (alone.exponent, grouped.exponent) == (0.7, 1.0)
 
@@ -100,8 +99,8 @@ def test_a_right_posterior_is_decided_on_by_the_exponent_of_its_objective(object
         log_posterior = torch.from_numpy(-((x[:, None] - means) ** 2) / 2) + prior.log()
         return log_posterior.log_softmax(-1), torch.from_numpy(labels)
 
-    choice = choose_exponent(*draw(2000), prior, objective)
-    new = {row["exponent"]: row[objective] for row in choose_exponent(*draw(50_000), prior).curve}
+    choice = choose_exponents(*draw(2000), prior)[objective]
+    new = {row["exponent"]: row[objective] for row in choose_exponents(*draw(50_000), prior)[objective].curve}
     assert new[choice.exponent] > max(new.values()) - 0.005
 
 
@@ -118,5 +117,5 @@ def test_images_of_other_class_frequencies_choose_as_natural_ones():
 
 def test_an_unknown_objective_is_rejected():
     with pytest.raises(LiVTError) as error:
-        choose_exponent(*two_kinds(1), PRIOR, "auroc")
+        choose_exponents(*two_kinds(1), PRIOR, ["auroc"])
     assert error.value.argument == "objective" and "auroc" in str(error.value)

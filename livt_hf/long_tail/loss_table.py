@@ -5,8 +5,8 @@ The functions of the packaged losses are added by `losses`, those of plugins by 
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Literal
 
 from livt_hf.errors import LiVTError
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     LossFunction = Callable[[LossInputs], Tensor]
 
 
+def _not_loaded(_batch: "LossInputs") -> "Tensor":
+    raise RuntimeError("import livt_hf.long_tail.losses first")
+
+
 @dataclass(frozen=True)
 class LossDefinition:
     """A loss and what a head must know of it; `function` returns one number per image (B,).
@@ -29,7 +33,8 @@ class LossDefinition:
     no_posterior: why activation(z + tau B) does not estimate the training posterior, if it does not.
     """
 
-    function: "LossFunction"
+    function: "LossFunction" = _not_loaded
+    _: KW_ONLY
     activation: Literal["softmax", "sigmoid"]
     balanced: bool = False
     class_weighted: bool = False
@@ -60,44 +65,37 @@ def _why_focal(settings: "LongTailConfig") -> str | None:
     return None if settings.focal_gamma == 0 else "its focusing factor makes the outputs underconfident"
 
 
-_PACKAGED: dict[str, dict[str, Any]] = {
-    "nt_bce": dict(activation="sigmoid", no_posterior=_why_tolerant),
-    "bal_nt_bce": dict(activation="sigmoid", balanced=True, no_posterior=_why_tolerant),
-    "ib": dict(
+LOSSES = {
+    "nt_bce": LossDefinition(activation="sigmoid", no_posterior=_why_tolerant),
+    "bal_nt_bce": LossDefinition(activation="sigmoid", balanced=True, no_posterior=_why_tolerant),
+    "ib": LossDefinition(
         activation="softmax",
         needs_counts=True,
         uses_features=True,
         soft_labels=False,
         no_posterior="its weights of images move the outputs",
     ),
-    "lade": dict(
+    "lade": LossDefinition(
         activation="softmax",
         balanced=True,
         soft_labels=False,
         batch_statistic=True,
         no_posterior="its regulariser moves the outputs",
     ),
-    "focal": dict(activation="softmax", no_posterior=_why_focal),
-    "ldam": dict(
+    "focal": LossDefinition(activation="softmax", no_posterior=_why_focal),
+    "ldam": LossDefinition(
         activation="softmax",
         needs_counts=True,
         scaled=True,
         no_posterior="its margins and scale make the outputs scores",
     ),
-    "bce": dict(activation="sigmoid"),
-    "bal_bce": dict(activation="sigmoid", balanced=True),
-    "cb_bce": dict(activation="sigmoid", class_weighted=True),
-    "ce": dict(activation="softmax"),
-    "bal_ce": dict(activation="softmax", balanced=True),
-    "cb_ce": dict(activation="softmax", class_weighted=True),
+    "bce": LossDefinition(activation="sigmoid"),
+    "bal_bce": LossDefinition(activation="sigmoid", balanced=True),
+    "cb_bce": LossDefinition(activation="sigmoid", class_weighted=True),
+    "ce": LossDefinition(activation="softmax"),
+    "bal_ce": LossDefinition(activation="softmax", balanced=True),
+    "cb_ce": LossDefinition(activation="softmax", class_weighted=True),
 }
-
-
-def _not_loaded(_batch: "LossInputs") -> "Tensor":
-    raise RuntimeError("import livt_hf.long_tail.losses first")
-
-
-LOSSES = {name: LossDefinition(_not_loaded, **facts) for name, facts in _PACKAGED.items()}
 CONVEX_LOSSES = ("ce", "bce", "bal_ce", "bal_bce", "cb_ce", "cb_bce")  # in the weights of a linear classifier
 PACKAGED = frozenset(LOSSES)  # plugins add to LOSSES, and a model that is published is loaded without them
 

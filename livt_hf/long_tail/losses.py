@@ -14,15 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from livt_hf.long_tail.loss_table import LOSSES, PACKAGED, LossDefinition, implement_loss, register_loss
+from livt_hf.long_tail.loss_table import LOSSES, PACKAGED, LossDefinition, implement_loss, register_loss  # noqa: F401
 from livt_hf.long_tail.priors import Prior, as_prior, class_prior, log_odds
 
 if TYPE_CHECKING:
     from livt_hf.long_tail.config import LongTailConfig
-
-__all__ = [
-    "LOSSES", "PACKAGED", "LossDefinition", "LossInputs", "balanced_bce_bias", "balanced_ce_bias", "register_loss",
-]  # fmt: skip
 
 
 def balanced_ce_bias(class_counts: Sequence[int], test_prior: Prior = None) -> Tensor:

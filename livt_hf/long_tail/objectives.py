@@ -121,29 +121,6 @@ def expected_exponent(
     return float(exponents[int(scores[objective][:, 0].argmax())])
 
 
-def choose_exponent(
-    log_posterior: Tensor,
-    labels: Tensor,
-    prior: Tensor,
-    objective: str = "balanced",
-    *,
-    groups: np.ndarray | None = None,
-    exponents: Sequence[float] = EXPONENTS,
-    seed: int = 0,
-) -> ExponentChoice:
-    """Choose the exponent t of the deployment prior pi^t for an objective; see `choose_exponents`.
-
-    Example:
-        >>> prior = torch.tensor([0.9, 0.1])
-        >>> posterior = torch.tensor([[0.95, 0.05]] * 90 + [[0.6, 0.4]] * 10)
-        >>> labels = torch.tensor([0] * 90 + [1] * 10)
-        >>> choose_exponent(posterior.log(), labels, prior, "mean_class_accuracy").exponent
-        0.0
-    """
-    chosen = choose_exponents(log_posterior, labels, prior, [objective], groups=groups, exponents=exponents, seed=seed)
-    return chosen[objective]
-
-
 def choose_exponents(
     log_posterior: Tensor,
     labels: Tensor,
@@ -151,10 +128,8 @@ def choose_exponents(
     objectives: Sequence[str] = OBJECTIVES,
     *,
     groups: np.ndarray | None = None,
-    exponents: Sequence[float] = EXPONENTS,
-    seed: int = 0,
 ) -> dict[str, ExponentChoice]:
-    """Choose the exponent t of the deployment prior pi^t for each of several objectives.
+    """Choose the exponent t of the deployment prior pi^t, one of `EXPONENTS`, for each of several objectives.
 
     Takes the t that is best if the posteriors are right, unless the labels speak clearly against it: then the nearest
     t that is within two standard errors of the best one, by differences on the same resampled images or groups. So
@@ -168,17 +143,22 @@ def choose_exponents(
         objectives: some of "mean_class_accuracy", "macro_f1", "balanced" (the mean of accuracy and mean class
             accuracy) and "accuracy".
         groups: (N,), images that belong together, such as those of a patient.
-        exponents: the grid of t.
-        seed: of the resampling.
 
     Returns:
         The choice for each objective, with the whole trade-off curve.
+
+    Example:
+        >>> prior = torch.tensor([0.9, 0.1])
+        >>> posterior = torch.tensor([[0.95, 0.05]] * 90 + [[0.6, 0.4]] * 10)
+        >>> labels = torch.tensor([0] * 90 + [1] * 10)
+        >>> choose_exponents(posterior.log(), labels, prior)["mean_class_accuracy"].exponent
+        0.0
     """
     for objective in objectives:
         if objective not in OBJECTIVES:
             message = f"objective {objective!r} is not known; use one of {', '.join(OBJECTIVES)}."
             raise LiVTError(message, argument="objective")
-    truth, grid, classes = labels.numpy(), np.asarray(exponents, dtype=np.float64), len(prior)
+    truth, grid, classes = labels.numpy(), np.asarray(EXPONENTS), len(prior)
     weights = (prior.double().numpy() / np.maximum(np.bincount(truth, minlength=classes), 1))[truth][None]
     weights *= len(truth) / weights.sum()
     predicted = np.stack([decide(log_posterior, prior, float(t)).numpy() for t in grid])  # (T, N)
@@ -187,11 +167,11 @@ def choose_exponents(
         {"exponent": float(t)} | {name: float(values[row]) for name, values in scores.items()}
         for row, t in enumerate(grid)
     ]
-    resampled = _scores(*_count(predicted, truth, classes, weights * _resample(groups, predicted, classes, seed)))
+    resampled = _scores(*_count(predicted, truth, classes, weights * _resample(groups, predicted, classes)))
 
     def choose(objective: str) -> ExponentChoice:
         value = scores[objective]
-        distance = np.abs(grid - expected_exponent(log_posterior, prior, objective, exponents, weights[0]))
+        distance = np.abs(grid - expected_exponent(log_posterior, prior, objective, weights=weights[0]))
         expected = int(distance.argmin())
         best = int(np.where(value >= value.max() - 1e-12, distance, np.inf).argmin())
         errors = (resampled[objective][best] - resampled[objective]).std(axis=1)  # (T,)
@@ -211,7 +191,7 @@ def choose_exponents(
     return {objective: choose(objective) for objective in objectives}
 
 
-def _resample(groups: np.ndarray | None, predicted: np.ndarray, num_classes: int, seed: int) -> np.ndarray:
+def _resample(groups: np.ndarray | None, predicted: np.ndarray, num_classes: int, seed: int = 0) -> np.ndarray:
     """Return how often each image is drawn in each resampling of the images, or of their groups. (B, N)"""
     rng = np.random.default_rng(seed)
     exponents, num_images = predicted.shape

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.long_tail.objectives import choose_exponent
+from livt_hf.long_tail.objectives import choose_exponents
 from livt_hf.long_tail.priors import class_prior, tempered_prior
 from livt_hf.predictions.blocks import Source, read_groups
 from livt_hf.predictions.record import Predictions, PredictionsInfo
@@ -56,4 +56,4 @@ def _choose_on(validation: Source, info: PredictionsInfo, prior: Tensor, objecti
         raise LiVTError("choose_on has other classes; name a record of the same model.", "choose_on")
     log_posterior = torch.from_numpy(record.posterior("training")).log()
     labels, groups = torch.from_numpy(record.labels), read_groups(record)
-    return choose_exponent(log_posterior, labels, prior, objective, groups=groups).exponent
+    return choose_exponents(log_posterior, labels, prior, [objective], groups=groups)[objective].exponent
