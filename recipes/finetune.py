@@ -18,10 +18,9 @@ from datasets import DatasetDict
 
 from livt_hf.cli.console import format_next_command, run_command
 from livt_hf.cli.copies import warn_about_copies
-from livt_hf.cli.inherit import Resolved
-from livt_hf.cli.options import Argv
+from livt_hf.cli.inherit import CommandLine
 from livt_hf.cli.publish import check_publishing, publish_run
-from livt_hf.cli.resume import fit_batch_size, resolve_training, start_run
+from livt_hf.cli.resume import resolve_training, start_run
 from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.data import load_dataset
 from livt_hf.data.labels import digest_of, is_multi_label
@@ -40,7 +39,6 @@ from livt_hf.training.finetune import (
 )
 from livt_hf.training.loop import TrainingLoop, finish_run, make_accelerator, open_run
 from livt_hf.training.solve import solve_head
-from livt_hf.training.spec import is_solvable
 from livt_hf.training.start import build_model_and_processor
 
 
@@ -64,7 +62,7 @@ def finetune(
     """
     preparation_began = autotune.clock()
     train = dataset["train"]
-    settings = fit_batch_size(settings, len(train))
+    settings = settings.reduce_batch_size(len(train))
     check_finetune_options(
         dataset, settings.model, settings.optimization, settings.loss, settings.augmentation, settings.checkpoints
     )
@@ -97,8 +95,7 @@ def finetune(
     if settings.model.tune == "head":
         settings = settings.replace(precision=task.precision)
     preparation_seconds = autotune.clock() - preparation_began
-    solvable = is_solvable(settings.model, settings.optimization, settings.loss)
-    if resumed is None and not solvable:
+    if resumed is None and not settings.solvable:
         optimization = autotune.resolve_auto_options(
             settings.optimization, task, accelerator, began or autotune.clock()
         )
@@ -108,12 +105,12 @@ def finetune(
     if trial is not None and accelerator.is_main_process:
         write_framing_trial(run.folder, trial)
     optimization = settings.optimization
-    if solvable:
+    if settings.solvable:
         optimization = optimization.replace(ema_decay=None)  # there are no steps to average
     loop = TrainingLoop(task, optimization, settings.checkpoints, accelerator, run)
     loop.resume(digest_of(train))
     evaluator = EpochEvaluator(task, dataset, settings.checkpoints)
-    if solvable:
+    if settings.solvable:
         evaluator.solution = solve_head(loop, objective)  # which calibrates on out-of-fold logits
     else:
         loop.fit(evaluator)
@@ -130,7 +127,7 @@ def finetune(
     return run
 
 
-def main(argv: Argv | Resolved = None) -> None:
+def main(argv: CommandLine = None) -> None:
     """Fine-tune one classifier, or one for each fold."""
     began = autotune.clock()
     settings, resumed = resolve_training(FinetuneSettings, argv)

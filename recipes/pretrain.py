@@ -12,10 +12,9 @@ import torch
 from accelerate import Accelerator
 
 from livt_hf.cli.console import format_next_command, run_command
-from livt_hf.cli.inherit import Resolved
-from livt_hf.cli.options import Argv
+from livt_hf.cli.inherit import CommandLine
 from livt_hf.cli.publish import check_publishing, publish_run
-from livt_hf.cli.resume import fit_batch_size, resolve_training, start_run
+from livt_hf.cli.resume import resolve_training, start_run
 from livt_hf.cli.training_settings import PretrainSettings
 from livt_hf.data import class_counts, eval_loader, eval_processor, load_dataset, normalization
 from livt_hf.data.batches import build_eval_batches
@@ -54,7 +53,7 @@ def pretrain(
         dataset = load_dataset(settings.data, streaming=settings.streaming)
     train, size = dataset["train"], choose_image_size(settings.model)
     if not settings.streaming:
-        settings = fit_batch_size(settings, len(train))
+        settings = settings.reduce_batch_size(len(train))
     on_broken = (
         settings.data.on_broken if settings.streaming else "error"
     )  # stored data was cleaned when it was loaded
@@ -100,7 +99,7 @@ def pretrain(
     return run
 
 
-def main(argv: Argv | Resolved = None) -> None:
+def main(argv: CommandLine = None) -> None:
     """Pretrain, print what came out, and publish it if asked to."""
     began = autotune.clock()
     settings, resumed = resolve_training(PretrainSettings, argv)

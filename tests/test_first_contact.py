@@ -17,7 +17,6 @@ from timm.models import save_for_hf
 
 from livt_hf.classifiers import load_classifier
 from livt_hf.cli.options import CONFIGS
-from livt_hf.cli.resume import fit_batch_size
 from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.constants import SMALL_BACKBONE
 from livt_hf.data.spec import DataSpec
@@ -75,7 +74,7 @@ def test_a_first_command_rejects(command, words, argument, value):
 )
 def test_a_default_batch_is_what_the_images_fill(cls, words, num_images, batch_size):
     settings = cls.parse(["pictures", *words], CONFIGS)
-    assert fit_batch_size(settings, num_images).optimization.batch_size == batch_size
+    assert settings.reduce_batch_size(num_images).optimization.batch_size == batch_size
 
 
 BROKEN = {

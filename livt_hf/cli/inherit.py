@@ -44,7 +44,10 @@ class Resolved:
         return cls(settings, None if record["run"] is None else Run(Path(record["run"])))
 
 
-def resolve_settings(cls: type[CommandSettings], argv: Argv | Resolved = None) -> Any:
+CommandLine = Argv | Resolved
+
+
+def resolve_settings(cls: type[CommandSettings], argv: CommandLine = None) -> Any:
     """Return the settings of a command that does not train: explicit options over those of the run it is about."""
     return argv.settings if isinstance(argv, Resolved) else cls.parse(argv, CONFIGS, INHERIT.get(cls.stage))
 

@@ -9,18 +9,16 @@
 """
 
 import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from livt_hf.cli.inherit import INHERIT, Resolved, find_pretraining, inherit_plugin, settings_from_run
-from livt_hf.cli.options import CONFIGS, Argv, parse_words
-from livt_hf.cli.training_settings import FinetuneSettings, TrainingSettings, check_hours
+from livt_hf.cli.inherit import INHERIT, CommandLine, Resolved, find_pretraining, inherit_plugin, settings_from_run
+from livt_hf.cli.options import CONFIGS, parse_words
+from livt_hf.cli.training_settings import FinetuneSettings, TrainingSettings
 from livt_hf.errors import LiVTError
 from livt_hf.runs import ARGUMENTS, PLAN, Run, new_run, runs_folder
 from livt_hf.text import shell_line
-from livt_hf.training.spec import is_solvable
 
 logger = logging.getLogger(__name__)
 # Options of training by gradient steps, which the exact solution of a classifier on frozen features does without.
@@ -31,19 +29,21 @@ _STEP_OPTIONS = (
 
 
 def resolve_training(
-    cls: type[TrainingSettings], argv: Argv | Resolved = None, configs: Path = CONFIGS
+    cls: type[TrainingSettings], argv: CommandLine = None, configs: Path = CONFIGS
 ) -> tuple[Any, Run | None]:
     """Return the settings of a stage, and the run that is resumed with them, if any."""
     if isinstance(argv, Resolved):
         return argv.settings, argv.run
-    words = argv if isinstance(argv, Mapping) else parse_words(cls, sys.argv[1:] if argv is None else argv)
+    words = argv if isinstance(argv, Mapping) else parse_words(cls, argv)
     explicit = cls.explicit_options(words)
     run = find_run_to_resume(cls, explicit) if "resume" in explicit else None
     inherited = INHERIT[cls.stage](explicit) if run is None else settings_from_run(cls, run)
     if run is not None and "plugin" not in explicit:
         inherited["plugin"] = inherit_plugin(run.folder)
     settings = cls.resolve(explicit, configs, inherited)
-    check_hours(settings, dict(words))
+    hours, epochs = settings.optimization.hours, words.get("epochs")
+    if hours is not None and epochs is not None:
+        raise LiVTError(f"--hours {hours:g} chooses the epochs; leave --epochs {epochs} out.", argument="epochs")
     warn_about_ignored_options(settings, explicit)
     if run is not None:
         check_resumable(run, settings)
@@ -60,9 +60,7 @@ def resolve_training(
 def warn_about_ignored_options(settings: TrainingSettings, explicit: Mapping[str, Any]) -> None:
     """Warn about options that were named although an exact solution ignores them."""
     named = [f"--{name} {explicit[name]}" for name in _STEP_OPTIONS if name in explicit]
-    if not isinstance(settings, FinetuneSettings) or not named:
-        return
-    if is_solvable(settings.model, settings.optimization, settings.loss):
+    if settings.solvable and named:
         logger.warning(
             "%s is ignored: --tune head solves loss %s exactly, without gradient steps; --solver loop trains it by "
             "them.",
@@ -73,23 +71,7 @@ def warn_about_ignored_options(settings: TrainingSettings, explicit: Mapping[str
 
 def holds_nothing_out(settings: TrainingSettings) -> bool:
     """Return True if by default no image is held out: an exact solution calibrates on out-of-fold logits."""
-    if not isinstance(settings, FinetuneSettings) or settings.data.validation_fraction is not None:
-        return False
-    return is_solvable(settings.model, settings.optimization, settings.loss)
-
-
-def fit_batch_size(settings: Any, num_images: int) -> Any:
-    """Reduce the default batch size to what the images fill; an explicit one that is larger raises an error later."""
-    from livt_hf.training.autotune import limit_batch_size  # imports torch
-
-    if settings.optimization.batch_size <= num_images:
-        return settings
-    known = {name: value for name, value in settings.to_dict().items() if name in ("dataset", "tune") and value}
-    if settings.optimization.batch_size != type(settings).resolve(known, CONFIGS).optimization.batch_size:
-        return settings
-    batch_size = limit_batch_size(num_images)
-    logger.info("there are only %d training images: an update takes %d of them", num_images, batch_size)
-    return settings.replace(batch_size=batch_size)
+    return settings.solvable and settings.data.validation_fraction is None
 
 
 def start_run(settings: TrainingSettings) -> Run:

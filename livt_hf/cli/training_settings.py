@@ -1,15 +1,15 @@
 """Settings of the commands that train: pretrain, finetune, train, compare, sweep. The defaults are the paper's."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from annotated_types import Ge
 
-from livt_hf.cli.options import CommandSettings
+from livt_hf.cli.options import CONFIGS, CommandSettings
 from livt_hf.constants import FEW_IMAGES, SMALL_BACKBONE
 from livt_hf.data.spec import AugmentationSpec, DataSpec, FinetuneAugmentationSpec
-from livt_hf.errors import LiVTError
 from livt_hf.hub.spec import HubSpec
 from livt_hf.long_tail.spec import LossSpec, Objective, loss_names
 from livt_hf.runs import dataset_name, runs_folder
@@ -22,7 +22,10 @@ from livt_hf.training.spec import (
     ModelSpec,
     OptimizationSpec,
     PretrainModelSpec,
+    is_solvable,
 )
+
+logger = logging.getLogger(__name__)
 
 _VALIDATION = {
     "validation_fraction": "share of each class held out of the training images, to calibrate and to select on; "
@@ -58,6 +61,24 @@ class TrainingSettings(CommandSettings):
         """Return the name of the folder that numbered runs of these settings are in."""
         factor = f"-{self.data.imbalance_factor:g}" if self.data.imbalance_factor else ""
         return f"{self.stage}-{dataset_name(self.data.dataset)}{factor}-{self.model.model_size}"
+
+    @property
+    def solvable(self) -> bool:
+        """Return True if the classifier is solved exactly, without gradient steps."""
+        return False
+
+    def reduce_batch_size(self, num_images: int) -> Self:
+        """Reduce the default batch size to what the images fill; an explicit larger one raises an error later."""
+        from livt_hf.training.autotune import limit_batch_size  # imports torch
+
+        if self.optimization.batch_size <= num_images:
+            return self
+        known = {name: value for name, value in self.to_dict().items() if name in ("dataset", "tune") and value}
+        if self.optimization.batch_size != self.resolve(known, CONFIGS).optimization.batch_size:
+            return self
+        batch_size = limit_batch_size(num_images)
+        logger.info("there are only %d training images: an update takes %d of them", num_images, batch_size)
+        return self.replace(batch_size=batch_size)
 
 
 @dataclass(frozen=True)
@@ -103,6 +124,10 @@ class FinetuneSettings(TrainingSettings):
     def default_config(cls, values: dict) -> str:
         """Return the config of `--tune`, which is the same for all datasets, or else that of the dataset."""
         return f"tune/{values['tune']}.yaml" if values.get("tune") else super().default_config(values)
+
+    @property
+    def solvable(self) -> bool:
+        return is_solvable(self.model, self.optimization, self.loss)
 
 
 STAGES: dict[str, type[TrainingSettings]] = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
@@ -214,10 +239,3 @@ class SweepSettings(CommandSettings):
     def folder(self) -> Path:
         """Return the folder of the runs and of the report."""
         return Path(self.output_dir or runs_folder() / "sweeps" / self.name)
-
-
-def check_hours(settings: TrainingSettings, words: dict) -> None:
-    """Raise an error if a command line names the epochs where `--hours` chooses them."""
-    hours, epochs = settings.optimization.hours, words.get("epochs")
-    if hours is not None and epochs is not None:
-        raise LiVTError(f"--hours {hours:g} chooses the epochs; leave --epochs {epochs} out.", argument="epochs")
