@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 from PIL import Image
 
 from livt_hf.classifiers import load_processor
-from livt_hf.cli.console import run_command
+from livt_hf.cli.console import run_command, spell_flags
 from livt_hf.cli.copies import describe_near_copies
 from livt_hf.cli.options import format_words
 from livt_hf.cli.settings import InspectDataSettings
@@ -135,7 +135,8 @@ def report_copies(settings: InspectDataSettings, data: Mapping[str, Dataset], ma
             labels = labels_of(images).rarest(number_of_classes(images))
             vectors = standardize(feature_vectors(compute_features(images, settings.pretrained), labels))
         near = describe_near_copies(data, made, output, vectors)
-    print("\n".join(filter(None, (copies, near))) or "No copies found in two splits.")
+    findings = "\n".join(filter(None, (copies, near))) or "No copies found in two splits."
+    print(spell_flags(findings, "group_from", "group_column", "exclude"))
     return bool(near) and made and settings.data.group_from is None and settings.data.group_column is None
 
 

@@ -1,7 +1,9 @@
 """Settings: where values come from, how they are written, which raise an error, what is resumed and inherited."""
 
 import dataclasses
+import functools
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import yaml
 from datasets import ClassLabel, Dataset, Features
 
 from livt_hf import LiViTForPreTraining, LongTailConfig, pretraining_config
-from livt_hf.cli.console import format_next_command, render_flags
+from livt_hf.cli.console import format_next_command, render_flags, run_command
 from livt_hf.cli.inherit import (
     Resolved,
     find_pretraining,
@@ -332,6 +334,13 @@ def test_a_config_of_another_form_is_named(text, named, tmp_path):
 )
 def test_the_command_line_shows_the_argument_of_an_error_as_a_flag(message, argument, rendered):
     assert render_flags(LiVTError(message, argument)) == rendered
+
+
+def test_the_command_line_shows_the_options_of_a_warning_as_flags(capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    warn = functools.partial(logging.getLogger("livt_hf.data").warning, extra={"arguments": ("exclude", "group_from")})
+    run_command(lambda: warn("Leave out b/exclude.png with exclude, or pass group_from %s.", "near_copies"))
+    assert capsys.readouterr().err == "Leave out b/exclude.png with --exclude, or pass --group_from near_copies.\n"
 
 
 def test_a_spec_of_parts_is_built_replaced_and_written_by_the_names_of_all_options():

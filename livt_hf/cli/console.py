@@ -108,8 +108,21 @@ def render_flags(error: LiVTError) -> str:
     message, name = str(error), error.argument
     if name is None:
         return message
-    anywhere = rf"(?<![\w./'\"-]){name}(?![\w/'\"]|\.\w)"
-    return re.sub(anywhere if "_" in name else rf"^{name}\b", f"--{name}", message)
+    return spell_flags(message, name) if "_" in name else re.sub(rf"^{name}\b", f"--{name}", message)
+
+
+def spell_flags(message: str, *names: str) -> str:
+    """Return a message with these options in it as flags."""
+    for name in names:
+        message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w/'\"]|\.\w)", f"--{name}", message)
+    return message
+
+
+class _FlagFormatter(logging.Formatter):
+    """A formatter that shows the options that a warning is about, its `arguments`, as flags."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return spell_flags(super().format(record), *getattr(record, "arguments", ()))
 
 
 def _configure_output(is_first: bool) -> None:
@@ -118,7 +131,9 @@ def _configure_output(is_first: bool) -> None:
         if stream.encoding.lower() != "utf-8":  # a pipe in a C locale, which lacks letters of class names
             stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     protect_terminal()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_FlagFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for package in ("livt_hf", "__main__"):  # a recipe that is run as a script is the latter
         logging.getLogger(package).setLevel(logging.INFO if is_first else logging.ERROR)
     if WITHIN_TRAIN in os.environ:

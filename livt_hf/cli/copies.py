@@ -74,4 +74,4 @@ def warn_about_near_copies(splits: Mapping[str, Dataset], spec: DataSpec, made: 
     if number > MOST_IMAGES:
         logger.info("%s images are not searched for near copies here; `livt data` does", f"{number:,}")
     elif message := describe_near_copies(splits, made, data_folder(spec.dataset)):
-        logger.warning(message)
+        logger.warning(message, extra={"arguments": ("group_from", "group_column", "exclude")})

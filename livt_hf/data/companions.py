@@ -19,6 +19,7 @@ from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
 
 logger = logging.getLogger(__name__)
+_ABOUT = {"arguments": ("exclude",)}  # the option that commands show as a flag
 
 KEEP_ALL = "none"
 SAMPLE = 100  # companions that are read to tell whether all are masks
@@ -115,7 +116,8 @@ def select_images(paths: Sequence[str], root: str, exclude: Sequence[str] | None
     if patterns:
         kept = ~match_patterns(paths, patterns)
         first = paths[int(np.argmin(kept))]
-        logger.warning("left out %s images that exclude matches, such as %s", f"{(~kept).sum():,}", first)
+        message = "left out %s images that exclude matches, such as %s"
+        logger.warning(message, f"{(~kept).sum():,}", first, extra=_ABOUT)
     rows = np.flatnonzero(kept)
     names = [paths[row] for row in rows.tolist()]
     companions = find_companions(names)
@@ -131,12 +133,14 @@ def select_images(paths: Sequence[str], root: str, exclude: Sequence[str] | None
         logger.warning(
             "left out %s masks: every image has one, of at most two grey values, such as %s; exclude none keeps them",
             *(f"{len(chosen):,}", example),
+            extra=_ABOUT,
         )
         return kept
     logger.warning(
         "%s of %s images are named like masks, thumbnails or augmented copies of others, such as %s; leave out "
         "what is no image of its own with exclude, such as %s",
         *(f"{len(chosen):,}", f"{len(names):,}", example, _suggest_pattern([names[row] for row in chosen])),
+        extra=_ABOUT,
     )
     return kept
 

@@ -370,7 +370,7 @@ def describe_copies(splits: Mapping[str, Dataset]) -> str | None:
 def warn_about_duplicates(splits: Mapping[str, Dataset], name: str) -> None:
     """Warn about identical images on both sides of a split; those of the benchmarks are known."""
     if name not in PUBLIC and (message := describe_copies(splits)):
-        logger.warning(message)
+        logger.warning(message, extra={"arguments": ("group_from", "exclude")})
 
 
 def stored_paths(dataset: Dataset) -> list[str]:

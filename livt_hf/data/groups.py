@@ -27,6 +27,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import replacing
 
 logger = logging.getLogger(__name__)
+_ABOUT = {"arguments": ("group_from",)}  # the option that commands show as a flag
 
 WORDS = PARENT, NEAR_COPIES, CAPTURE_TIME = "parent", "near_copies", "capture_time"
 BURST_SECONDS = 60
@@ -73,9 +74,11 @@ def add_groups(tables: dict[str, ImageTable], spec: DataSpec) -> dict[str, Image
             f"{groups[0] or 'their folder'}: they cannot be split; choose another.",
             "group_from",
         )
-    logger.info("group_from %s: %s groups of %s images", spec.group_from, f"{number:,}", f"{len(groups):,}")
+    message = "group_from %s: %s groups of %s images"
+    logger.info(message, spec.group_from, f"{number:,}", f"{len(groups):,}", extra=_ABOUT)
     if number == len(groups):
-        logger.warning("group_from %s makes each image a group of its own, which changes nothing", spec.group_from)
+        message = "group_from %s makes each image a group of its own, which changes nothing"
+        logger.warning(message, spec.group_from, extra=_ABOUT)
     column, grouped, start = pa.array(groups, pa.string()), {}, 0
     for split, table in tables.items():
         own = column.slice(start, len(table))
@@ -190,7 +193,8 @@ def _log_lone(paths: Sequence[str], is_lone: Sequence[bool], reason: str) -> Non
     if any(is_lone):
         first = paths[list(is_lone).index(True)]
         share = f"{sum(is_lone):,} of {len(paths):,}"
-        logger.warning("%s images %s, such as %s: each is a group of its own", share, reason, first)
+        message = "%s images %s, such as %s: each is a group of its own"
+        logger.warning(message, share, reason, first, extra=_ABOUT)
 
 
 def write_groups(datasets: Iterable[Dataset], spec: DataSpec, path: Path) -> Path:

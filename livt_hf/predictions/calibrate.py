@@ -128,15 +128,15 @@ def calibrate_if_possible(
     """Calibrate a trained model on a split, or warn and leave it as it is where the split has too few images."""
     if model.head.no_posterior is not None:
         if objective is not None:
-            logger.warning("objective %s has no effect: %s.", objective, model.head.no_posterior)
+            message, about = "objective %s has no effect: %s.", {"arguments": ("objective",)}
+            logger.warning(message, objective, model.head.no_posterior, extra=about)
         return None
     if len(images) < MIN_IMAGES:
         logger.warning(
             "the %s split has %d images, and calibration needs %d: the model stays uncalibrated and is served by its "
             "largest logit. Hold out more with validation_fraction.",
-            split,
-            len(images),
-            MIN_IMAGES,
+            *(split, len(images), MIN_IMAGES),
+            extra={"arguments": ("validation_fraction",)},
         )
         return None
     return calibrate(model, loader, accelerator, images, split, objective)

@@ -338,6 +338,7 @@ class TrainingLoop:
                 self.total,
                 100 * left,
                 EMA_REMAINDER ** (1 / self.total),
+                extra={"arguments": ("ema_decay",)},
             )
 
     def _share_statistics(self) -> None:

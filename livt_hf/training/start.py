@@ -175,7 +175,8 @@ def _build_backbone_classifier(spec: FinetuneModelSpec, long_tail: LongTailConfi
     for name, value in labels.items():
         setattr(config, name, value)
     if spec.drop_path and not drops:
-        logger.info("%s has no stochastic depth: drop_path %g does nothing.", path, spec.drop_path)
+        message, about = "%s has no stochastic depth: drop_path %g does nothing.", {"arguments": ("drop_path",)}
+        logger.info(message, path, spec.drop_path, extra=about)
     if isinstance(config, TimmWrapperConfig):
         config.label_names = list(labels["id2label"].values())  # loaded with labels, it would save those again
         config.model_args = (config.model_args or {}) | drops

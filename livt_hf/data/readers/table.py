@@ -253,7 +253,8 @@ def _find_columns(table: pa.Table, spec: DataSpec) -> tuple[str, list[str], str 
             )
     group = match_column_name(others, GROUP_NAMES)
     if group and group not in labels and split is None and spec.group_column is None and spec.group_from is None:
-        logger.warning('images may belong together by "%s": group_column keeps them on one side of a split', group)
+        message = 'images may belong together by "%s": group_column keeps them on one side of a split'
+        logger.warning(message, group, extra={"arguments": ("group_column",)})
     return image, labels, split
 
 
