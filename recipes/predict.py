@@ -7,17 +7,19 @@
     livt predict MODEL detections.json --output classified.json    # the boxes of a file of COCO or MegaDetector
     livt predict MODEL FOLDER --output predictions    # a prediction record, to decide again without the images
 
-Prints one line per file. A file that cannot be read gets a line on stderr that says why, and the exit code is then 1.
+Prints one line per file or, with `--output` and no `--format`, the number of files of each class. A file that cannot be
+read gets a line on stderr that says why, and the exit code is then 1.
 """
 
 import contextlib
 import csv
-import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -39,6 +41,8 @@ from livt_hf.predictions.rules import DecisionRule, rule_for_prior
 from livt_hf.predictions.tables import SEPARATOR, TableWriter, check_output
 from livt_hf.threads import configure_threads
 
+LISTED = 10  # classes whose files are counted
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = resolve_settings(PredictSettings, argv)
@@ -54,12 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         thresholds = None if thresholds is None else torch.full_like(thresholds, 0.5)  # others hold for its own prior
     print(explain_scores(info, rule, thresholds), file=sys.stderr)
     shown = min(settings.top_k, len(predictor.labels))
-    formats = {
-        "table": partial(text_line, width=max(map(len, images["path"].to_pylist()))),
-        "jsonl": json_line,
-        "csv": partial(csv_line, top_k=shown),
-    }
-    print_header(settings.format, shown, info.multi_label, BOX in images.column_names)
+    kind = settings.format or ("table" if settings.output is None else None)
+    print_answer = make_printer(kind, images, shown, info.multi_label)
     table = contextlib.nullcontext()
     if settings.output is None or is_table:
         parts = predictor.predict(images, settings.batch_size)
@@ -71,19 +71,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = AnswersWriter(settings.output, settings.images[0], rule, shown)
     elif is_table:
         table = TableWriter(settings.output, [rule], thresholds)
-    unreadable = 0
+    unreadable, counts = 0, Counter()
     with table as writer, tqdm(total=len(images), unit="image", disable=None) as progress:
         for part in parts:
-            for prediction in describe(part, rule, thresholds, shown):
-                unreadable += prediction.error is not None
-                print_prediction(prediction, formats[settings.format])
+            for answer in describe(part, rule, thresholds, shown):
+                if answer.error is None:
+                    counts.update([answer.best[0][0]] if answer.labels is None else answer.labels)
+                else:
+                    unreadable += 1
+                    tqdm.write(f"cannot read {answer.path}: {answer.error}", file=sys.stderr)
+                print_answer(answer)
             if writer is not None:
                 writer.write(part)
             progress.update(len(part))
+    unit = "boxes" if BOX in images.column_names else "files"
+    if kind is None:
+        print(f"{len(images) - unreadable:,} {unit}: {format_counts(counts)}")
     if settings.output is not None:
         print(f"Predictions: {settings.output}", file=sys.stderr)
     if unreadable:
-        unit = "boxes" if BOX in images.column_names else "files"
         print(f"{unreadable} of {len(images)} {unit} could not be read", file=sys.stderr)
         sys.exit(1)
 
@@ -121,73 +127,69 @@ def explain_scores(info: PredictionsInfo, rule: DecisionRule, thresholds: Tensor
     )
 
 
-class Prediction(NamedTuple):
-    """Return the answer for a file: (label, score) pairs, the best first, or why it could not be read.
+class Answer(NamedTuple):
+    """What is said of a file: (label, score) pairs, the best first, or why it could not be read.
 
-    `given` are the labels that it is given where it may have several, else None.
+    `labels` are those that it is given where it may have several, else None.
     """
 
     path: str
     box: list[float] | None
     best: list[tuple[str, float]]
-    given: list[str] | None
+    labels: list[str] | None
     error: str | None
 
 
-def describe(part: Predictions, rule: DecisionRule, thresholds: Tensor | None, top_k: int) -> Iterator[Prediction]:
-    """Yield the predictions of a part of the files."""
+def describe(part: Predictions, rule: DecisionRule, thresholds: Tensor | None, top_k: int) -> Iterator[Answer]:
+    """Yield the answers to a part of the files."""
     names, rows = part.class_names, part.table.drop_columns(LOGITS).to_pylist()
     for row, scores in zip(rows, part.scores(rule), strict=True):
-        error = row["error"]
         top = scores.topk(top_k)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        best = [] if error else [(names[label], round(score, 4)) for label, score in pairs]
-        given = None
+        best = [] if row["error"] else [(names[label], round(score, 4)) for label, score in pairs]
+        labels = None
         if thresholds is not None:
-            given = [names[label] for label in (scores >= thresholds).nonzero()[:, 0].tolist()]
-        yield Prediction(row["path"], row.get(BOX), best, given, error)
+            labels = [names[label] for label in (scores >= thresholds).nonzero()[:, 0].tolist()]
+        yield Answer(row["path"], row.get(BOX), best, labels, row["error"])
 
 
-def print_prediction(prediction: Prediction, line: Callable[[Prediction], str | None]) -> None:
-    if prediction.error is not None:
-        tqdm.write(f"cannot read {prediction.path}: {prediction.error}", file=sys.stderr)
-    text = line(prediction)
-    if text is not None:
-        tqdm.write(text)
-
-
-def text_line(prediction: Prediction, width: int) -> str | None:
-    if prediction.error is not None:
-        return None
-    parts = (f"{label} {score:.3f}{'*' * (label in (prediction.given or ()))}" for label, score in prediction.best)
-    box = "" if prediction.box is None else f"  {' '.join(f'{side:>7.5g}' for side in prediction.box)}"
-    return f"{prediction.path:<{width}}{box}  {'  '.join(parts)}".replace("\n", "\\n")
-
-
-def json_line(prediction: Prediction) -> str:
-    values = {} if prediction.given is None else {"labels": prediction.given}
-    values["predictions"] = [{"label": label, "score": score} for label, score in prediction.best]
-    values = {"error": prediction.error} if prediction.error else values
-    box = {} if prediction.box is None else {"box": prediction.box}
-    return json.dumps({"file": prediction.path} | box | values, ensure_ascii=False)
-
-
-def print_header(kind: str, top_k: int, several: bool, has_boxes: bool) -> None:
+def make_printer(kind: str | None, images: pa.Table, top_k: int, several: bool) -> Callable[[Answer], None]:
+    """Return what prints the line of an answer, if any; the header of a CSV is printed now."""
     if kind == "csv":
+        table = csv.writer(SimpleNamespace(write=partial(tqdm.write, end="")), lineterminator="\n")
         columns = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "score")]
-        tqdm.write(_csv_row(["file", *CORNERS * has_boxes, "error", *["labels"] * several, *columns]))
+        table.writerow(["file", *CORNERS * (BOX in images.column_names), "error", *["labels"] * several, *columns])
+        return lambda answer: table.writerow(csv_row(answer, top_k))
+    if kind == "jsonl":
+        return lambda answer: tqdm.write(json_line(answer))
+    width = max(map(len, images["path"].to_pylist()))
+    return lambda answer: tqdm.write(text_line(answer, width)) if kind and answer.best else None
 
 
-def csv_line(prediction: Prediction, top_k: int) -> str:
-    labels = [] if prediction.given is None else [SEPARATOR.join(prediction.given)]
-    scores = [value for pair in prediction.best for value in pair] or [None] * (2 * top_k)
-    return _csv_row([prediction.path, *(prediction.box or ()), prediction.error, *labels, *scores])
+def text_line(answer: Answer, width: int) -> str:
+    parts = (f"{label} {score:.3f}{'*' * (label in (answer.labels or ()))}" for label, score in answer.best)
+    box = "" if answer.box is None else f"  {' '.join(f'{side:>7.5g}' for side in answer.box)}"
+    return f"{answer.path:<{width}}{box}  {'  '.join(parts)}".replace("\n", "\\n")
 
 
-def _csv_row(values: list) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)  # which it quotes where a name has it
-    return text.getvalue().removesuffix("\n")
+def json_line(answer: Answer) -> str:
+    values = {} if answer.labels is None else {"labels": answer.labels}
+    values["predictions"] = [{"label": label, "score": score} for label, score in answer.best]
+    values = {"error": answer.error} if answer.error else values
+    box = {} if answer.box is None else {"box": answer.box}
+    return json.dumps({"file": answer.path} | box | values, ensure_ascii=False)
+
+
+def csv_row(answer: Answer, top_k: int) -> list:
+    labels = [] if answer.labels is None else [SEPARATOR.join(answer.labels)]
+    scores = [value for pair in answer.best for value in pair] or [None] * (2 * top_k)
+    return [answer.path, *(answer.box or ()), answer.error, *labels, *scores]
+
+
+def format_counts(counts: Counter) -> str:
+    """Return how many files each class got, the most frequent classes first."""
+    listed = ", ".join(f"{label} {count:,}" for label, count in counts.most_common(LISTED))
+    return listed + (f" and {len(counts) - LISTED:,} more classes" if len(counts) > LISTED else "")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -339,9 +340,12 @@ def test_the_scores_of_all_classes_are_written_to_a_table(livit, pictures, tmp_p
     output = tmp_path / "scores.parquet"
     with pytest.raises(SystemExit, match="1"):
         main([str(livit), str(pictures), "--output", str(output), "--prior", "uniform"])
-    assert f"Predictions: {output}" in capsys.readouterr().err
+    printed, errors = capsys.readouterr()
+    assert f"Predictions: {output}" in errors
     rows = {Path(row["file"]).name: row for row in parquet.read_table(output).to_pylist()}
     assert len(rows) == 13
+    counts = Counter(row["prediction"] for row in rows.values() if not row["error"])
+    assert printed == f"10 files: {', '.join(f'{name} {count}' for name, count in counts.most_common())}\n"
     good, broken = rows["0.jpg"], rows["empty.jpg"]
     assert sum(good["scores"]) == pytest.approx(1, abs=1e-5)
     assert good["error"] is None and good["prediction"] in NAMES and good["score"] == max(good["scores"])

@@ -162,7 +162,9 @@ class PredictSettings(CommandSettings):
         is_path=True,
     )
     top_k: Positive = option(5, "classes to print per image")
-    format: Literal["table", "jsonl", "csv"] = option("table", "format of a line")
+    format: Literal["table", "jsonl", "csv"] | None = option(
+        None, "format of the line of a file; default: table, or with output no lines but the number of files per class"
+    )
     output: str | None = option(
         None,
         "also write the scores of all classes for each file, to a .parquet or .csv file; the classes of boxes to a "
