@@ -7,8 +7,8 @@
     livt predict MODEL detections.json --output classified.json    # the boxes of a file of COCO or MegaDetector
     livt predict MODEL FOLDER --output predictions    # a prediction record, to decide again without the images
 
-Prints one line per file or, with `--output` and no `--format`, the number of files of each class. A file that cannot be
-read gets a line on stderr that says why, and the exit code is then 1.
+Prints one line per file or, with `--output` and no `--format`, the number of files of each class. A file that cannot
+be read gets a line on stderr that says why, and the exit code is then 1.
 """
 
 import contextlib
