@@ -11,7 +11,7 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, l
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
-from livt_hf.training import exact_head
+from livt_hf.training import exact_head, head_solver
 from livt_hf.training.exact_head import assign_folds, fit_exact_head
 
 COUNTS = (60, 25, 10, 4)
@@ -304,7 +304,7 @@ def test_features_in_a_file_are_read_in_blocks_to_the_same_head(data, tmp_path, 
     features, labels = data
     expected = fit_exact_head(features, labels, loss="bal_bce", strengths=[0.1])
     np.save(tmp_path / "features.npy", features)
-    monkeypatch.setattr(exact_head, "_IN_MEMORY", 300)
+    monkeypatch.setattr(head_solver, "_IN_MEMORY", 300)
     head = fit_exact_head(np.load(tmp_path / "features.npy", mmap_mode="r"), labels, loss="bal_bce", strengths=[0.1])
     torch.testing.assert_close(head.weight, expected.weight, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(head.out_of_fold, expected.out_of_fold, atol=0.05, rtol=0)

@@ -19,7 +19,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.objectives import compare_predictions, decide
 from livt_hf.processors import Framing, frame_processor, read_framing
 from livt_hf.randomness import preserve_rng_state
-from livt_hf.training.exact_head import STRENGTHS, fit_exact_head
+from livt_hf.training.exact_head import EXPONENTS, STRENGTHS, fit_exact_head
 from livt_hf.training.frozen import FrozenBackbone
 
 logger = logging.getLogger(__name__)
@@ -165,8 +165,7 @@ def _compare(features: list[np.ndarray], train: Dataset, metric: str, seed: int)
     if several:
         return "log_likelihood", *_compare_likelihoods(first, second, torch.from_numpy(labels).float(), groups)
     prior = torch.from_numpy(np.bincount(labels) / len(labels))
-    exponent = {"accuracy": 1.0, "mean_class_accuracy": 0.0}.get(metric, 0.5)
-    before, after = (decide(logits.log_softmax(-1), prior, exponent).numpy() for logits in (first, second))
+    before, after = (decide(logits.log_softmax(-1), prior, EXPONENTS[metric]).numpy() for logits in (first, second))
     return metric, *compare_predictions(before, after, labels, metric, groups=groups, seed=seed)
 
 
