@@ -210,7 +210,7 @@ class HeadProblem:
         return step[:, None] * direction
 
     def _search(self, linear: Tensor, square: Tensor, begin: Tensor | None) -> Tensor:
-        """Return the steps (K,) to the minimum, by safeguarded Newton steps, given slope and curvature of the penalty."""
+        """Return the steps (K,) to the minimum, by safeguarded Newton steps; the penalty is a parabola."""
         linear, square = linear.double(), square.double()
         step, low = torch.ones(self.heads, dtype=torch.float64), torch.zeros(self.heads, dtype=torch.float64)
         high = torch.full_like(low, torch.inf)
