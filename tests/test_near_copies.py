@@ -12,13 +12,13 @@ from livt_hf.data import load_long_tailed
 from livt_hf.data.groups import write_groups
 from livt_hf.data.labels import image_paths, labels_of
 from livt_hf.data.near_copies import (
-    chance_threshold,
     compare,
     connected_copies,
     feature_vectors,
     find_leaks,
     nearest_other,
     pixel_vectors,
+    scale_by_chance,
     standardize,
 )
 from livt_hf.data.spec import DataSpec
@@ -55,7 +55,7 @@ def part_numbers(dataset) -> np.ndarray:
 def test_exposures_of_a_part_are_one_group_and_other_parts_are_alone(bursts):
     images = load_long_tailed(str(bursts), test_fraction=None)["train"]
     vectors = standardize(pixel_vectors(images))
-    groups = connected_copies(vectors, chance_threshold(vectors, labels_of(images).values))
+    groups = connected_copies(*scale_by_chance(vectors, labels_of(images).values))
     parts = part_numbers(images)
     assert len(set(zip(parts, groups, strict=True))) == len(set(groups)) == PARTS
 
@@ -86,14 +86,14 @@ def test_blank_and_broken_images_are_no_copies_of_each_other(tmp_path):
         Image.fromarray(draw_part(ord(label)).astype(np.uint8)).save(tmp_path / label / "part.png")
     images = load_long_tailed(str(tmp_path), test_fraction=None)["train"]
     vectors = standardize(pixel_vectors(images))
-    assert len(set(connected_copies(vectors, chance_threshold(vectors, labels_of(images).values)))) == 8
+    assert len(set(connected_copies(*scale_by_chance(vectors, labels_of(images).values)))) == 8
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_vectors_of_noise_have_no_copies_and_planted_ones_are_found_exactly_or_by_sorting(seed):
     generator = np.random.RandomState(seed)
     noise, labels = standardize(generator.randn(2000, 100).astype(np.float32)), generator.randint(0, 5, 2000)
-    threshold = chance_threshold(noise, labels)
+    noise, threshold = scale_by_chance(noise, labels)
     assert len(set(connected_copies(noise, threshold))) == 2000
     planted = np.concatenate([noise, standardize(noise[:100] + 0.04 * generator.randn(100, 100).astype(np.float32))])
     side = np.repeat([0, 1], [2000, 100])
@@ -107,10 +107,20 @@ def test_copies_are_found_among_images_that_differ_in_few_directions(exact):
     generator = np.random.RandomState(0)
     pictures, labels = generator.randn(200, 8), generator.randint(0, 5, 200)
     again, labels = pictures[:50] + 0.03 * generator.randn(50, 8), np.r_[labels, labels[:50]]
-    vectors = standardize(np.concatenate([pictures, again]).astype(np.float32))
+    vectors, threshold = scale_by_chance(standardize(np.concatenate([pictures, again]).astype(np.float32)), labels)
     similarity, nearest = nearest_other(compare(vectors, exact), np.repeat([0, 1], [200, 50]))
-    is_near = similarity >= chance_threshold(vectors, labels)
+    is_near = similarity >= threshold
     assert (nearest[200:] == np.arange(50)).all() and is_near[200:].all() and is_near[50:200].sum() <= 1
+
+
+def test_images_that_resemble_many_others_need_more_similarity_to_be_copies():
+    generator = np.random.RandomState(0)
+    labels, noise = generator.randint(0, 5, 2000), generator.randn(2000, 100)
+    noise[:40] += 1.5 * generator.randn(100)  # round objects on white, of all classes
+    noise[:2], noise[50] = noise[0] + 0.1 * generator.randn(2, 100), noise[51] + 0.1 * generator.randn(100)
+    vectors, threshold = scale_by_chance(standardize(noise.astype(np.float32)), labels)
+    groups = connected_copies(vectors, threshold)
+    assert len(set(groups)) == 1998 and groups[0] == groups[1] and groups[50] == groups[51]
 
 
 def test_what_images_of_a_class_have_in_common_makes_no_copies_of_features():
@@ -119,10 +129,10 @@ def test_what_images_of_a_class_have_in_common_makes_no_copies_of_features():
     centres, noise = 3 * generator.randn(6, 64), generator.randn(len(labels), 64)
     features = (centres[labels] + noise).astype(np.float32)
     features[1:4] = features[0] + 0.1 * generator.randn(3, 64)
-    vectors = standardize(feature_vectors(features, labels))
-    groups = connected_copies(vectors, chance_threshold(vectors, labels))
+    groups = connected_copies(*scale_by_chance(standardize(feature_vectors(features, labels)), labels))
     sizes = np.bincount(groups)
-    assert len(set(groups[:4])) == 1 and sizes[groups[0]] == 4 and sizes.sum() - len(sizes[sizes > 0]) <= 4
+    by_chance = sizes.sum() - len(sizes[sizes > 0]) - 3  # one or two in the mean of many seeds
+    assert len(set(groups[:4])) == 1 and sizes[groups[0]] == 4 and by_chance <= 3
 
 
 def test_capture_times_make_bursts_of_one_camera_in_one_folder(tmp_path, caplog):

@@ -20,7 +20,7 @@ from PIL import ExifTags, Image
 
 from livt_hf.data.decoding import BrokenImageError, iterate_stored, process_stored
 from livt_hf.data.labels import image_paths, labels_of
-from livt_hf.data.near_copies import chance_threshold, connected_copies, pixel_vectors, standardize
+from livt_hf.data.near_copies import connected_copies, pixel_vectors, scale_by_chance, standardize
 from livt_hf.data.readers.image_table import ImageTable
 from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
@@ -98,9 +98,8 @@ def _by_near_copies(tables: dict[str, ImageTable], paths: Sequence[str | None]) 
     """Return one group for images that are near copies of each other, called by the first of them."""
     labels = [str(label) for table in tables.values() for label in table.columns["label"].to_pylist()]
     images = concatenate_datasets([table.images for table in tables.values()])
-    vectors = standardize(pixel_vectors(images))
     codes = pa.array(labels).dictionary_encode().indices.to_numpy()
-    groups = connected_copies(vectors, chance_threshold(vectors, codes))
+    groups = connected_copies(*scale_by_chance(standardize(pixel_vectors(images)), codes))
     first = np.unique(groups, return_index=True)[1]
     return [paths[row] or f"image {row}" for row in first[groups].tolist()]
 

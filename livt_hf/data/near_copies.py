@@ -2,9 +2,10 @@
 
 An image is described by a vector, of its pixels or of features of a model. The similarity of two images is the cosine
 of their vectors, in units of the cosines that these images have with others (`standardize`), and after Fisher's
-transformation: where all images are smooth and much alike, copies would hardly exceed the others without it. Up to
-`EXACT` images, all pairs are compared in blocks; of more, each image is compared with its neighbours in several sorted
-orders of random projections, which takes n log n steps and finds most near copies.
+transformation: where all images are smooth and much alike, copies would hardly exceed the others without it. Images of
+other classes say how near unrelated ones come by chance (`scale_by_chance`): to a round object on white nearer than to
+a street. Up to `EXACT` images, all pairs are compared; of more, each image is compared with its neighbours in several
+sorted orders, which takes n log n steps and finds most near copies.
 """
 
 import io
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 from PIL import Image
+from threadpoolctl import threadpool_limits
 
 from livt_hf.data.decoding import (
     BrokenImageError,
@@ -33,9 +35,11 @@ logger = logging.getLogger(__name__)
 
 SIDE, FREQUENCIES = 32, 12  # pixels of a thumbnail, and of its cosine transform the rows and columns that are kept
 EXACT = 20_000  # images of which all pairs are compared
-ORDERS, WINDOW, BITS = 24, 8, 32  # of more: sorted orders, neighbours on either side, bits of a sort key
+ORDERS, NEIGHBOURS = 24, 128  # of more: sorted orders, and images that are compared with each other in one
+AXES, DIGITS = 16, 3  # of a sort key: random axes, of which the nearest one or its opposite is a digit; digits
 BLOCK = 1024  # images that are compared at a time
-SAMPLE = 2_000  # images whose neighbours in other classes tell what chance is
+SAMPLE = 2_000  # images that tell what chance is
+RANK, ENOUGH = 3, 60  # of so many images of other classes or more, the rank of the one that tells how near they come
 NOISE = 0.01  # smallest scale of a component: what varies less, of blurred images, is noise
 FLOOR = 4.0  # similarity below which nothing is a near copy
 MAX_PAIRS = 6  # pairs that are named and shown
@@ -106,92 +110,117 @@ def standardize(vectors: np.ndarray) -> np.ndarray:
     is_blank = ~vectors.any(1)
     if is_blank.all():
         return vectors
-    mean, std = vectors[~is_blank].mean(0), vectors[~is_blank].std(0)
-    scaled = (vectors - mean) / np.maximum(std, NOISE)
-    scaled /= np.maximum(np.linalg.norm(scaled, axis=1, keepdims=True), 1e-9)
+    number = len(vectors) - is_blank.sum()
+    scaled = vectors - vectors.sum(0, dtype=np.float64).astype(np.float32) / number
     scaled[is_blank] = 0
+    scaled /= np.maximum(np.sqrt(np.einsum("nd,nd->d", scaled, scaled) / number), NOISE)
+    scaled /= _lengths(scaled)[:, None]
     moments = scaled.T @ scaled / len(scaled)
-    spread = np.sqrt(np.einsum("nd,nd->n", scaled @ moments, scaled))
-    return scaled / np.sqrt(np.maximum(spread, 1e-9))[:, None]
+    for start in range(0, len(scaled), BLOCK):
+        block = scaled[start : start + BLOCK]
+        spread = np.sqrt(np.einsum("nd,nd->n", block @ moments, block))
+        block /= np.sqrt(np.maximum(spread, 1e-9))[:, None]
+    return scaled
 
 
-Block = tuple[
-    np.ndarray, np.ndarray, np.ndarray
-]  # rows (b,), those they are compared with (b or 1, k), similarities (b, k)
-
-
-def _transform(similarities: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Replace the cosine c in similarities by atanh(c), in place; below .5 they are nearly the same."""
-    cosines = similarities / lengths
-    is_large = cosines > 0.5
-    large = np.minimum(cosines[is_large], 1 - 1e-6)
-    similarities[is_large] *= np.arctanh(large) / large
-    return similarities
+Block = tuple[np.ndarray, np.ndarray, np.ndarray]  # rows (b,), those they are compared with (k,), similarities (b, k)
 
 
 def _lengths(vectors: np.ndarray) -> np.ndarray:
-    return np.maximum(np.linalg.norm(vectors, axis=1), 1e-9)
+    return np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), 1e-9)
 
 
-def _compare_with_all(vectors: np.ndarray, rows: np.ndarray) -> Iterator[Block]:
-    everything, lengths = np.arange(len(vectors))[None], _lengths(vectors)
-    for start in range(0, len(rows), BLOCK):
-        block = rows[start : start + BLOCK]
-        yield block, everything, _transform(vectors[block] @ vectors.T, lengths[block, None] * lengths)
+def _similarities(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return all products, with the cosine c in them replaced by atanh(c); below .5 they are nearly the same."""
+    similarities = one @ other.T
+    lengths = _lengths(one)[:, None] * _lengths(other)
+    is_large = np.flatnonzero(similarities > 0.5 * lengths)
+    large, lengths = np.take(similarities, is_large), np.take(lengths, is_large)
+    similarities.ravel()[is_large] = np.arctanh(np.minimum(large / lengths, 1 - 1e-6)) * lengths
+    return similarities
+
+
+def _compare_with(vectors: np.ndarray, columns: np.ndarray) -> Iterator[Block]:
+    """Compare all images with those of some rows."""
+    others = vectors[columns]
+    for start in range(0, len(vectors), BLOCK):
+        block = vectors[start : start + BLOCK]
+        yield np.arange(start, start + len(block)), columns, _similarities(block, others)
 
 
 def _compare_neighbours(vectors: np.ndarray) -> Iterator[Block]:
-    """Compare each image with those beside it when they are sorted by the signs of random projections."""
-    generator, lengths = np.random.RandomState(0), _lengths(vectors)
-    beside = np.array([step for step in range(-WINDOW, WINDOW + 1) if step])
-    weights = 1 << np.arange(BITS, dtype=np.int64)[::-1]
-    for _ in range(ORDERS):
-        axes = generator.randn(vectors.shape[1], BITS).astype(np.float32)
-        order = np.argsort((vectors @ axes > 0) @ weights, kind="stable")
-        for start in range(0, len(order), BLOCK):
-            positions = np.arange(start, min(start + BLOCK, len(order)))
-            columns = order[(positions[:, None] + beside) % len(order)]
-            rows = order[positions]
-            similarities = np.einsum("bd,bkd->bk", vectors[rows], vectors[columns])
-            yield rows, columns, _transform(similarities, lengths[rows, None] * lengths[columns])
+    """Compare images that are neighbours when they are sorted by the random axes that they are nearest to.
+
+    Two images share the nearest of 16 axes more often than the signs of five (Andoni et al., 2015).
+    """
+    generator, keys = np.random.default_rng(0), np.empty(len(vectors), dtype=np.int64)
+    weights = (2 * AXES) ** np.arange(DIGITS)
+    with threadpool_limits(1, "blas"):  # threads would wait for each other more than they compute in small blocks
+        for _ in range(ORDERS):
+            axes = generator.standard_normal((vectors.shape[1], DIGITS * AXES), dtype=np.float32)
+            for start in range(0, len(keys), BLOCK):
+                along = (vectors[start : start + BLOCK] @ axes).reshape(-1, DIGITS, AXES)
+                keys[start : start + BLOCK] = np.concatenate([along, -along], axis=2).argmax(2) @ weights
+            order = np.argsort(keys, kind="stable")
+            for start in range(0, len(order), NEIGHBOURS):
+                rows = order[start : start + NEIGHBOURS]
+                block = vectors[rows]
+                yield rows, rows, _similarities(block, block)
 
 
 def compare(vectors: np.ndarray, exact: int = EXACT) -> Iterator[Block]:
     """Yield the similarities of all pairs or, of more than `exact` images, of those that may be near."""
     if len(vectors) <= exact:
-        return _compare_with_all(vectors, np.arange(len(vectors)))
+        return _compare_with(vectors, np.arange(len(vectors)))
     return _compare_neighbours(vectors)
 
 
-def nearest_other(blocks: Iterator[Block], *codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the similarity and row of each image's nearest one that differs in all codes; -1 where there is none."""
-    similarity, nearest = np.full(len(codes[0]), -1.0, dtype=np.float32), np.full(len(codes[0]), -1)
+def nearest_other(blocks: Iterator[Block], code: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the similarity and row of each image's nearest one that differs in its code; -1 where there is none."""
+    similarity, nearest = np.full(len(code), -1.0, dtype=np.float32), np.full(len(code), -1)
     for rows, columns, similarities in blocks:
-        for code in codes:
-            similarities = np.where(code[rows][:, None] == code[columns], -1, similarities)
-        best = similarities.argmax(1)[:, None]
-        highest = np.take_along_axis(similarities, best, 1)[:, 0]
-        chosen = np.take_along_axis(np.broadcast_to(columns, similarities.shape), best, 1)[:, 0]
+        similarities[code[rows][:, None] == code[columns]] = -1
+        best = similarities.argmax(1)
+        highest = similarities[np.arange(len(rows)), best]
         better = highest > similarity[rows]
-        similarity[rows[better]], nearest[rows[better]] = highest[better], chosen[better]
+        similarity[rows[better]], nearest[rows[better]] = highest[better], columns[best[better]]
     return similarity, nearest
 
 
-def chance_threshold(vectors: np.ndarray, labels: np.ndarray, groups: np.ndarray | None = None) -> float:
-    """Return the similarity that, by chance, about one of all images has to the nearest image of another class.
+def scale_by_chance(
+    vectors: np.ndarray, labels: np.ndarray, groups: np.ndarray | None = None
+) -> tuple[np.ndarray, float]:
+    """Return vectors in whose similarities chance is the same for all images, and the similarity of a near copy.
 
-    The similarity to the nearest of many is a maximum, so a Gumbel distribution is fitted: by the median and the upper
-    quartile, which a few true copies with different labels do not move.
+    A vector is divided by the root of how much nearer images of other classes and groups come to it than normally
+    distributed similarities would, where they come nearer: measured at a rank, which one or two true copies with
+    different labels do not move. A near copy has a similarity that, by chance, about one of all images has to the
+    nearest image of another class. The similarity to the nearest of many is a maximum, so a Gumbel distribution is
+    fitted: by the median and the upper decile, which a few true copies with different labels do not move.
     """
+    from scipy.special import ndtri
+
     rows = np.flatnonzero(vectors.any(1))
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int))]
-    codes = (labels,) if groups is None else (labels, groups)
-    similarities = nearest_other(_compare_with_all(vectors, rows), *codes)[0][rows]
-    if not len(rows) or (similarities <= -1).any():  # one class
-        return FLOOR
-    median, quartile = np.quantile(similarities, [0.5, 0.75])
-    scale = (quartile - median) / (np.log(np.log(2)) - np.log(np.log(4 / 3)))
-    return float(max(FLOOR, median + scale * (np.log(len(vectors)) + np.log(np.log(2)))))
+    scaled, highest = vectors.copy(), np.full(len(rows), -1.0, dtype=np.float32)
+    for block, columns, similarities in _compare_with(vectors, rows):
+        is_same = labels[block][:, None] == labels[columns]
+        if groups is not None:
+            is_same |= groups[block][:, None] == groups[columns]
+        similarities[is_same] = -1
+        others = len(columns) - is_same.sum(1)
+        is_enough = others >= ENOUGH
+        near = np.partition(similarities, -RANK, axis=1)[is_enough, -RANK] if is_enough.any() else 0
+        excess = np.ones(len(block), dtype=np.float32)
+        excess[is_enough] = np.maximum(near / ndtri(1 - (RANK - 0.5) / others[is_enough]), 1)
+        scaled[block] /= np.sqrt(excess)[:, None]
+        highest = np.maximum(highest, (similarities / np.sqrt(excess)[:, None]).max(0))
+    if not len(rows) or (highest < 0).any():  # one class
+        return scaled, FLOOR
+    highest *= _lengths(scaled[rows]) / _lengths(vectors[rows])
+    median, decile = np.quantile(highest, [0.5, 0.9])
+    scale = (decile - median) / (np.log(np.log(2)) - np.log(np.log(10 / 9)))
+    return scaled, float(max(FLOOR, median + scale * (np.log(len(vectors)) + np.log(np.log(2)))))
 
 
 def connected_copies(vectors: np.ndarray, threshold: float) -> np.ndarray:
@@ -207,8 +236,8 @@ def connected_copies(vectors: np.ndarray, threshold: float) -> np.ndarray:
         return connected_components(graph, directed=False)[1][codes]
 
     for rows, columns, similarities in compare(vectors):
-        block, column = np.nonzero(similarities >= threshold)
-        one, other = rows[block], np.broadcast_to(columns, similarities.shape)[block, column]
+        block, column = np.divmod(np.flatnonzero(similarities >= threshold), len(columns))
+        one, other = rows[block], columns[column]
         is_new = codes[one] != codes[other]
         pairs.append(np.stack([one[is_new], other[is_new]]))
         pending += is_new.sum()
@@ -240,19 +269,21 @@ class Leaks:
 def find_leaks(splits: Mapping[str, Dataset], vectors: np.ndarray) -> Leaks | None:
     """Return the images that are nearer to one in another split than chance; None where there are none."""
     sizes = [len(part) for part in splits.values()]
-    split_of = np.repeat(np.arange(len(sizes)), sizes)
-    row_of = np.concatenate([np.arange(size) for size in sizes])
+    split_of, starts = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
     names = list(splits)
-    threshold = chance_threshold(vectors, *_labels_and_groups(splits))
-    similarity, nearest = nearest_other(compare(vectors), split_of)
+    scaled, threshold = scale_by_chance(vectors, *_labels_and_groups(splits))
+    similarity, nearest = nearest_other(compare(scaled), split_of)
     found = np.flatnonzero(similarity >= threshold)
     if not len(found):
         return None
     found = found[np.argsort(-similarity[found], kind="stable")]
-    first = {tuple(sorted((row, nearest[row]))): row for row in found[::-1]}
-    chosen = [row for row in found if first[tuple(sorted((row, nearest[row])))] == row]
-    where = [(names[split], int(row)) for split, row in zip(split_of, row_of, strict=True)]
-    pairs = [(where[row], where[nearest[row]], float(similarity[row])) for row in chosen]
+    both = np.sort([found, nearest[found]], axis=0)
+    chosen = found[np.sort(np.unique(both, axis=1, return_index=True)[1])]
+
+    def where(row: int) -> tuple[str, int]:
+        return names[split_of[row]], int(row - starts[split_of[row]])
+
+    pairs = [(where(row), where(nearest[row]), float(similarity[row])) for row in chosen]
     counts = np.bincount(split_of[found], minlength=len(names))
     return Leaks(pairs, dict(zip(names, counts.tolist(), strict=True)), threshold)
 
@@ -272,10 +303,10 @@ def describe_leaks(leaks: Leaks, splits: Mapping[str, Dataset], made: bool) -> s
 
     `made` is true of splits that were made here, in which groups are kept together.
     """
-    paths = {split: image_paths(part).to_pylist() for split, part in splits.items()}
+    paths = {split: image_paths(part) for split, part in splits.items()}
 
     def name(split: str, row: int) -> str:
-        return f"{paths[split][row] or f'image {row}'} of {split}"
+        return f"{paths[split][row].as_py() or f'image {row}'} of {split}"
 
     shares = (
         f"{count:,} of {len(splits[split]):,} images of {split}" for split, count in leaks.counts.items() if count
