@@ -5,38 +5,41 @@
 Bursts: of PlantDoc's training images (one of each group of near copies), every fifth is photographed three times more:
 moved, turned, cropped, exposed and compressed anew, at three strengths. All are split at random; an image of a burst
 with another one on the other side should be found, an image without one should not. CIFAR-100-LT and PlantDoc are
-taken with their own splits. Scaling: vectors of noise, a tenth with a copy at cosine .9. Parts: 45 made-up parts of a
+taken with their own splits. Scaling: vectors of noise, a tenth with a copy at cosine .9, processor seconds of one
+core. Parts: 45 made-up parts of a
 factory with six exposures each, which look much alike, also by a perceptual hash of 64 bits at a fixed distance: of 0
 bits, as cleanvision finds near duplicates, and of up to 10, the default of imagededup. Writes
 recipes/results/near_copies.json.
 
-    python recipes/benchmarks/near_copies.py --parts    # these alone
+    python recipes/benchmarks/near_copies.py --only parts scaling    # these alone
 """
 
 import argparse
 import io
 import os
+import resource
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from datasets import Dataset, concatenate_datasets
+from datasets import ClassLabel, Dataset, Features, concatenate_datasets
 from PIL import Image, ImageEnhance
 from scipy.fft import dctn
+from threadpoolctl import threadpool_limits
 
 from livt_hf.classifiers import load_classifier, load_processor
 from livt_hf.data import load_long_tailed
 from livt_hf.data.labels import class_feature, image_paths, labels_of
 from livt_hf.data.near_copies import (
-    chance_threshold,
     compare,
     connected_copies,
     feature_vectors,
     find_leaks,
     nearest_other,
     pixel_vectors,
+    scale_by_chance,
     standardize,
 )
 from livt_hf.files import read_values, write_values
@@ -46,6 +49,7 @@ from livt_hf.training.frozen import FrozenBackbone
 OUTPUT = Path(__file__).parents[1] / "results" / "near_copies.json"
 STRENGTHS = (0.3, 0.6, 1.0)
 EXPOSURES, EVERY = 3, 5
+QUESTIONS = ("scaling", "parts", "bursts", "splits")
 
 
 def photograph_again(image: Image.Image, strength: float, generator: np.random.RandomState) -> bytes:
@@ -62,6 +66,13 @@ def photograph_again(image: Image.Image, strength: float, generator: np.random.R
     buffer = io.BytesIO()
     Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=80)
     return buffer.getvalue()
+
+
+def single_images() -> Dataset:
+    """Return PlantDoc's training images, one of each group of near copies."""
+    train = load_long_tailed(str(Path(os.environ["LIVT_DATA"]) / "plantdoc"))["train"]
+    groups = connected_copies(standardize(pixel_vectors(train)), 5.0)  # lower than any threshold
+    return train.select(np.unique(groups, return_index=True)[1])
 
 
 def make_bursts(images: Dataset, folder: Path, strength: float) -> tuple[Dataset, Dataset]:
@@ -95,10 +106,9 @@ def measure_bursts(images: Dataset, backbone: FrozenBackbone | None, strengths: 
             halves = make_bursts(images, Path(folder), strength)
             both = concatenate_datasets(halves)
             began = time.perf_counter()
-            vectors = describe(both, backbone)
+            vectors, threshold = scale_by_chance(describe(both, backbone), labels_of(both).values)
             source = np.array([int(Path(path).name.split("_")[0]) for path in image_paths(both).to_pylist()])
             side = np.repeat([0, 1], [len(half) for half in halves])
-            threshold = chance_threshold(vectors, labels_of(both).values)
             similarity = nearest_other(compare(vectors), side)[0]
             has_mate = np.array(
                 [(source[side != own] == number).any() for number, own in zip(source, side, strict=True)]
@@ -167,7 +177,7 @@ def measure_parts() -> dict:
         images = load_long_tailed(str(make_parts(Path(folder))), test_fraction=None)["train"]
         paths, vectors = image_paths(images).to_pylist(), standardize(pixel_vectors(images))
         bits = np.array([perceptual_hash(path) for path in paths])
-    threshold = chance_threshold(vectors, labels_of(images).values)
+    vectors, threshold = scale_by_chance(vectors, labels_of(images).values)
     ((_, _, similarities),) = compare(vectors)
     distances = (bits[:, None] != bits).sum(2)
     is_near = {"ours": similarities >= threshold} | {f"hash_{most}": distances <= most for most in (0, 10)}
@@ -182,54 +192,64 @@ def measure_parts() -> dict:
     return {"images": len(images), "parts": len(set(part)), "groups": groups} | result
 
 
-def measure_scaling(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> list[dict]:
-    """Return the time to compare vectors of noise, and the share of planted copies that are found."""
+def measure_scaling(sizes: tuple[int, ...] = (10_000, 30_000, 100_000, 300_000, 1_000_000)) -> list[dict]:
+    """Return the processor time to compare vectors of noise, and the share of planted copies that are found."""
     rows = []
     for size in sizes:
-        generator = np.random.RandomState(0)
-        vectors = standardize(generator.randn(size, 143).astype(np.float32))
-        copies = size // 10
-        mixed = 0.9 * vectors[:copies] + np.sqrt(1 - 0.81) * vectors[-copies:]
-        vectors = standardize(np.concatenate([vectors[:-copies], mixed]))
-        began = time.perf_counter()
-        groups = connected_copies(vectors, 8.3)  # a cosine of .6
-        rows.append({"images": size, "seconds": round(time.perf_counter() - began, 1)})
-        rows[-1]["found"] = round(float((groups[:copies] == groups[-copies:]).mean()), 4)
-        print(rows[-1], flush=True)
+        generator, copies = np.random.default_rng(0), size // 10
+        vectors = standardize(generator.standard_normal((size, 143), dtype=np.float32))
+        vectors[-copies:] = 0.9 * vectors[:copies] + np.float32(np.sqrt(1 - 0.81)) * vectors[-copies:]
+        vectors = standardize(vectors)
+        labels = generator.integers(0, 10, size)
+        labels[-copies:] = labels[:copies]
+        images = Dataset.from_dict({"label": labels}, features=Features(label=ClassLabel(num_classes=10)))
+        splits = {"train": images.take(size - copies), "test": images.skip(size - copies)}
+        began = time.process_time()
+        with threadpool_limits(1, "blas"):
+            groups = connected_copies(vectors, 8.3)  # a cosine of .6
+            grouped = time.process_time()
+            leaks = find_leaks(splits, vectors)
+        row = {"images": size, "seconds": round(grouped - began, 1)}
+        row["found"] = round(float((groups[:copies] == groups[-copies:]).mean()), 4)
+        row["seconds_of_leaks"] = round(time.process_time() - grouped, 1)
+        row["leaks_found"] = round(leaks.counts["test"] / copies if leaks else 0.0, 4)
+        row["megabytes"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        rows.append(row)
+        print(row, flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pretrained", help="folder of a backbone; without one the pixels alone are measured")
-    parser.add_argument("--parts", action="store_true", help="measure the made-up parts alone")
+    parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=QUESTIONS, help="what is measured")
     arguments = parser.parse_args()
-    results: dict = read_values(OUTPUT) if OUTPUT.exists() else {}
-    results["parts"] = measure_parts()
-    print(results["parts"], flush=True)
-    write_values(OUTPUT, results)
-    if arguments.parts:
-        return
-    data = Path(os.environ["LIVT_DATA"])
+
+    def write(question: str, result: list | dict) -> None:
+        results: dict = read_values(OUTPUT) if OUTPUT.exists() else {}
+        results.setdefault(question, {} if isinstance(result, dict) else [])
+        results[question] = results[question] | result if isinstance(result, dict) else result
+        write_values(OUTPUT, results)
+        print(question, result, flush=True)
+
+    if "scaling" in arguments.only:  # first, for the peak of memory
+        write("scaling", measure_scaling())
+    if "parts" in arguments.only:
+        write("parts", measure_parts())
     methods: dict[str, FrozenBackbone | None] = {"pixels": None}
     if arguments.pretrained:
         model = load_classifier(arguments.pretrained)
         methods["features"] = FrozenBackbone(model, load_processor(arguments.pretrained), Accelerator(cpu=True))
-    train = load_long_tailed(str(data / "plantdoc"))["train"]
-    vectors = standardize(pixel_vectors(train))
-    groups = connected_copies(vectors, 5.0)  # lower than any threshold: what is left has no copies
-    single = train.select(np.unique(groups, return_index=True)[1])
-    results["scaling"] = measure_scaling()
     for method, backbone in methods.items():
-        strengths = STRENGTHS if backbone is None else STRENGTHS[1:2]  # features of 3,606 images take minutes
-        results[method] = {"bursts": measure_bursts(single, backbone, strengths)}
-        results[method]["plantdoc"] = measure_splits(str(data / "plantdoc"), backbone)
-        print(method, results[method]["plantdoc"], flush=True)
-        if backbone is None:  # features of 20,847 small images take half an hour
-            cifar = measure_splits("cifar100-lt", backbone, source=str(data / "cifar100"), imbalance_factor=100)
-            results[method]["cifar100-lt"] = cifar
-            print(cifar, flush=True)
-        write_values(OUTPUT, results)
+        if "bursts" in arguments.only:
+            strengths = STRENGTHS if backbone is None else STRENGTHS[1:2]  # features of 3,606 images take minutes
+            write(method, {"bursts": measure_bursts(single_images(), backbone, strengths)})
+        if "splits" in arguments.only:
+            data = Path(os.environ["LIVT_DATA"])
+            write(method, {"plantdoc": measure_splits(str(data / "plantdoc"), backbone)})
+            if backbone is None:  # features of 20,847 small images take half an hour
+                source = {"source": str(data / "cifar100"), "imbalance_factor": 100}
+                write(method, {"cifar100-lt": measure_splits("cifar100-lt", backbone, **source)})
 
 
 if __name__ == "__main__":

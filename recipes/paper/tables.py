@@ -130,7 +130,7 @@ def framing_section(_which: str, _page: Path) -> str:
 
 
 def near_copies_section(_which: str, _page: Path) -> str:
-    """Bursts, splits that others made, and scaling of `recipes/benchmarks/near_copies.py`."""
+    """Bursts, splits that others made, scaling, and a count by eye of `recipes/benchmarks/near_copies.py`."""
     results = read_values(RESULTS / "near_copies.json")
     tables: list[list[dict]] = [
         [
@@ -147,8 +147,18 @@ def near_copies_section(_which: str, _page: Path) -> str:
             if name != "bursts"
         ],
         [
-            {"vectors": f"{row['images']:,}", "found, %": format_percent(row["found"]), "seconds": row["seconds"]}
+            {
+                "vectors": f"{row['images']:,}",
+                "found, %": format_percent(row["found"]),
+                "groups, seconds": row["seconds"],
+            }
+            | {"leaks, seconds": row["seconds_of_leaks"], "peak MB": row["megabytes"]}
             for row in results["scaling"]
+        ],
+        [
+            {"similarity from": row["from"], "same photograph": row["same_photograph"]}
+            | {"same series": row["same_series"], "false alarms": row["false_alarms"]}
+            for row in results["checked"]["cifar100-lt"]["bands"]
         ],
     ]
     return "\n\n".join(markdown_table(table).strip() for table in tables)
