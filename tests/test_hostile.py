@@ -10,6 +10,7 @@ import pytest
 import yaml
 from needs import needs_linux
 from PIL import Image
+from refusals import refusal
 from test_transforms import MEAN, STD
 
 from livt_hf.classifiers import load_model, load_processor
@@ -63,7 +64,7 @@ def test_a_yaml_file_that_would_grow_without_end_is_refused_at_once(tmp_path, bo
     if bomb == "number of base 60" and loader is yaml.BaseLoader:  # a text
         assert len(read_values(path, loader)["a"]) == 20_001
         return
-    with pytest.raises(LiVTError, match="prior.yaml is not readable YAML"):
+    with refusal(None, path, "YAML"):
         read_values(path, loader)
 
 
@@ -79,7 +80,7 @@ def test_only_regular_files_are_read_as_values(tmp_path, name):
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
     (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(LiVTError, match=f"{name} is not readable .*: it is not a regular file"):
+    with refusal(None, name, "not a regular file"):
         read_values(tmp_path / name)
 
 
@@ -95,20 +96,16 @@ def test_a_file_that_claims_more_bytes_than_any_image_is_not_read(tmp_path):
 def test_a_pipe_is_not_read_as_a_dataset(tmp_path, name):
     os.mkfifo(tmp_path / name)
     for options in ({}, {"seed": 0, "streaming": True}):
-        with pytest.raises(LiVTError, match=f"{name} is not a regular file") as error:
+        with refusal("dataset", name):
             load_long_tailed(str(tmp_path / name), **options)
-        assert error.value.argument == "dataset"
 
 
 @pytest.mark.parametrize(("suffix", "size"), [("png", (1, 30_000)), ("jpg", (30_000, 1)), ("gif", (501, 1))])
 def test_an_image_that_is_too_narrow_to_be_resized_is_broken(tmp_path, suffix, size):
     Image.new("RGB", size).save(tmp_path / f"line.{suffix}")
-    with pytest.raises(BrokenImageError, match=f"line.{suffix} cannot be read: of its {size[0]} x {size[1]} pixels"):
+    with refusal("on_broken", f"line.{suffix}", f"{size[0]} x {size[1]}"):
         read_rgb(tmp_path / f"line.{suffix}")
-
-
-def test_an_image_of_any_usual_proportions_is_read():
-    assert read_rgb(Image.new("RGB", (500, 1))).shape == (3, 1, 500)
+    assert read_rgb(Image.new("RGB", (500, 1))).shape == (3, 1, 500)  # of any usual proportions
 
 
 # Patterns
@@ -145,11 +142,10 @@ def test_a_pattern_with_any_folders_finds_each_image_once_and_follows_no_link(tr
 
 
 def test_patterns_are_bounded(tree, monkeypatch):
-    with pytest.raises(LiVTError, match=r"has \*\* more than 2 times") as error:
+    with refusal("images", "2"):
         find_images(["**/a*/**/b*/**"])
-    assert error.value.argument == "images"
     monkeypatch.setattr(predict, "MAX_LOOKED_AT", 5)
-    with pytest.raises(LiVTError, match="looks through more than 5 files"):
+    with refusal("images", "5 files"):
         find_images(["**/*.png"])
 
 
@@ -217,7 +213,7 @@ def test_a_processor_that_asks_for_a_million_pixels_a_side_is_refused(tmp_path, 
     processor = eval_processor(16, MEAN, STD)
     setattr(processor, name, {"height": 10**6, "width": 10**6})
     processor.save_pretrained(tmp_path)
-    with pytest.raises(LiVTError, match="images of 1,000,000 pixels a side, and 8,192 are the most"):
+    with refusal(None, "1,000,000", "8,192"):
         load_processor(str(tmp_path))
 
 
