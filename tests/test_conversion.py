@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from refusals import refusal
 from safetensors.torch import load_file
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
@@ -25,7 +26,6 @@ from transformers import (
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, LiViTModel
 from livt_hf.cli.console import run_command
 from livt_hf.conversion import from_official, save_timm, to_beit, to_timm
-from livt_hf.errors import LiVTError
 from livt_hf.losses import LOSSES
 from livt_hf.recipes import convert as recipe
 
@@ -113,16 +113,6 @@ def test_livit_and_beit_agree_at_an_interpolated_resolution(tmp_path, pooling):
     torch.testing.assert_close(logits(resized, pixels(96)), logits(model, pixels(96)), atol=1e-5, rtol=0)
 
 
-def test_swapping_query_and_key_changes_the_logits(tmp_path):
-    vit = official_vit()
-    state = dict(vit.state_dict())
-    for name in [name for name in state if ".qkv." in name]:
-        query, key, value = state[name].chunk(3)
-        state[name] = torch.cat([key, query, value])
-    model = from_official(save_official(state, tmp_path / "swapped.pth"))
-    assert (logits(model, pixels(64)) - logits(vit, pixels(64))).abs().max() > 1e-2
-
-
 def test_a_vit_b_with_1000_classes_has_86567656_parameters():
     config = LiViTConfig.preset("base", num_labels=1000)
     with torch.device("meta"):
@@ -171,7 +161,7 @@ def test_a_pretraining_file_becomes_a_vitmae_with_equal_predictions(tmp_path):
     stray_head = {"head.weight": torch.zeros(5, 128), "head.bias": torch.zeros(5)}
     path = save_official(mae.state_dict() | stray_head, tmp_path / "mgp.pth")
     model = from_official(path)
-    with pytest.raises(LiVTError, match="holds a pretraining, which has no classes; leave class_counts"):
+    with refusal(None, path, "class_counts"):
         from_official(path, class_counts=[3, 2, 1, 1, 1])
     assert isinstance(model, LiViTForPreTraining)
     assert model.config.image_size == 64 and model.config.norm_pix_loss
@@ -294,7 +284,7 @@ def test_code_in_a_pth_file_is_not_run(tmp_path, place):
     code = RunsCode(tmp_path / "trace")
     content = code if place == "everything" else {"model": official_vit().state_dict()} | {place: code}
     torch.save(content, tmp_path / "evil.pth")
-    with pytest.raises(ValueError, match="mkdir, which could run code"):
+    with refusal(None, "evil.pth", "mkdir"):
         from_official(tmp_path / "evil.pth")
     assert not (tmp_path / "trace").exists()
     torch.load(tmp_path / "evil.pth", weights_only=False)  # the trap works
@@ -304,20 +294,19 @@ def test_code_in_a_pth_file_is_not_run(tmp_path, place):
 def test_truncated_and_foreign_files_are_refused_with_a_sentence(tmp_path):
     path, vit = official_file(tmp_path)
     content = path.read_bytes()
-    broken = tmp_path / "broken.pth"
-    for bytes_ in (b"", content[: len(content) // 2], content[:-50], b"<!DOCTYPE html>", pickle.dumps({"model": 1})):
-        broken.write_bytes(bytes_)
-        with pytest.raises(ValueError, match="broken.pth is not a complete PyTorch checkpoint"):
-            from_official(broken)
-    with pytest.raises(ValueError, match="absent.pth is not a complete"):
-        from_official(tmp_path / "absent.pth")
     start = content.index(b"blocks.0.attn.qkv.weight")
-    broken.write_bytes(content[: start - 20] + bytes(40) + content[start + 20 :])
-    with pytest.raises(ValueError, match="damaged"):
-        from_official(broken)
+    overwritten = content[: start - 20] + bytes(40) + content[start + 20 :]
+    cut = content[: len(content) // 2], content[:-50]
+    broken = tmp_path / "broken.pth"
+    for bytes_ in (b"", *cut, b"<!DOCTYPE html>", pickle.dumps({"model": 1}), overwritten):
+        broken.write_bytes(bytes_)
+        with refusal(None, broken):
+            from_official(broken)
+    with refusal(None, "absent.pth"):
+        from_official(tmp_path / "absent.pth")
     for foreign in (torch.zeros(3), {"state_dict": vit.state_dict()}, {"model": {"a": 1}}):
         torch.save(foreign, broken)
-        with pytest.raises(ValueError, match="no tensors under the key 'model'"):
+        with refusal(None, broken, "'model'"):
             from_official(broken)
 
 
@@ -327,39 +316,39 @@ def changed(**changes) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "values"),
     [
-        (dict(head__weight=None), "lacks head.weight"),
-        (dict(blocks__1__norm2__bias=None), "lacks blocks.1.norm2.bias"),
-        (dict(gamma=torch.zeros(3)), "unknown: gamma"),
-        (dict(pos_embed=torch.zeros(1, 16, 128)), "15 patches"),
-        (dict(cls_token=torch.zeros(1, 1, 64)), r"cls_token .* of shape \(1, 1, 64\); .* \(1, 1, 128\)"),
-        (dict(patch_embed__proj__weight=torch.zeros(100, 3, 16, 16)), "100 wide"),
+        (dict(head__weight=None), ["lacks head.weight"]),
+        (dict(blocks__1__norm2__bias=None), ["lacks blocks.1.norm2.bias"]),
+        (dict(gamma=torch.zeros(3)), ["gamma"]),
+        (dict(pos_embed=torch.zeros(1, 16, 128)), ["15 patches"]),
+        (dict(cls_token=torch.zeros(1, 1, 64)), ["cls_token", "(1, 1, 64)", "(1, 1, 128)"]),
+        (dict(patch_embed__proj__weight=torch.zeros(100, 3, 16, 16)), ["100 wide"]),
     ],
 )
-def test_files_with_other_tensors_say_which(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_files_with_other_tensors_say_which(tmp_path, changes, values):
+    with refusal(None, *values):
         from_official(save_official(changed(**changes), tmp_path / "wrong.pth"))
 
 
 def test_labels_and_counts_must_fit_the_head(tmp_path):
     path, _ = official_file(tmp_path)
-    with pytest.raises(ValueError, match="4 entries for 5 labels"):
-        from_official(path, class_counts=[1, 2, 3, 4])
-    with pytest.raises(ValueError, match="id2label names 2 classes; .* 0 to 4"):
-        from_official(path, id2label={0: "a", 1: "b"})
-    with pytest.raises(ValueError, match="class_count is no field of LiViTConfig"):
-        from_official(path, class_count=[1, 2, 3, 4, 5])
+    wrong = {"class_counts": ([1, 2, 3, 4], "4 entries for 5"), "class_count": ([1, 2, 3, 4, 5], "LiViTConfig")}
+    for name, (value, named) in (wrong | {"id2label": ({0: "a", 1: "b"}, "2 classes")}).items():
+        with refusal("class_counts" if name == "class_counts" else None, name, named):
+            from_official(path, **{name: value})
 
 
 def test_forms_that_cannot_say_a_setting_refuse_it():
-    with pytest.raises(ValueError, match="1e-12.*layer_norm_eps=1e-6"):
-        to_timm(small_livit(layer_norm_eps=1e-12))
-    with pytest.raises(ValueError, match="qkv_bias"):
-        to_beit(small_livit(qkv_bias=False))
-    for convert in (to_beit, to_timm):
-        with pytest.raises(ValueError, match="normalised_classifier=True divides by the length of the features"):
-            convert(small_livit(loss="ldam", normalised_classifier=True))
+    cosine = dict(loss="ldam", normalised_classifier=True)
+    for convert, settings, value in [
+        (to_timm, dict(layer_norm_eps=1e-12), "1e-12"),
+        (to_beit, dict(qkv_bias=False), "qkv_bias"),
+        (to_beit, cosine, "normalised_classifier=True"),
+        (to_timm, cosine, "normalised_classifier=True"),
+    ]:
+        with refusal(None, value):
+            convert(small_livit(**settings))
 
 
 def mandelbrot(width: int, height: int) -> Image.Image:
@@ -386,12 +375,11 @@ def test_timm_prepares_an_image_as_the_processor_does(tmp_path, ours, shape):
     assert vit.pretrained_cfg["label_names"] == [f"LABEL_{label}" for label in range(5)]
 
 
-@pytest.fixture(scope="module")
-def convert():
-    return lambda *arguments: recipe.main([str(argument) for argument in arguments])
+def convert(*arguments) -> None:
+    recipe.main([str(argument) for argument in arguments])
 
 
-def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, convert):
+def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path):
     path, vit = official_file(tmp_path, classes=365)
     (tmp_path / "counts.json").write_text(json.dumps(list(range(1, 366))))
     (tmp_path / "names.json").write_text(json.dumps([f"place {label}" for label in range(365)]))
@@ -400,7 +388,7 @@ def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, conve
     convert(livit, beit, "--to", "beit")
     convert(beit, timm_folder, "--to", "timm")
     for source, form in ((path, "livit"), (livit, "beit"), (livit, "timm"), (livit, "onnx")):
-        with pytest.raises(LiVTError, match="livit exists and is not empty; name a new folder"):
+        with refusal(None, livit):
             convert(source, livit, "--to", form)
     model = LiViTForImageClassification.from_pretrained(livit)
     assert model.config.long_tail.class_counts == list(range(1, 366))
@@ -414,7 +402,7 @@ def test_the_command_converts_official_to_livit_to_beit_and_timm(tmp_path, conve
     assert best == f"place {logits(vit, image).argmax()}"
 
 
-def test_the_command_loads_the_plugin_that_the_run_was_trained_with(tmp_path, monkeypatch, convert):
+def test_the_command_loads_the_plugin_that_the_run_was_trained_with(tmp_path, monkeypatch):
     monkeypatch.setenv("LIVT_RUNS", str(tmp_path))
     run, plugin = tmp_path / "run", tmp_path / "mine.py"
     (tmp_path / "counts.json").write_text("[50, 40, 30, 20, 10]")
@@ -422,7 +410,7 @@ def test_the_command_loads_the_plugin_that_the_run_was_trained_with(tmp_path, mo
     config = json.loads((run / "config.json").read_text())
     config["long_tail"]["loss"] = "own_ce"
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LiVTError, match="loss 'own_ce' is not known; .*plugin"):
+    with refusal("loss", "'own_ce'", "plugin"):
         convert(run, tmp_path / "beit", "--to", "beit")
     (run / "arguments.yaml").write_text(f"plugin: {plugin}\n")
     plugin.write_text("from livt_hf.losses import LOSSES\nLOSSES['own_ce'] = LOSSES['ce']\n")
@@ -431,7 +419,7 @@ def test_the_command_loads_the_plugin_that_the_run_was_trained_with(tmp_path, mo
     assert (tmp_path / "beit" / "config.json").exists()
 
 
-def test_the_command_names_the_classes_of_imagenet_lt(tmp_path, convert):
+def test_the_command_names_the_classes_of_imagenet_lt(tmp_path):
     convert(official_file(tmp_path, classes=1000)[0], tmp_path / "livit")
     names = LiViTForImageClassification.from_pretrained(tmp_path / "livit").config.id2label
     assert names[0] == "tench, Tinca tinca" and names[999] == "toilet tissue, toilet paper, bathroom tissue"
@@ -442,34 +430,35 @@ def test_the_command_names_the_classes_of_imagenet_lt(tmp_path, convert):
 
 @pytest.mark.parametrize("option", ["--dataset=inat18", "--labels=a", "--keep_class_order"])
 @pytest.mark.parametrize("form", ["beit", "timm", "onnx", "torch-export"])
-def test_what_an_authors_file_does_not_say_is_told_of_no_other_model(convert, option, form):
-    with pytest.raises(LiVTError, match=f"--to {form} writes a model that knows its classes; leave {option[:5]}"):
+def test_what_an_authors_file_does_not_say_is_told_of_no_other_model(option, form):
+    with refusal(None, form, option.partition("=")[0]):
         convert("run", "out", "--to", form, option)
 
 
-def test_the_command_wants_the_dataset_where_the_head_does_not_tell_it(tmp_path, convert):
-    path, _ = official_file(tmp_path)
-    with pytest.raises(ValueError, match="5 classes, which names no dataset; pass --dataset"):
-        convert(path, tmp_path / "out")
-    with pytest.raises(LiVTError, match="dataset is 'nonsense'; choose one of glyphs, .*imagenet-lt"):
-        convert(path, tmp_path / "out", "--dataset", "nonsense")
-    convert(path, tmp_path / "five", "--dataset", "inat18")
-    assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "five").image_mean) == (0.466, 0.471, 0.380)
-    (tmp_path / "counts.json").write_text("[50, 40, 30, 20, 10]")  # a head for own images
-    convert(path, tmp_path / "own", "--class_counts", tmp_path / "counts.json")
-    assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "own").image_mean) == (0.485, 0.456, 0.406)
+def test_the_command_wants_the_dataset_where_the_head_does_not_tell_it(tmp_path):
+    path, out, counts = official_file(tmp_path)[0], tmp_path / "out", tmp_path / "counts.json"
     mgp = save_official(random_weights(OfficialMAE()).state_dict(), tmp_path / "mgp.pth")
-    with pytest.raises(ValueError, match="pass --dataset"):
-        convert(mgp, tmp_path / "out")
-    convert(mgp, tmp_path / "mgp", "--dataset", "inat18")
-    assert tuple(AutoImageProcessor.from_pretrained(tmp_path / "mgp").image_mean) == (0.466, 0.471, 0.380)
-    with pytest.raises(LiVTError, match="holds a pretraining, which has no classes; leave --class_counts out"):
-        convert(mgp, tmp_path / "out", "--class_counts", tmp_path / "counts.json")
-    with pytest.raises(LiVTError, match="is a pretraining, which knows no classes"):
-        convert(tmp_path / "mgp", tmp_path / "out", "--to", "beit")
+    counts.write_text("[50, 40, 30, 20, 10]")  # of a head for own images
+    imagenet, inat = (0.485, 0.456, 0.406), (0.466, 0.471, 0.380)
+    for source, options, mean in [
+        (path, ["--dataset", "inat18"], inat),
+        (path, ["--class_counts", counts], imagenet),
+        (mgp, ["--dataset", "inat18"], inat),
+    ]:
+        with refusal(None, source, "--dataset"):
+            convert(source, out)
+        folder = tmp_path / f"{source.stem}-{options[0]}"
+        convert(source, folder, *options)
+        assert tuple(AutoImageProcessor.from_pretrained(folder).image_mean) == mean
+    with refusal("dataset", "'nonsense'"):
+        convert(path, out, "--dataset", "nonsense")
+    with refusal(None, mgp, "--class_counts"):
+        convert(mgp, out, "--class_counts", counts)
+    with refusal(None, folder):  # a pretraining knows no classes
+        convert(folder, out, "--to", "beit")
 
 
-def test_class_counts_by_name_are_told_to_an_authors_file_at_once_or_to_what_it_became(tmp_path, convert):
+def test_class_counts_by_name_are_told_to_an_authors_file_at_once_or_to_what_it_became(tmp_path):
     path, _ = official_file(tmp_path)
     names, counts, folder = list("abcde"), tmp_path / "counts.yaml", tmp_path / "livit"
     (tmp_path / "names.json").write_text(json.dumps(names))
@@ -481,22 +470,15 @@ def test_class_counts_by_name_are_told_to_an_authors_file_at_once_or_to_what_it_
     heads = [LiViTForImageClassification.from_pretrained(place).head.settings for place in (folder, tmp_path / "beit")]
     assert heads[0] == heads[1] and heads[0].class_counts == [50, 40, 30, 20, 10]
     assert (heads[0].loss, heads[0].test_prior) == ("bal_bce", None)
-    with pytest.raises(LiVTError, match="knows its class counts already; leave --class_counts out"):
+    with refusal(None, folder, "--class_counts"):
         convert(folder, tmp_path / "out", "--to", "beit", "--class_counts", counts)
-    with pytest.raises(LiVTError, match="the file no.json does not exist"):
+    with refusal(None, "no.json"):
         convert(path, tmp_path / "out", *told, "--class_counts", "no.json")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["no.pth", "out"], "no.pth is not a complete PyTorch checkpoint"),
-        (["no.pth", "out", "--labels", "names.json"], "names.json holds a dict, not a JSON list"),
-        (["./no run", "out", "--to", "beit"], "./no run could not be loaded as a checkpoint folder"),
-    ],
-)
-def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path, monkeypatch, options, message):
+@pytest.mark.parametrize("words", ["no.pth out", "no.pth out --labels names.json", "./norun out --to beit"])
+def test_the_command_says_what_is_wrong_without_a_traceback(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     Path("names.json").write_text("{}")
-    with pytest.raises(SystemExit, match=f"^error: {message}"):
-        run_command(lambda: recipe.main(options))
+    with pytest.raises(SystemExit, match=f"^error: {'names.json' if 'names' in words else words.split()[0]}"):
+        run_command(lambda: recipe.main(words.split()))
