@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from accelerate import init_empty_weights
+from refusals import refusal
 from test_stale import warnings_of_ours
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTModel, LongTailConfig, balance
-from livt_hf.errors import LiVTError
 
 COUNTS = [60, 30, 10]
 IMAGES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -59,13 +59,9 @@ def test_a_model_is_made_of_a_config_and_a_state_dict_alone(model):
     assert torch.equal(copied.eval()(IMAGES).logits, model(IMAGES).logits)
 
 
-@pytest.mark.parametrize("entry", [{"quantization_config": {"quant_method": "torchao"}}, {"my_note": "field trip"}])
-def test_entries_of_a_config_that_we_do_not_know_survive(model, entry):
-    config = LiViTConfig(**model.config.to_dict() | entry)
-    assert config.to_dict().items() >= entry.items()
-
-
-def test_a_note_in_config_json_and_the_dtype_are_kept_by_loading_and_saving(model, tmp_path):
+def test_entries_of_a_config_that_we_do_not_know_and_the_dtype_survive(model, tmp_path):
+    entry = {"quantization_config": {"quant_method": "torchao"}}
+    assert LiViTConfig(**model.config.to_dict() | entry).to_dict().items() >= entry.items()
     model.config.my_note = "field trip"
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = LiViTForImageClassification.from_pretrained(tmp_path)
@@ -113,13 +109,11 @@ def test_a_config_that_was_changed_after_it_was_made_is_checked_by_the_model(tin
     for name, changed in change.items():
         setattr(livit, name, changed)
         setattr(stock.config, name, changed)
-    with pytest.raises(LiVTError) as error:
+    with refusal(argument, value):
         LiViTForImageClassification(livit)
-    assert error.value.argument == argument and value in str(error.value)
     if "num_labels" not in change:  # a stock model has its classifier already
-        with pytest.raises(LiVTError) as error:
+        with refusal(argument):
             balance(stock, COUNTS)
-        assert error.value.argument == argument
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -134,7 +128,7 @@ def test_tokens_that_are_masked_from_attention_change_nothing(tiny, pooling):
     masked = [model(images, attention_mask=mask).pooler_output for images in (IMAGES, painted)]
     torch.testing.assert_close(masked[0], masked[1])
     assert not torch.allclose(masked[0], features)
-    with pytest.raises(LiVTError, match=r"shape \(8, 8\)"):
+    with refusal(None, "attention_mask", "(8, 8)"):
         model(IMAGES, attention_mask=torch.ones(8, 8))
 
 
@@ -154,7 +148,7 @@ def test_vmap_gives_the_gradients_of_single_images(model, labels):
 
 def test_a_folder_with_an_adapter_alone_is_called_that(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(LiVTError, match="holds an adapter .*merge_and_unload"):
+    with refusal(None, "adapter", "merge_and_unload"):
         LiViTForImageClassification.from_pretrained(tmp_path)
 
 
@@ -163,7 +157,7 @@ def test_new_labels_without_counts_are_told_of_the_loss_that_needs_none(model, t
     model.save_pretrained(tmp_path)
     names = dict(id2label={0: "oak", 1: "elm"}, label2id={"oak": 0, "elm": 1})
     other = LiViTForImageClassification.from_pretrained(tmp_path, **names, ignore_mismatched_sizes=True)
-    with pytest.raises(LiVTError, match="loss='ce'"):
+    with refusal(None, "class_counts", "loss='ce'"):
         other(IMAGES, labels=LABELS % 2)
     other = LiViTForImageClassification.from_pretrained(tmp_path, **names, loss="ce")
     assert other(IMAGES, labels=LABELS % 2).loss > 0
@@ -173,8 +167,7 @@ def test_new_labels_without_counts_are_told_of_the_loss_that_needs_none(model, t
 @pytest.mark.parametrize("size", [(18, 18), (19, 16), (16, 19)])
 def test_a_margin_around_whole_patches_is_cropped(model, size):
     """A processor with a margin gives 36 pixels for 32 to whoever reads its shortest edge only."""
-    margin = torch.nn.functional.pad(
-        IMAGES, [(size[1] - 16) // 2, (size[1] - 15) // 2, (size[0] - 16) // 2, (size[0] - 15) // 2]
-    )
+    sides = [part // 2 for side in reversed(size) for part in (side - 16, side - 15)]
+    margin = torch.nn.functional.pad(IMAGES, sides)
     assert margin.shape[-2:] == size
     assert torch.equal(model(margin).logits, model(IMAGES).logits)
