@@ -72,6 +72,7 @@ def test_a_run_publishes_itself_and_the_next_one_starts_from_its_hub_id(tmp_path
         )
         assert done.returncode == 0, done.stderr
         assert "published: " in done.stderr and "HTTP Request" not in done.stderr
+        assert "were normalised" not in done.stderr  # the Hub has the statistics of the pretraining
         assert {"model.safetensors", "config.json", "README.md"} <= server.files("org/mgp").keys()
         assert json.loads(server.files("org/bft")["config.json"])["model_type"] == "beit"
         assert ModelCard(server.files("org/bft")["README.md"].decode()).data.license == "mit"
