@@ -15,7 +15,7 @@ from livt_hf.cli import main as cli
 from livt_hf.cli.console import EXIT_UNFINISHED
 from livt_hf.cli.inherit import Resolved
 from livt_hf.cli.options import CONFIGS
-from livt_hf.cli.training_settings import STAGES, FinetuneSettings, PretrainSettings
+from livt_hf.cli.training_settings import STAGES, PretrainSettings
 from livt_hf.runs import Run
 
 RECIPES = CONFIGS.parent
@@ -35,16 +35,18 @@ def processes_of(stage: str, words: list[str]) -> int:
     return cli.count_processes(resolved(stage, words).settings)
 
 
+@pytest.fixture
+def four_cores(monkeypatch):
+    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: 4)
+
+
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
     return make_pictures(tmp_path_factory.mktemp("cli") / "pictures")
 
 
-def test_every_command_is_a_recipe():
+def test_every_command_is_a_recipe_and_listed_by_help(capsys, monkeypatch):
     assert all((RECIPES / f"{name.replace('-', '_')}.py").is_file() for name in cli.COMMANDS)
-
-
-def test_help_lists_every_command(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["livt", "--help"])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
@@ -99,26 +101,23 @@ def test_an_update_is_shared_by_as_many_processes_as_cores_where_it_divides(monk
     assert PretrainSettings.parse(words).optimization.batch_size % processes == 0
 
 
-def test_a_loss_that_is_a_statistic_of_its_batch_stays_on_one_process(monkeypatch):
-    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: 4)
-    words = ["--dataset", "somewhere", "--pretrained", "none", "--mixup", "0", "--cutmix", "0"]
-    assert processes_of("finetune", [*words, "--loss", "lade"]) == 1
-    assert processes_of("finetune", [*words, "--loss", "bal_ce"]) == 4
-
-
-def test_mixup_keeps_pairs_of_images_on_each_process(monkeypatch):
-    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: 4)
-    words = ["--dataset", "somewhere", "--pretrained", "none", "--batch_size", "36"]
-    assert FinetuneSettings.parse(words).augmentation.mixup > 0
-    assert processes_of("finetune", words) == 3  # 36 / 4 images are an odd number
-    assert processes_of("finetune", [*words, "--mixup", "0", "--cutmix", "0"]) == 4
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        (["--mixup", "0", "--cutmix", "0", "--loss", "lade"], 1),  # a statistic of its batch
+        (["--mixup", "0", "--cutmix", "0", "--loss", "bal_ce"], 4),
+        (["--batch_size", "36"], 3),  # mixup keeps pairs of images together, and 36 / 4 images are an odd number
+        (["--batch_size", "36", "--mixup", "0", "--cutmix", "0"], 4),
+    ],
+)
+def test_a_loss_of_a_batch_stays_on_one_process_and_mixup_keeps_pairs_on_each(four_cores, words, processes):
+    assert processes_of("finetune", ["--dataset", "somewhere", "--pretrained", "none", *words]) == processes
 
 
 @pytest.mark.parametrize(("words", "processes"), [(["--batch_size", "64"], 4), (["--batch_size", "7"], None)])
-def test_one_process_needs_no_launcher(monkeypatch, words, processes):
+def test_one_process_needs_no_launcher(monkeypatch, four_cores, words, processes):
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "nowhere")
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    monkeypatch.setattr("livt_hf.threads.available_cores", lambda: 4)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     layout = cli.choose_launcher("pretrain", resolved("pretrain", words))
     assert layout == processes or launch_command_parser().parse_args([*layout, "script.py"]).num_processes == processes
