@@ -10,7 +10,7 @@ Reads the record part by part. Where it has labels, accuracy, mean class accurac
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -21,14 +21,12 @@ from livt_hf.cli.console import run_command
 from livt_hf.cli.inherit import resolve_settings
 from livt_hf.cli.settings import DecideSettings
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.blocks import Source
-from livt_hf.predictions.decisions import load_prior
+from livt_hf.predictions.decisions import load_prior, rule_for_objective
 from livt_hf.predictions.evaluate import Evaluator
 from livt_hf.predictions.logit_files import is_logit_file, read_logit_file
-from livt_hf.predictions.objective_rules import rule_for_objective
-from livt_hf.predictions.record import FOLDER, Predictions, PredictionsInfo, read_parts, write_part
+from livt_hf.predictions.record import FOLDER, Predictions, PredictionsInfo, Source, read_parts, write_part
 from livt_hf.predictions.rules import DecisionRule, rule_for_prior
-from livt_hf.predictions.tables import TableWriter, check_output
+from livt_hf.predictions.tables import AnswersWriter, TableWriter, check_output
 from livt_hf.text import format_percent
 
 
@@ -36,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = resolve_settings(DecideSettings, argv)
     is_table = check_output(settings.output, [".json"])
     source = open_predictions(settings.predictions, settings)
-    first = next(iterate_parts(source))
+    first = next(read_parts(source))
     info, is_labelled = first.info, first.labels is not None
     rule = choose_rule(info, settings)
     if settings.output is None and not is_labelled:
@@ -46,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         thresholds = torch.full((info.num_classes,), 0.5)  # others hold for the model's own prior
     if is_table:
         with open_table(settings, rule, thresholds) as table:
-            for part in iterate_parts(source):
+            for part in read_parts(source):
                 table.write(part)
     elif settings.output is not None:
         write_record(settings.output, source, rule)
@@ -74,14 +72,7 @@ def open_table(settings: DecideSettings, rule: DecisionRule, thresholds: Tensor 
     """Return what writes the table, or the answers into a copy of the file of the boxes."""
     if settings.boxes is None:
         return TableWriter(settings.output, [rule], thresholds)
-    from livt_hf.predictions.answers import AnswersWriter  # few records are of boxes
-
     return AnswersWriter(settings.output, settings.boxes, rule)
-
-
-def iterate_parts(source: Source) -> Iterator[Predictions]:
-    """Yield the parts of a record one by one."""
-    return iter([source]) if isinstance(source, Predictions) else read_parts(source)
 
 
 def choose_rule(info: PredictionsInfo, settings: DecideSettings) -> DecisionRule:
@@ -101,9 +92,9 @@ def choose_rule(info: PredictionsInfo, settings: DecideSettings) -> DecisionRule
 
 def write_record(folder: str, source: Source, rule: DecisionRule) -> None:
     """Write a record whose default rule is the given one."""
-    total = sum(map(len, iterate_parts(source)))
+    total = sum(map(len, read_parts(source)))
     start = 0
-    for part in iterate_parts(source):
+    for part in read_parts(source):
         decided = Predictions(part.table, dataclasses.replace(part.info, default_rule=rule))
         write_part(folder, decided, start, total)
         start += len(part)

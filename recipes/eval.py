@@ -52,18 +52,15 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import check_writable, replacing, write_values
 from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.precision import TRIAL_IMAGES, agree_on_precision, resolve_precision, similarity_posterior
-from livt_hf.predictions.blocks import Source, iterate_blocks, open_source
 from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.evaluate import EvaluationReport, Evaluator, accuracy_under_prior
 from livt_hf.predictions.logit_files import is_logit_file, read_logit_file
-from livt_hf.predictions.metrics import long_tail_metrics
+from livt_hf.predictions.metrics import long_tail_metrics, shot_groups
 from livt_hf.predictions.predict import describe_images, predict
-from livt_hf.predictions.prior_estimation import estimate_record_prior
 from livt_hf.predictions.probes import extract, extract_frozen_features, knn_scores, linear_probe_scores
-from livt_hf.predictions.record import FOLDER, PredictionsInfo
+from livt_hf.predictions.record import FOLDER, PredictionsInfo, Source, iterate_blocks, open_source
 from livt_hf.predictions.rules import ESTIMATED, LABELS, DecisionRule, prior_label, rule_for_prior
-from livt_hf.predictions.shifts import build_shifted_sets, measure_shift
-from livt_hf.predictions.shot_groups import shot_groups
+from livt_hf.predictions.shifts import build_shifted_sets, estimate_record_prior, measure_shift
 from livt_hf.predictions.tables import TableWriter, check_table_path
 from livt_hf.pretrained import load_backbone
 from livt_hf.reports import markdown_table

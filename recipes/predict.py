@@ -38,7 +38,7 @@ from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.predict import Predictor, as_table, find_images
 from livt_hf.predictions.record import LOGITS, Predictions, PredictionsInfo
 from livt_hf.predictions.rules import DecisionRule, rule_for_prior
-from livt_hf.predictions.tables import SEPARATOR, TableWriter, check_output
+from livt_hf.predictions.tables import SEPARATOR, AnswersWriter, TableWriter, check_output
 from livt_hf.threads import configure_threads
 
 LISTED = 10  # classes whose files are counted
@@ -66,8 +66,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         parts = predictor.predict_to(settings.output, images, settings.batch_size)
     if is_table and settings.output.endswith(".json"):
-        from livt_hf.predictions.answers import AnswersWriter
-
         table = AnswersWriter(settings.output, settings.images[0], rule, shown)
     elif is_table:
         table = TableWriter(settings.output, [rule], thresholds)

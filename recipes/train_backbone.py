@@ -42,11 +42,10 @@ from livt_hf.files import read_values, replacing, write_values
 from livt_hf.long_tail.calibration import MIN_IMAGES
 from livt_hf.long_tail.structure import get_classifier
 from livt_hf.modeling_livit import LiViTForImageClassification
-from livt_hf.predictions.blocks import open_source
 from livt_hf.predictions.calibrate import calibrate_logits, collect_logits
 from livt_hf.predictions.evaluate import Evaluator
-from livt_hf.predictions.record import FOLDER
-from livt_hf.predictions.shot_groups import THRESHOLDS
+from livt_hf.predictions.metrics import THRESHOLDS
+from livt_hf.predictions.record import FOLDER, open_source
 from livt_hf.processors import read_input_spec
 from livt_hf.recipes.eval import choose_folder
 from livt_hf.recipes.eval import format_summary as format_evaluation

@@ -19,8 +19,8 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.objectives import choose_exponents
 from livt_hf.predictions import Predictions, decide
+from livt_hf.predictions.decisions import rule_for_objective
 from livt_hf.predictions.logit_files import read_logit_file
-from livt_hf.predictions.objective_rules import rule_for_objective
 from livt_hf.predictions.record import as_lists
 from livt_hf.recipes.decide import main
 from livt_hf.recipes.eval import main as evaluate

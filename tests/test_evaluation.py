@@ -18,13 +18,11 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.label_shift import estimate_prior
 from livt_hf.modeling_livit import LongTailHead
 from livt_hf.predictions import Predictions, PredictionsInfo
-from livt_hf.predictions.blocks import stack_on_disk
 from livt_hf.predictions.evaluate import Evaluator, accuracy_under_prior, measure_batches
 from livt_hf.predictions.predict import predict_batches
-from livt_hf.predictions.prior_estimation import estimate_record_prior
 from livt_hf.predictions.probes import Features, knn_scores, linear_probe_scores
-from livt_hf.predictions.record import ModelInfo
-from livt_hf.predictions.shifts import build_shifted_sets
+from livt_hf.predictions.record import ModelInfo, stack_on_disk
+from livt_hf.predictions.shifts import build_shifted_sets, estimate_record_prior
 
 CLASSES = 10
 COUNTS = exponential_counts(CLASSES, 14_000, 100).tolist()  # 34,741 points

@@ -418,7 +418,7 @@ def test_the_mean_auroc_is_scikit_learns_one_against_rest_also_in_blocks(monkeyp
     sklearn = pytest.importorskip("sklearn.metrics")
     logits, labels = random_case(31)
     expected = sklearn.roc_auc_score(labels, logits.softmax(-1), multi_class="ovr", average="macro")
-    monkeypatch.setattr("livt_hf.predictions.ranking._BLOCK", 400)  # two classes at a time
+    monkeypatch.setattr("livt_hf.predictions.metrics._SORTED", 400)  # two classes at a time
     rankings = one_against_rest(logits.softmax(-1), labels)
     means = ranking_means(rankings, shot_groups(COUNTS))
     assert means["auroc"] == pytest.approx(expected)

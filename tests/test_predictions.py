@@ -254,6 +254,6 @@ def test_predicting_imports_neither_training_nor_reports_nor_publishing():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = set(done.stdout.split())
     allowed = {"livt_hf.training.device", "livt_hf.training.spec", "livt_hf.hub.spec"}  # threads; options of a command
-    parts = ("livt_hf.training.", "livt_hf.reports", "livt_hf.hub.", "livt_hf.demo", "livt_hf.predictions.folds")
+    parts = ("livt_hf.training.", "livt_hf.reports", "livt_hf.hub.", "livt_hf.demo", "livt_hf.predictions.evaluate")
     assert not {name for name in modules - allowed if name.startswith(parts)}
     assert "livt_hf.data.load" not in modules and len(modules) <= 53  # it was 80 before serving had its own modules

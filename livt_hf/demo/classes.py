@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from livt_hf.classifiers import class_names, is_multi_label
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.priors import as_prior, numbers_by_name, read_prior
-from livt_hf.predictions.shot_groups import GROUPS, shot_groups
+from livt_hf.predictions.metrics import GROUPS, shot_groups
 
 ROWS = 200  # at most, of a table in the browser
 COLUMNS = ("id", "class", "training images", "frequency", "share (%)")

@@ -1,10 +1,19 @@
 """Metrics of long-tailed classification; they live in `livt_hf.predictions`."""
 
-from livt_hf.predictions.bootstrap import bootstrap_intervals
-from livt_hf.predictions.metrics import LongTailMetrics, confusions, long_tail_metrics
-from livt_hf.predictions.multi_label import MultiLabelMetrics, best_thresholds
-from livt_hf.predictions.ranking import one_against_rest, ranking_means
-from livt_hf.predictions.shot_groups import GROUPS, THRESHOLDS, group_sizes, shot_groups
+from livt_hf.predictions.metrics import (
+    GROUPS,
+    THRESHOLDS,
+    LongTailMetrics,
+    MultiLabelMetrics,
+    best_thresholds,
+    confusions,
+    group_sizes,
+    long_tail_metrics,
+    one_against_rest,
+    ranking_means,
+    shot_groups,
+)
+from livt_hf.predictions.significance import bootstrap_intervals
 
 __all__ = [
     "GROUPS",

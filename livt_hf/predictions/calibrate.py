@@ -19,7 +19,7 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.objectives import choose_exponents
 from livt_hf.long_tail.priors import class_prior, log_odds
-from livt_hf.predictions.multi_label import best_thresholds
+from livt_hf.predictions.metrics import best_thresholds
 from livt_hf.predictions.predict import predict_batches
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,10 @@
 """Evaluate a record: accuracies, intervals, rankings and confusions by decision rule, and class by class."""
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,27 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.blocks import Source, iterate_blocks, rank_by, read_groups, stack_on_disk
-from livt_hf.predictions.bootstrap import bootstrap_intervals
-from livt_hf.predictions.decisions import Decisions, decide
-from livt_hf.predictions.metrics import LongTailMetrics, confusions, long_tail_metrics
-from livt_hf.predictions.multi_label import MultiLabelMetrics
-from livt_hf.predictions.ranking import one_against_rest, ranking_means
-from livt_hf.predictions.record import Predictions, PredictionsInfo, read_parts
+from livt_hf.predictions.decisions import Decisions, decide, rank_by
+from livt_hf.predictions.metrics import (
+    LongTailMetrics,
+    MultiLabelMetrics,
+    confusions,
+    long_tail_metrics,
+    one_against_rest,
+    ranking_means,
+    shot_groups,
+)
+from livt_hf.predictions.record import (
+    Predictions,
+    PredictionsInfo,
+    Source,
+    iterate_blocks,
+    read_groups,
+    read_parts,
+    stack_on_disk,
+)
 from livt_hf.predictions.rules import GIVEN, LABELS, LARGEST, TRAINING, DecisionRule, rule_name
-from livt_hf.predictions.shot_groups import shot_groups
+from livt_hf.predictions.significance import bootstrap_intervals
 
 _EXPONENTS = tuple(step / 10 for step in range(11))
 
@@ -64,7 +78,7 @@ class Evaluator:
 
     def __init__(self, source: Source, class_counts: Sequence[int] | np.ndarray, **thresholds: int):
         self.source, self.class_counts, self.thresholds = source, class_counts, thresholds
-        self.info = source.info if isinstance(source, Predictions) else next(read_parts(source)).info
+        self.info = next(read_parts(source)).info
         self.shots = shot_groups(class_counts, **thresholds)
 
     @cached_property
@@ -216,6 +230,44 @@ def accuracy_under_prior(metrics: Mapping[str, LongTailMetrics], prior: Tensor) 
         if weights.any():
             weighted[rule] = (weights @ accuracy[tested] / weights.sum()).item()
     return weighted
+
+
+def join_folds(folders: Sequence[Path]) -> Predictions:
+    """Join the records of all folds, with the number of the fold as a column."""
+    parts = [Predictions.load(folder) for folder in folders]
+    return Predictions.concatenate([part.with_column("fold", [n] * len(part)) for n, part in enumerate(parts, 1)])
+
+
+def evaluate_folds(predictions: Predictions, class_counts: np.ndarray, **summary) -> EvaluationReport:
+    """Evaluate all test images together and fold by fold.
+
+    Args:
+        predictions: what `join_folds` returns.
+        class_counts: images of each class in all folds, which make the shot groups.
+        **summary: what else evaluation.json should say.
+
+    Returns:
+        The report; its summary has the metrics of each fold, their mean and standard deviation under "folds".
+    """
+    evaluator = Evaluator(predictions, class_counts)
+    report, info, fold = evaluator.evaluate(**summary), predictions.info, predictions.column("fold")
+    each = []
+    for number in np.unique(fold):
+        rows = fold == number
+        if info.multi_label:
+            each.append(evaluator.measure_multi_label(rows).compute())
+        else:
+            each.append(evaluator.measure([info.default_rule], rows)[info.default_rule.name].compute())
+    report.summary["folds"] = _summarize_spread(each)
+    return report
+
+
+def _summarize_spread(each: list[dict]) -> dict:
+    """Return mean and standard deviation over folds; a number that some folds lack is that of the others."""
+    values = {name: [row[name] for row in each if row[name] is not None] for name in each[0]}
+    mean = {name: statistics.mean(some) if some else None for name, some in values.items()}
+    deviation = {name: statistics.stdev(some) if len(some) > 1 else None for name, some in values.items()}
+    return {"each": each, "mean": mean, "deviation": deviation}
 
 
 def upgrade_summary(summary: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from livt_hf.data.readers.image_table import GROUP_NAMES, IMAGE_NAMES, LABEL_NAM
 from livt_hf.errors import LiVTError
 from livt_hf.files import read_values
 from livt_hf.long_tail.priors import read_numbers
-from livt_hf.predictions.arrays import are_distributions
-from livt_hf.predictions.record import Predictions
+from livt_hf.predictions.record import Predictions, are_distributions
 from livt_hf.text import format_error
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".npz")

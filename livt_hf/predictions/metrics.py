@@ -7,28 +7,124 @@ are scikit-learn's, of the classes that have test images, 0 where a class is nev
 its accuracy, so macro recall, or balanced accuracy, is `mean_class_accuracy`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from livt_hf.constants import FEW_BELOW, MANY_ABOVE
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.shot_groups import (
-    ClassMetrics,
-    as_counts,
-    as_rows,
-    check_labels,
-    check_scores,
-    class_mean,
-    group_means,
-)
 
+GROUPS = ("many", "medium", "few")
+THRESHOLDS = {"many_above": MANY_ABOVE, "few_below": FEW_BELOW}
 # Confidences are summed as multiples of 2^-32: integers add to the same sum in any order, on any number of processes,
 # and the rounding is far below that of a float32 confidence. 2^31 images fit.
 _ONE = 2**32
 # Logits are read in blocks of 4 MiB, which the cache keeps from one reduction to the next.
 _BLOCK = 2**20
+_SORTED = 2**22  # scores that are ranked at a time
+ENOUGH = 5  # images with a label that choose its threshold; classes with fewer choose one together
+
+
+def shot_groups(
+    class_counts: Sequence[int] | Tensor, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW
+) -> Tensor:
+    """Return the group of each class as an index into `GROUPS`; classes at the thresholds are medium."""
+    if few_below > many_above + 1:
+        raise LiVTError(
+            f"few_below={few_below} is above many_above={many_above}, so a class would be in both groups; lower it.",
+            "few_below",
+        )
+    counts = as_counts(class_counts)
+    return 1 - (counts > many_above).long() + (counts < few_below).long()
+
+
+def group_sizes(class_counts: Sequence[int] | Tensor) -> dict[str, int]:
+    """Return the number of classes in each group."""
+    return dict(zip(GROUPS, torch.bincount(shot_groups(class_counts), minlength=len(GROUPS)).tolist(), strict=True))
+
+
+def class_mean(values: Tensor) -> float | None:
+    """Return the mean over the classes whose value is not NaN, or None where there is none."""
+    found = values[~values.isnan()]
+    return found.mean().item() if len(found) else None
+
+
+def group_means(values: Tensor, groups: Tensor, suffix: str = "") -> dict[str, float | None]:
+    """Return the mean over the classes of each group, by the name of the group and a suffix."""
+    return {f"{name}{suffix}": class_mean(values[groups == index]) for index, name in enumerate(GROUPS)}
+
+
+class ClassMetrics:
+    """Base of metrics that know the training images and shot groups of the classes."""
+
+    def __init__(self, class_counts: Sequence[int] | Tensor, many_above: int = MANY_ABOVE, few_below: int = FEW_BELOW):
+        self.class_counts = as_counts(class_counts)
+        self.many_above, self.few_below = many_above, few_below
+        self.groups = shot_groups(self.class_counts, many_above, few_below)
+        self.num_classes = len(self.class_counts)
+
+    def rows(self, names: Sequence[str] | None, images: Tensor, measured: dict[str, Tensor]) -> list[dict]:
+        """Return one row per class: its id, name, training images, group, test images, and its metrics."""
+        ids = torch.arange(self.num_classes)
+        known: dict[str, Sequence | Tensor] = {
+            "class": ids,
+            "name": [str(label) for label in ids.tolist()] if names is None else names,
+            "count": self.class_counts,
+            "group": [GROUPS[i] for i in self.groups.tolist()],
+            "images": images,
+        }
+        return as_rows(known | measured)
+
+
+def as_rows(columns: Mapping[str, Sequence | Tensor]) -> list[dict]:
+    """Return the rows of a table given by columns; NaN becomes None."""
+    lists = (column.tolist() if isinstance(column, Tensor) else column for column in columns.values())
+    return [
+        {name: None if value != value else value for name, value in zip(columns, row, strict=True)}
+        for row in zip(*lists, strict=True)
+    ]
+
+
+def as_counts(class_counts: Sequence[int] | Tensor) -> Tensor:
+    """Return the training images of each class as a 1-D int64 tensor; a class may have none."""
+    counts = torch.as_tensor(class_counts).cpu()
+    if counts.ndim != 1 or len(counts) == 0:
+        raise LiVTError(
+            f"class_counts has shape {tuple(counts.shape)}; give one number of training images per class.",
+            "class_counts",
+        )
+    if (counts < 0).any() or counts.is_floating_point() and (counts != counts.round()).any():
+        raise LiVTError(
+            "class_counts must be whole numbers of images, none below 0; pass counts, not shares.", "class_counts"
+        )
+    return counts.long()
+
+
+def check_scores(scores: Tensor, num_classes: int) -> None:
+    if scores.ndim != 2 or scores.shape[1] != num_classes:
+        raise LiVTError(
+            f"scores have shape {tuple(scores.shape)} but class_counts name {num_classes} classes; "
+            f"pass (images, {num_classes})."
+        )
+
+
+def check_labels(labels: Tensor, num_images: int, num_classes: int, what: str = "label") -> None:
+    """Raise an error for labels, or predictions, that are not one class of `class_counts` per image."""
+    if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise LiVTError(
+            f"{what}s are {labels.dtype} of shape {tuple(labels.shape)}, not one class id per image; "
+            "for several labels per image use MultiLabelMetrics."
+        )
+    if len(labels) != num_images:
+        raise LiVTError(f"{len(labels)} {what}s for {num_images} images; pass one per image.")
+    outside = labels[(labels < 0) | (labels >= num_classes)]
+    if len(outside):
+        raise LiVTError(
+            f"{what} {outside[0].item()} is outside the {num_classes} classes of class_counts; "
+            "pass the counts of all classes, in the order of the model's outputs."
+        )
 
 
 class LongTailMetrics(ClassMetrics):
@@ -264,3 +360,131 @@ def confusions(
         }
         for (label, predicted), confused in zip(pairs, times[order].tolist(), strict=True)
     ]
+
+
+def one_against_rest(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Compute scikit-learn's `auroc` and `average_precision` of every class against the others. (C,)
+
+    NaN where no image has the class and, for `auroc`, where all have it. A NaN score ranks last.
+
+    Args:
+        scores: (N, C), read in blocks of classes, so that they may lie in a mapped file.
+        labels: class ids (N,), or 0 and 1 (N, C) where an image may have several.
+    """
+    from sklearn.metrics import average_precision_score, roc_auc_score  # imports scipy
+
+    auroc, precision = torch.full((2, scores.shape[1]), torch.nan, dtype=torch.float64)
+    width = max(1, _SORTED // max(1, len(labels)))
+    for start in range(0, scores.shape[1], width):
+        block = scores[:, start : start + width]
+        finite = block.nan_to_num(nan=torch.finfo(block.dtype).min)
+        for label, column in enumerate(finite.T.numpy(), start):
+            positive = (labels[:, label] if labels.ndim == 2 else labels == label).numpy()
+            if positive.any():
+                precision[label] = average_precision_score(positive, column)
+            if positive.any() and not positive.all():
+                auroc[label] = roc_auc_score(positive, column)
+    return {"auroc": auroc, "average_precision": precision}
+
+
+def ranking_means(rankings: dict[str, Tensor], groups: Tensor) -> dict[str, float | None]:
+    """Return means over the classes that have test images, and over those of each group."""
+    means: dict[str, float | None] = {}
+    for name, values in rankings.items():
+        means |= {name: class_mean(values)} | group_means(values, groups, f"_{name}")
+    return means
+
+
+class MultiLabelMetrics(ClassMetrics):
+    """Mean average precision overall and by group, AUROC and, where labels are given, macro precision, recall and F1.
+
+    Keeps 5 or 6 bytes per image and class. Classes without a positive test image take no part, and in AUROC those
+    without a negative one. A NaN score ranks last.
+    """
+
+    def __init__(self, class_counts: Sequence[int] | Tensor, **thresholds: int):
+        super().__init__(class_counts, **thresholds)
+        self._scores: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        self._given: list[Tensor] = []
+
+    def update(self, scores: Tensor, targets: Tensor, given: Tensor | None = None) -> None:
+        """Keep a batch of (B, C) logits or probabilities with its (B, C) targets of 0 and 1.
+
+        `given` says which labels the model gives; without it there are rankings only.
+        """
+        scores, targets = torch.as_tensor(scores).detach().cpu().float(), torch.as_tensor(targets).cpu()
+        check_scores(scores, self.num_classes)
+        if targets.shape != scores.shape:
+            raise LiVTError(f"targets have shape {tuple(targets.shape)} and scores {tuple(scores.shape)}; match them.")
+        if not ((targets == 0) | (targets == 1)).all():
+            raise LiVTError("targets must be 0 or 1 for each class; soft labels have no average precision.")
+        self._scores.append(scores)
+        self._targets.append(targets.bool())
+        if given is not None:
+            self._given.append(given.cpu())
+
+    def per_class(self, names: Sequence[str] | None = None) -> list[dict]:
+        """Return one row per class: training images, group, positive test images, and its metrics."""
+        _, targets = self._all()
+        return self.rows(names, targets.sum(dim=0), self._by_class())
+
+    def compute(self) -> dict[str, float | int | None]:
+        """Return `map` over all classes with positive images and by group, as fractions; None where empty."""
+        (scores, _), values = self._all(), self._by_class()
+        precisions = values.pop("average_precision")
+        metrics = {"map": class_mean(precisions)} | group_means(precisions, self.groups)
+        metrics |= {"auroc": class_mean(values.pop("auroc"))}
+        metrics |= {f"macro_{name}": class_mean(value) for name, value in values.items()}
+        return metrics | {"num_images": len(scores), "num_nan": int(scores.isnan().any(dim=1).sum())}
+
+    def _by_class(self) -> dict[str, Tensor]:
+        """Return metrics by class; NaN for a class without a positive image."""
+        scores, targets = self._all()
+        rankings = one_against_rest(scores, targets)
+        values = {name: rankings[name] for name in ("average_precision", "auroc")}
+        if self._given:
+            given = torch.cat(self._given)
+            parts = recall_precision_f1(targets.sum(dim=0), (given & targets).sum(dim=0), given.sum(dim=0))
+            values |= zip(("recall", "precision", "f1"), parts, strict=True)
+        return values
+
+    def _all(self) -> tuple[Tensor, Tensor]:
+        if not self._scores:
+            raise LiVTError("no image was kept; call update first.")
+        self._scores, self._targets = [torch.cat(self._scores)], [torch.cat(self._targets)]
+        return self._scores[0], self._targets[0]
+
+
+def best_thresholds(scores: Tensor, targets: Tensor, weights: Tensor | float = 1.0) -> list[float]:
+    """Choose the probability from which on each label is given: that of the highest F1 on held-out images.
+
+    `scores` are probabilities (N, C) and `targets` 0 and 1. Labels that too few images
+    have share one threshold. Where there is nothing to learn from, it is 0.5.
+    `weights` (C,) say how often an image with a label counts, where the label will be more frequent than it is here.
+    """
+    hits = targets.double() * weights
+    positives = targets.sum(dim=0)
+    enough = (positives >= ENOUGH) & (positives < len(targets))
+    thresholds = torch.full((scores.shape[1],), 0.5, dtype=torch.float64)
+    if (~enough).any():
+        thresholds[~enough] = _best_threshold(scores[:, ~enough].flatten(), hits[:, ~enough].flatten())
+    for label in enough.nonzero()[:, 0].tolist():
+        thresholds[label] = _best_threshold(scores[:, label], hits[:, label])
+    return thresholds.tolist()
+
+
+def _best_threshold(scores: Tensor, hits: Tensor) -> float:
+    """Return the middle between the last score to give and the next one; the highest of equally good ones.
+
+    `hits` are the weights of images with the label, and 0 for the others.
+    """
+    scores, order = scores.double().sort(descending=True)
+    hits, others = hits[order], hits[order] == 0
+    if others.all() or not others.any():
+        return 0.5
+    f1 = 2 * hits.cumsum(0) / (hits.cumsum(0) + others.cumsum(0) + hits.sum())
+    f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are given together
+    last = int(f1.argmax())
+    below = scores[last + 1] if last + 1 < len(scores) else 0.0
+    return float((scores[last] + below) / 2)

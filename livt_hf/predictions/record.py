@@ -1,10 +1,10 @@
 """The prediction record: an Arrow table with one row per image, and a folder of parquet parts on disk."""
 
 import dataclasses
-import itertools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,23 +24,19 @@ from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.long_tail.head import UNKNOWN_PRIOR, LongTailHead
 from livt_hf.long_tail.priors import Prior, class_prior
 from livt_hf.precision import FLOAT32
-from livt_hf.predictions.arrays import (
-    are_distributions,
-    check_column,
-    check_labels,
-    check_logits,
-    probabilities_to_logits,
-)
 from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, DecisionRule, deployment_label
 from livt_hf.text import format_error
 
 logger = logging.getLogger(__name__)
 
-LOGITS, LABEL, MODEL = "logits", "label", "model"
+LOGITS, LABEL, MODEL = RESERVED = ("logits", "label", "model")  # columns that a record has itself
 FOLDER = "predictions"  # of a record in a run or a report
+SUM_TOLERANCE = 0.01  # by which rounded probabilities of an image may miss the sum 1
+_SMALLEST = {"softmax": 1e-12, "sigmoid": 1e-7}  # what stands for a probability that was rounded to 0
 _METADATA = b"livt_hf"
 _PART_SIZE = 2**24  # logits in a part: 64 MiB
 _BLOCK = 2**20  # logits looked at in one piece
+_IN_MEMORY = 2**30  # bytes of a folder that is read as a whole
 
 
 @dataclass(frozen=True)
@@ -183,16 +179,15 @@ class PredictionsInfo:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "PredictionsInfo":
-        tails = [model["long_tail"] for model in values["models"]]
         models = tuple(
-            ModelInfo(model["name"], None if tail is None else LongTailConfig.from_dict(tail))
-            for model, tail in zip(values["models"], tails, strict=True)
+            ModelInfo(model["name"], model["long_tail"] and LongTailConfig.from_dict(model["long_tail"]))
+            for model in values["models"]
         )
-        rule = values["default_rule"]
-        prior = tuple(rule["prior"]) if isinstance(rule["prior"], list) else rule["prior"]
-        default = DecisionRule(rule["name"], rule["label"], prior)
+        rule = DecisionRule(**values["default_rule"])
+        if isinstance(rule.prior, list):
+            rule = dataclasses.replace(rule, prior=tuple(rule.prior))
         precision = values.get("precision", FLOAT32)
-        return cls(tuple(values["class_names"]), models, values["multi_label"], default, precision)
+        return cls(tuple(values["class_names"]), models, values["multi_label"], rule, precision)
 
 
 @dataclass(frozen=True)
@@ -245,19 +240,18 @@ class Predictions:
         """
         if probabilities:
             activation = LongTailConfig(loss=loss).definition.activation  # raises an error for an unknown loss
-            logits = probabilities_to_logits(np.asarray(logits), activation)
+            logits = probabilities_to_logits(logits, activation)
         values = check_logits(logits, len(class_names))
         if not probabilities and len(values) and are_distributions(values):
             logger.warning("Each row of logits sums to 1; if they are probabilities, pass probabilities=True.")
         arrays = {name: check_column(name, column, len(values)) for name, column in columns.items()}
+        several = False
         if labels is not None:
             labels = check_labels(labels, values.shape)
-            arrays[LABEL] = pa.array([np.flatnonzero(row) for row in labels] if labels.ndim == 2 else labels)
-        several = labels is not None and labels.ndim == 2
+            several = labels.ndim == 2
+            arrays[LABEL] = pa.array([np.flatnonzero(row) for row in labels] if several else labels)
         if class_counts is not None and len(class_counts) != len(class_names):
-            message = (
-                f"class_counts has {len(class_counts)} numbers for {len(class_names)} classes; give one per class."
-            )
+            message = f"class_counts has {len(class_counts)} numbers for {len(class_names)} classes; give one each."
             raise LiVTError(message, argument="class_counts")
         long_tail = LongTailConfig(
             loss=loss,
@@ -293,18 +287,16 @@ class Predictions:
         if not parts:
             raise LiVTError("there is no record to join; pass at least one.", argument="parts")
         first = parts[0].info
+        models = list(first.models)
         for part in parts[1:]:
             if (part.info.class_names, part.info.multi_label) != (first.class_names, first.multi_label):
                 message = "records of other classes cannot be joined; pass records of models of the same classes."
                 raise LiVTError(message, argument="parts")
-        models: list[ModelInfo] = []
-        for model in itertools.chain(*(part.info.models for part in parts)):
-            if model not in models:
-                models.append(model)
-        info = first
+            models += [model for model in part.info.models if model not in models]
+        info, tables = first, [part.table for part in parts]
         if len(models) > 1:
             info = PredictionsInfo(first.class_names, tuple(models), first.multi_label, precision=first.precision)
-        tables = [part._numbered(models) if len(models) > 1 else part.table for part in parts]
+            tables = [part._numbered(models) for part in parts]
         return cls(pa.concat_tables(tables, promote_options="default"), info)
 
     def _numbered(self, models: list[ModelInfo]) -> pa.Table:
@@ -424,6 +416,87 @@ class Predictions:
         return self.scores(DecisionRule("posterior", "posterior", "model" if prior is None else prior)).numpy()
 
 
+def are_distributions(values: np.ndarray) -> bool:
+    """Return True if the numbers of each image are probabilities that sum to 1."""
+    return bool((values >= 0).all() and (np.abs(values.sum(1) - 1) <= SUM_TOLERANCE).all())
+
+
+def probabilities_to_logits(values: np.ndarray, activation: str) -> np.ndarray:
+    """Return logits whose softmax or sigmoid gives probabilities (N, C), or raise an error if they are none."""
+    values = np.asarray(values, dtype=np.float64)
+    wrong = np.flatnonzero(~((values >= 0) & (values <= 1)).all(1))  # written this way so that NaN fails the check
+    if len(wrong):
+        row = values[wrong[0]]
+        message = f"row {wrong[0]} holds {row[~((row >= 0) & (row <= 1))][0]:g}; probabilities lie between 0 and 1."
+        raise LiVTError(message, argument="probabilities")
+    least = _SMALLEST[activation]
+    if activation == "sigmoid":
+        values = values.clip(least, 1 - least)
+        return np.log(values) - np.log1p(-values)
+    sums = values.sum(1)
+    wrong = np.flatnonzero(np.abs(sums - 1) > SUM_TOLERANCE)
+    if len(wrong):
+        raise LiVTError(
+            f"the probabilities of row {wrong[0]} sum to {sums[wrong[0]]:.4g}; those of one label per image sum to 1, "
+            "those of a sigmoid need loss bce.",
+            argument="probabilities",
+        )
+    return np.log(values.clip(least))
+
+
+def _as_array(values) -> np.ndarray:
+    return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+
+
+def check_logits(logits, num_classes: int) -> np.ndarray:
+    """Return logits of any framework as an array of float32 (N, C), or raise an error."""
+    try:
+        # Not texts, not complex numbers.
+        values = _as_array(logits).astype(np.float32, casting="same_kind", copy=False)
+    except (TypeError, ValueError) as error:
+        raise LiVTError("the logits are not numbers; pass an array (images, classes).", argument="logits") from error
+    if values.ndim != 2 or values.shape[1] != num_classes:
+        message = f"the logits have shape {values.shape} for {num_classes} class names; pass (images, {num_classes})."
+        raise LiVTError(message, argument="logits")
+    wrong = np.flatnonzero(np.isnan(values).any(1) | np.isposinf(values).any(1))
+    if len(wrong):
+        message = f"the logits of {len(wrong)} images are NaN or infinite, first of row {wrong[0]}; leave them out."
+        raise LiVTError(message, argument="logits")
+    return values
+
+
+def check_labels(labels, shape: tuple[int, int]) -> np.ndarray:
+    """Return class ids (N,), or rows of 0 and 1 (N, C), for logits of a shape, or raise an error."""
+    labels = _as_array(labels)
+    if labels.shape not in (shape, shape[:1]) or not (np.issubdtype(labels.dtype, np.integer) or labels.ndim == 2):
+        raise LiVTError(
+            f"the labels are {labels.dtype} of shape {labels.shape}; pass {shape[0]} class ids, or 0 and 1 for each "
+            "class.",
+            argument="labels",
+        )
+    allowed = (labels == 0) | (labels == 1) if labels.ndim == 2 else (labels >= 0) & (labels < shape[1])
+    if not allowed.all():
+        message = f"the labels hold {labels[~allowed][0]}; the classes are 0 to {shape[1] - 1}."
+        raise LiVTError(message, argument="labels")
+    return labels
+
+
+def check_column(name: str, values, rows: int) -> pa.Array:
+    """Return one value per image as a column of a record, or raise an error."""
+    if name in RESERVED:
+        raise LiVTError(f"a column cannot be called {name!r}, which the record has already.", argument=name)
+    try:
+        column = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
+    except (pa.ArrowException, TypeError) as error:
+        raise LiVTError(f"column {name!r} cannot be stored: {format_error(error)}.", argument=name) from error
+    if len(column) != rows:
+        raise LiVTError(f"column {name!r} has {len(column)} values for {rows} images; pass one each.", argument=name)
+    return column
+
+
+Source = Predictions | str | Path  # a record, or its folder, of which one part is read at a time
+
+
 def part_rows(num_classes: int) -> int:
     """Return how many images fill a part of a record."""
     return max(1, _PART_SIZE // num_classes)
@@ -475,9 +548,12 @@ def part_path(folder: Path, start: int) -> Path:
     return Path(folder, f"part-{start:012d}.parquet")
 
 
-def read_parts(path: str | Path) -> Iterator[Predictions]:
-    """Yield the parts of a record one by one, in order."""
-    path = Path(path)
+def read_parts(source: Source) -> Iterator[Predictions]:
+    """Yield the parts of a record one by one, in order: of a folder, or the one that is in memory or in a file."""
+    if isinstance(source, Predictions):
+        yield source
+        return
+    path = Path(source)
     if path.is_file():
         yield _read_part(path)[0]
         return
@@ -523,3 +599,39 @@ def _check_part(part: Predictions) -> None:
     index = part.model_index
     if len(index) and not 0 <= index.min() <= index.max() < len(part.info.models):
         raise ValueError("models are not numbered")
+
+
+def open_source(folder: Path) -> Source:
+    """Return the record of a folder, or the folder itself where it is too large for memory."""
+    size = sum(file.stat().st_size for file in folder.glob("part-*.parquet"))
+    return Predictions.load(folder) if size <= _IN_MEMORY else folder
+
+
+def iterate_blocks(source: Source, rows: np.ndarray | None = None) -> Iterator[Predictions]:
+    """Yield a record block by block, all of it or the rows of a mask."""
+    start = 0
+    for part in read_parts(source):
+        for block in part.blocks():
+            yield block if rows is None else block.take(rows[start : start + len(block)])
+            start += len(block)
+
+
+def read_groups(source: Source) -> np.ndarray | None:
+    """Return the group of each image as a number, or None where there is none; one that is empty is its own. (N,)"""
+    parts = [block.column("group") for block in iterate_blocks(source)]
+    if not parts or any(part is None for part in parts):
+        return None
+    codes = pa.array(np.concatenate(parts), from_pandas=True).dictionary_encode().indices.fill_null(-1).to_numpy()
+    return np.where(codes >= 0, codes, len(codes) + np.arange(len(codes)))
+
+
+def stack_on_disk(rows: Iterable[Tensor], columns: int) -> Tensor:
+    """Stack rows of float32 numbers (N, columns) in a temporary file, which goes away with the tensor."""
+    with tempfile.TemporaryFile() as file:
+        for row in rows:
+            file.write(row.detach().cpu().float().numpy().tobytes())
+        file.flush()
+        number = file.tell() // (4 * columns)
+        if number == 0:  # an empty file cannot be mapped
+            return torch.zeros(0, columns)
+        return torch.from_numpy(np.memmap(file, np.float32, "r+", shape=(number, columns)))

@@ -1,6 +1,7 @@
-"""Shifted test sets: long tails cut out of a balanced test set, to measure predictions under other class priors.
+"""Class priors other than that of training: estimated from images, and test sets that have them.
 
-Forward sets are as the training set is, with its frequent classes frequent; backward sets are the other way round.
+Shifted sets are long tails cut out of a balanced test set, to measure predictions under other class priors. Forward
+sets are as the training set is, with its frequent classes frequent; backward sets are the other way round.
 """
 
 import math
@@ -11,11 +12,31 @@ import torch
 
 from livt_hf.data.subsample import exponential_counts, label_counts, long_tail_indices
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.label_shift import PriorEstimate, estimate_prior
 from livt_hf.predictions.evaluate import Evaluator
-from livt_hf.predictions.prior_estimation import estimate_record_prior
+from livt_hf.predictions.record import Source, iterate_blocks, read_parts, stack_on_disk
 from livt_hf.predictions.rules import ARGMAX, ESTIMATED, TRUE, UNIFORM, DecisionRule
 
 _KEPT = ("accuracy", "mean_class_accuracy", "many", "medium", "few")
+
+
+def estimate_record_prior(source: Source, rows: np.ndarray | None = None) -> PriorEstimate:
+    """Estimate the class prior of a record's images by EM on their training posteriors, without their labels.
+
+    Args:
+        source: a record of one model, or its folder.
+        rows: a mask of the images to use; by default all.
+
+    Returns:
+        The estimate. Posteriors go through a temporary file; memory holds one block of them at a time.
+    """
+    info = next(read_parts(source)).info
+    (head,) = info.heads
+    if head is None:
+        raise LiVTError(f"no prior can be estimated: {info.no_posterior}.", argument="class_counts")
+    blocks = (torch.from_numpy(block.logits.copy()) for block in iterate_blocks(source, rows))
+    posteriors = stack_on_disk((head.training_posterior(block).softmax(-1) for block in blocks), info.num_classes)
+    return estimate_prior(posteriors, head.prior, head.calibration)
 
 
 @dataclass

@@ -1,6 +1,11 @@
-"""Tables of predictions for people: parquet, or CSV for a spreadsheet. Nothing of ours reads them back."""
+"""Predictions for people and other programs: parquet, CSV for a spreadsheet, or the JSON file of boxes they are of.
+
+Nothing of ours reads these files back.
+"""
 
 import itertools
+import json
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,12 +16,13 @@ import pyarrow.parquet
 import torch
 from torch import Tensor
 
-from livt_hf.data.labels import BOX, CORNERS
+from livt_hf.data.labels import BOX, BOX_ROW, CORNERS
 from livt_hf.errors import LiVTError
-from livt_hf.files import check_writable
+from livt_hf.files import check_writable, replace_text
 from livt_hf.predictions.decisions import choose_classes
 from livt_hf.predictions.record import LABEL, LOGITS, MODEL, Predictions
 from livt_hf.predictions.rules import DecisionRule
+from livt_hf.text import format_error
 
 SEPARATOR = "|"  # between the labels of an image that has several
 _ROWS = 1000  # images written at once
@@ -140,6 +146,82 @@ class TableWriter(AbstractContextManager):
         if self.is_csv:
             return pa.array([None if labels is None else SEPARATOR.join(labels) for labels in given], pa.string())
         return pa.array(given, pa.list_(pa.string()))
+
+
+class AnswersWriter(AbstractContextManager):
+    """Writes a copy of a JSON file of boxes with the answers of a model.
+
+    In a file of COCO the best class of a box becomes its category, with a `score`; new classes get new ids. In one of
+    MegaDetector a box gets `classifications`, the best first, and classes of another classifier are removed. Boxes
+    without an answer, such as those of pictures that cannot be read, keep their category or have no classifications.
+
+    Args:
+        path: file to write.
+        source: file of COCO or MegaDetector that the boxes were read from.
+        rule: decision rule.
+        top_k: classes of each box in a file of MegaDetector.
+    """
+
+    def __init__(self, path: str | Path, source: str | Path, rule: DecisionRule, top_k: int = 5):
+        self.path, self.source, self.rule, self.top_k = Path(path), Path(source), rule, top_k
+        self.class_names: list[str] = []
+        self._rows: list[tuple[int, str, list | None]] = []  # number of the box, its picture, (label, score) pairs
+        if not self.source.is_file():
+            raise LiVTError(f"{self.source} is not a file; name that of the boxes.", "boxes")
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        if kind is None:
+            replace_text(self.path, json.dumps(self._answered(), ensure_ascii=False))
+
+    def write(self, predictions: Predictions) -> None:
+        """Add the boxes of a record."""
+        numbers, paths = predictions.column(BOX_ROW), predictions.column("path")
+        if numbers is None or paths is None:
+            raise LiVTError("the record is not of boxes; write its answers to a .csv or .parquet file.", "output")
+        top = predictions.scores(self.rule).topk(min(self.top_k, predictions.info.num_classes))
+        self.class_names = predictions.class_names
+        columns = numbers.tolist(), paths, top.indices.tolist(), top.values.tolist(), top.values.isnan().any(-1)
+        for number, path, labels, scores, is_missing in zip(*columns, strict=True):
+            answer = [(label, round(score, 4)) for label, score in zip(labels, scores, strict=True)]
+            self._rows.append((number, os.path.basename(path), None if is_missing else answer))
+
+    def _answered(self) -> dict:
+        from livt_hf.data.readers.annotations import iterate_boxes  # few predictions are of boxes
+
+        try:
+            content = json.loads(self.source.read_bytes())
+            boxes = list(iterate_boxes(content))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            message = f"{self.source} cannot be read as a file of boxes ({format_error(error)}); name another one."
+            raise LiVTError(message, "boxes") from error
+        answers: list[list | None] = [None] * len(boxes)
+        for number, name, answer in self._rows:
+            # A file may be found without its suffix; its name begins alike.
+            if not (0 <= number < len(boxes) and name.startswith(Path(boxes[number][0].replace("\\", "/")).stem)):
+                raise LiVTError(f"{self.source} has no box {number} in {name}: name the file of these boxes.", "boxes")
+            answers[number] = answer
+        fill = self._fill_coco if "annotations" in content else self._fill_detections
+        fill(content, [box for _, box in boxes], answers)
+        return content
+
+    def _fill_coco(self, content: dict, boxes: list[dict], answers: list[list | None]) -> None:
+        content["categories"] = categories = list(content.get("categories") or ())
+        ids = {category["name"]: category["id"] for category in categories}
+        free = itertools.count(1 + max((key for key in ids.values() if isinstance(key, int)), default=0))
+        for name in self.class_names:
+            if name not in ids:
+                ids[name] = next(free)
+                categories.append({"id": ids[name], "name": name})
+        for box, answer in zip(boxes, answers, strict=True):
+            if answer is not None:
+                box |= {"category_id": ids[self.class_names[answer[0][0]]], "score": answer[0][1]}
+
+    def _fill_detections(self, content: dict, boxes: list[dict], answers: list[list | None]) -> None:
+        content["classification_categories"] = {str(label): name for label, name in enumerate(self.class_names)}
+        for box, answer in zip(boxes, answers, strict=True):
+            box.pop("classifications", None)
+            if answer is not None:
+                box["classifications"] = [[str(label), score] for label, score in answer]
 
 
 def _unique(names: Sequence[str]) -> list[str]:

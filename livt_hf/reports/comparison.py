@@ -9,11 +9,10 @@ import numpy as np
 
 from livt_hf.errors import LiVTError
 from livt_hf.files import read_record
-from livt_hf.predictions.blocks import read_groups
 from livt_hf.predictions.decisions import decide
 from livt_hf.predictions.evaluate import upgrade_summary
-from livt_hf.predictions.record import FOLDER, Predictions
-from livt_hf.predictions.shot_groups import THRESHOLDS
+from livt_hf.predictions.metrics import THRESHOLDS
+from livt_hf.predictions.record import FOLDER, Predictions, read_groups
 from livt_hf.predictions.significance import sum_by_group
 from livt_hf.reports import files
 from livt_hf.reports.page import write_page

@@ -16,8 +16,8 @@ from livt_hf.data.labels import labels_of
 from livt_hf.errors import LiVTError
 from livt_hf.files import write_values
 from livt_hf.predictions.evaluate import EvaluationReport
+from livt_hf.predictions.metrics import GROUPS
 from livt_hf.predictions.rules import describe_objective
-from livt_hf.predictions.shot_groups import GROUPS
 from livt_hf.predictions.significance import wilson_interval
 from livt_hf.reports import files
 from livt_hf.reports.classes import (

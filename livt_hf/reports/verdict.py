@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from livt_hf.predictions.evaluate import EvaluationReport
+from livt_hf.predictions.metrics import GROUPS
 from livt_hf.predictions.rules import ARGMAX, ESTIMATED, GIVEN, LARGEST, TRAINING, UNIFORM
-from livt_hf.predictions.shot_groups import GROUPS
 from livt_hf.predictions.significance import (
     LEVEL,
     MIN_UNITS,

@@ -15,8 +15,7 @@ from livt_hf.classifiers import load_classifier, load_processor
 from livt_hf.data import eval_loader, shot_counts
 from livt_hf.data.batches import build_eval_batches
 from livt_hf.data.benchmarks import locate_dataset
-from livt_hf.predictions.evaluate import EvaluationReport
-from livt_hf.predictions.folds import evaluate_folds, join_folds
+from livt_hf.predictions.evaluate import EvaluationReport, evaluate_folds, join_folds
 from livt_hf.predictions.predict import describe_images, predict
 from livt_hf.predictions.record import FOLDER, PredictionsInfo
 from livt_hf.results import Results, provenance

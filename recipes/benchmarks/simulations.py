@@ -19,8 +19,8 @@ from livt_hf.data import exponential_counts
 from livt_hf.long_tail.calibration import MIN_IMAGES, apply_calibration, fit_calibration
 from livt_hf.long_tail.label_shift import estimate_prior
 from livt_hf.long_tail.priors import shift_prior
-from livt_hf.predictions.bootstrap import TAILS, bootstrap_intervals
-from livt_hf.predictions.shot_groups import shot_groups
+from livt_hf.predictions.metrics import shot_groups
+from livt_hf.predictions.significance import TAILS, bootstrap_intervals
 
 RESULTS = Path(__file__).parents[1] / "results" / "statistics.json"
 TEST_SETS = {
