@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from livt_hf.cli.console import run_command
 from livt_hf.cli.inherit import resolve_settings
 from livt_hf.cli.settings import DecideSettings
@@ -39,11 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rule = choose_rule(info, settings)
     if settings.output is None and not is_labelled:
         raise LiVTError(f"{settings.predictions} has no labels to measure by; name a file with output.", "output")
-    thresholds = None
-    if info.multi_label and settings.prior is not None:
-        thresholds = torch.full((info.num_classes,), 0.5)  # others hold for the model's own prior
     if is_table:
-        with open_table(settings, rule, thresholds) as table:
+        with open_table(settings, rule) as table:
             for part in read_parts(source):
                 table.write(part)
     elif settings.output is not None:
@@ -68,10 +62,10 @@ def open_predictions(path: str, settings: DecideSettings) -> Source:
     return next((folder for folder in folders if any(folder.glob("part-*.parquet"))), Path(path))
 
 
-def open_table(settings: DecideSettings, rule: DecisionRule, thresholds: Tensor | None) -> AbstractContextManager:
+def open_table(settings: DecideSettings, rule: DecisionRule) -> AbstractContextManager:
     """Return what writes the table, or the answers into a copy of the file of the boxes."""
     if settings.boxes is None:
-        return TableWriter(settings.output, [rule], thresholds)
+        return TableWriter(settings.output, [rule])
     return AnswersWriter(settings.output, settings.boxes, rule)
 
 
@@ -109,11 +103,7 @@ def describe_split(first: Predictions) -> str:
 def measure(source: Source, info: PredictionsInfo, rule: DecisionRule) -> str:
     """Return accuracies of a labelled record as text, counted as `livt eval` does."""
     counts = None if info.long_tail is None else info.long_tail.class_counts
-    evaluator = Evaluator(source, counts or [1] * info.num_classes)
-    if info.multi_label:
-        metrics = evaluator.measure_multi_label().compute()
-    else:
-        metrics = evaluator.measure([rule])[rule.name].compute()
+    metrics = Evaluator(source, counts or [1] * info.num_classes).measure([rule])[rule.name].compute()
     shown = {"accuracy": "accuracy", "mean class accuracy": "mean_class_accuracy", "macro F1": "macro_f1"}
     shown["mean average precision"] = "map"
     numbers = (f"{name} {format_percent(metrics[key])} %" for name, key in shown.items() if key in metrics)

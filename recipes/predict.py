@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyarrow as pa
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -52,10 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     predictor = Predictor(settings.model, **given, **settings.foreign.to_dict())
     configure_threads(predictor.device, settings.threads)
     info, rule = predictor.info, predictor.info.default_rule
-    thresholds = info.thresholds() if info.multi_label else None
     if settings.prior is not None:
         rule = rule_for_prior(settings.prior, load_prior(settings.prior, info).tolist())
-        thresholds = None if thresholds is None else torch.full_like(thresholds, 0.5)  # others hold for its own prior
+    thresholds = info.thresholds(rule) if info.multi_label else None
     print(explain_scores(info, rule, thresholds), file=sys.stderr)
     shown = min(settings.top_k, len(predictor.labels))
     kind = settings.format or ("table" if settings.output is None else None)
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_table and settings.output.endswith(".json"):
         table = AnswersWriter(settings.output, settings.images[0], rule, shown)
     elif is_table:
-        table = TableWriter(settings.output, [rule], thresholds)
+        table = TableWriter(settings.output, [rule])
     unreadable, counts = 0, Counter()
     with table as writer, tqdm(total=len(images), unit="image", disable=None) as progress:
         for part in parts:

@@ -15,8 +15,9 @@ import torch
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.predictions import DecisionRule, Predictions, PredictionsInfo, decide, record
+from livt_hf.predictions.evaluate import Evaluator
 from livt_hf.predictions.record import ModelInfo, read_parts, write_part
-from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM
+from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, rule_for_prior
 
 NAMES, COUNTS = ["cat", "dog", "crane", "crane"], [60, 30, 9, 1]  # ImageNet has two classes called crane
 
@@ -155,6 +156,17 @@ def test_several_labels_of_an_image_are_rows_of_zero_and_one(tmp_path):
     assert np.array_equal(loaded.labels, labels) and [rule.name for rule in loaded.info.rules] == [PER_LABEL]
     assert np.allclose(loaded.posterior("training"), 1 / (1 + np.exp(-np.eye(2, 3))), atol=1e-6)
     assert loaded.info.thresholds().tolist() == [0.5] * 3
+
+
+def test_thresholds_chosen_under_the_own_prior_do_not_hold_under_another_one():
+    options = dict(class_names="ab", class_counts=[10, 10], loss="bce", num_train_images=20)
+    record = Predictions.from_arrays([[1.0, -1.0], [-1.0, 1.0]], np.eye(2, dtype=int), **options)
+    calibration = {"scale": 1.0, "odds": 1.0, "offsets": [0.0] * 2, "num_images": 9, "thresholds": [0.9] * 2}
+    tail = LongTailConfig.from_dict(dict(record.info.long_tail) | {"calibration": calibration, "class_counts": [9, 9]})
+    record = Predictions(record.table, PredictionsInfo(("a", "b"), (ModelInfo(None, tail),), multi_label=True))
+    own, other = record.info.default_rule, rule_for_prior([0.4, 0.4])
+    measured = Evaluator(record, [9, 9]).measure([own, other])  # scores of .73 and .27 under the first
+    assert [measured[rule.name].compute()["macro_recall"] for rule in (own, other)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,11 @@ def decide(source: Source, rule: DecisionRule | None = None, *, prior: Prior | s
 
 
 def rank_by(block: Predictions, rule: DecisionRule) -> Tensor:
-    """Return what a rule ranks the classes by: the logits or, of several models, whose logits differ, the scores."""
-    if rule.prior is None and len(block.info.models) == 1:
+    """Return what a rule ranks by: the logits or, of several models, whose logits differ, the scores.
+
+    A prior changes which class of an image ranks first, but not which image of a label does.
+    """
+    if len(block.info.models) == 1 and (rule.prior is None or block.info.multi_label):
         return torch.from_numpy(block.logits.copy())
     return block.scores(rule)
 

@@ -94,23 +94,19 @@ class Evaluator:
         """Return the group of each image (patient, site, sequence) as a number, or None where there is none."""
         return read_groups(self.source)
 
-    def measure(self, rules: Iterable[DecisionRule], rows: np.ndarray | None = None) -> dict[str, LongTailMetrics]:
-        """Count right predictions by every rule, of all images or of the rows of a mask."""
-        rules = list(rules)
-        counters = _counters(rules, self.class_counts, len(self.info.models) == 1, self.thresholds)
+    def measure(
+        self, rules: Sequence[DecisionRule], rows: np.ndarray | None = None
+    ) -> dict[str, LongTailMetrics | MultiLabelMetrics]:
+        """Measure the decisions of every rule, on all images or on the rows of a mask."""
+        if self.info.multi_label:
+            counters = {rule.name: MultiLabelMetrics(self.class_counts, **self.thresholds) for rule in rules}
+        else:
+            counters = _counters(rules, self.class_counts, len(self.info.models) == 1, self.thresholds)
         for block in iterate_blocks(self.source, rows):
             for rule in rules:
-                counters[rule.name].update(rank_by(block, rule), torch.from_numpy(block.labels))
+                given = [block.scores(rule) >= block.thresholds(rule)] if self.info.multi_label else []
+                counters[rule.name].update(rank_by(block, rule), torch.from_numpy(block.labels), *given)
         return counters
-
-    def measure_multi_label(self, rows: np.ndarray | None = None) -> MultiLabelMetrics:
-        """Rank images by each label, and count the labels that are given."""
-        metrics, rule = MultiLabelMetrics(self.class_counts, **self.thresholds), self.info.default_rule
-        for block in iterate_blocks(self.source, rows):
-            scores = block.scores(rule)
-            ranked = torch.from_numpy(block.logits.copy()) if len(self.info.models) == 1 else scores
-            metrics.update(ranked, torch.from_numpy(block.labels), scores >= block.thresholds)
-        return metrics
 
     def rank(self, rule: DecisionRule) -> dict[str, Tensor]:
         """Compute AUROC and average precision of every class against the rest, by the scores of a rule."""
@@ -155,7 +151,7 @@ class Evaluator:
         names = self.info.class_names
         summary |= {"default_rule": default.name, "rule_labels": {rule.name: rule.label for rule in rules}}
         if self.info.multi_label:
-            measured = self.measure_multi_label()
+            measured = self.measure([default])[default.name]
             return EvaluationReport(summary | {"rules": {default.name: measured.compute()}}, measured.per_class(names))
         metrics, rankings = self.measure(rules), self.rank(default)
         decisions = {rule.name: decide(self.source, rule) for rule in rules}
@@ -198,7 +194,7 @@ def measure_batches(
     """
     rules = info.rules
     if info.multi_label:
-        metrics, thresholds = MultiLabelMetrics(class_counts), info.thresholds()
+        metrics, thresholds = MultiLabelMetrics(class_counts), info.thresholds(rules[0])
         parts = [
             (logits.cpu(), batch["labels"].bool(), info.scores(logits, rules[0]).cpu() >= thresholds)
             for logits, batch in batches
@@ -250,14 +246,8 @@ def evaluate_folds(predictions: Predictions, class_counts: np.ndarray, **summary
         The report; its summary has the metrics of each fold, their mean and standard deviation under "folds".
     """
     evaluator = Evaluator(predictions, class_counts)
-    report, info, fold = evaluator.evaluate(**summary), predictions.info, predictions.column("fold")
-    each = []
-    for number in np.unique(fold):
-        rows = fold == number
-        if info.multi_label:
-            each.append(evaluator.measure_multi_label(rows).compute())
-        else:
-            each.append(evaluator.measure([info.default_rule], rows)[info.default_rule.name].compute())
+    report, rule, fold = evaluator.evaluate(**summary), predictions.info.default_rule, predictions.column("fold")
+    each = [evaluator.measure([rule], fold == number)[rule.name].compute() for number in np.unique(fold)]
     report.summary["folds"] = _summarize_spread(each)
     return report
 

@@ -150,10 +150,14 @@ class PredictionsInfo:
         if known and (own or not calibrated):
             yield DecisionRule.named(UNIFORM, "uniform")
 
-    def thresholds(self, model: int = 0) -> Tensor:
-        """Return the score from which on each label is given, where an image may have several. (C,)"""
+    def thresholds(self, rule: DecisionRule | None = None, model: int = 0) -> Tensor:
+        """Return the score from which on a rule gives each label, where an image may have several. (C,)
+
+        The calibration chose them under the model's own prior; under any other one they are 0.5.
+        """
         tail, head = self.models[model].long_tail, self.heads[model]
-        fitted = tail.calibration if head is not None and head.no_posterior is None else None
+        is_own = (rule or self.default_rule).prior == "model" and head is not None and head.no_posterior is None
+        fitted = tail.calibration if is_own else None
         return torch.tensor((fitted or {}).get("thresholds") or [0.5] * self.num_classes, dtype=torch.float64)
 
     def scores(self, logits: Tensor, rule: DecisionRule, model: int = 0) -> Tensor:
@@ -359,10 +363,9 @@ class Predictions:
             return np.zeros(len(self), dtype=np.int64)
         return self.table[MODEL].to_numpy()
 
-    @property
-    def thresholds(self) -> Tensor:
-        """Return the scores from which on labels are given, where an image may have several. (N, C)"""
-        every = [self.info.thresholds(model) for model in range(len(self.info.models))]
+    def thresholds(self, rule: DecisionRule | None = None) -> Tensor:
+        """Return the scores from which on a rule gives labels, where an image may have several. (N, C)"""
+        every = [self.info.thresholds(rule, model) for model in range(len(self.info.models))]
         return torch.stack(every)[torch.from_numpy(self.model_index.copy())]
 
     def column(self, name: str) -> np.ndarray | None:

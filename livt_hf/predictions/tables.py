@@ -66,11 +66,10 @@ class TableWriter(AbstractContextManager):
     Args:
         path: a .parquet or .csv file.
         rules: decision rules.
-        thresholds: scores (C,) from which on labels are given; by default those of the model.
     """
 
-    def __init__(self, path: str | Path, rules: Sequence[DecisionRule], thresholds: Tensor | None = None):
-        self.path, self.rules, self.thresholds = Path(path), rules, thresholds
+    def __init__(self, path: str | Path, rules: Sequence[DecisionRule]):
+        self.path, self.rules = Path(path), rules
         self.is_csv = self.path.suffix == ".csv"
         self._writer = None
         self._waiting: list[Predictions] = []
@@ -124,7 +123,7 @@ class TableWriter(AbstractContextManager):
     def _decided(self, predictions: Predictions, rule: DecisionRule, suffix: str) -> list[Column]:
         scores, (labels, best) = choose_classes(predictions, rule)
         if predictions.info.multi_label:
-            columns = [(f"labels{suffix}", self._given(predictions, scores))]
+            columns = [(f"labels{suffix}", self._given(predictions, rule, scores))]
         else:
             names = self._class_names(predictions, labels.tolist())
             columns = [(f"prediction{suffix}", names), (f"score{suffix}", _numbers(best))]
@@ -134,10 +133,9 @@ class TableWriter(AbstractContextManager):
         lists = pa.FixedSizeListArray.from_arrays(_numbers(scores.reshape(-1)), scores.shape[1])
         return [*columns, (f"scores{suffix}", lists)]
 
-    def _given(self, predictions: Predictions, scores: Tensor) -> pa.Array:
+    def _given(self, predictions: Predictions, rule: DecisionRule, scores: Tensor) -> pa.Array:
         """Return the labels that are given, as a list in parquet and in one cell of a CSV."""
-        thresholds = predictions.thresholds if self.thresholds is None else self.thresholds
-        chosen, missing = scores >= thresholds, scores.isnan().any(-1).tolist()
+        chosen, missing = scores >= predictions.thresholds(rule), scores.isnan().any(-1).tolist()
         names = predictions.class_names
         given = [
             None if empty else [names[i] for i in torch.where(row)[0].tolist()]
