@@ -16,7 +16,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.predictions import DecisionRule, Predictions, PredictionsInfo, decide, record
 from livt_hf.predictions.evaluate import Evaluator
-from livt_hf.predictions.record import ModelInfo, read_parts, write_part
+from livt_hf.predictions.record import ModelInfo, as_lists, read_parts, write_part
 from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, rule_for_prior
 
 NAMES, COUNTS = ["cat", "dog", "crane", "crane"], [60, 30, 9, 1]  # ImageNet has two classes called crane
@@ -156,6 +156,19 @@ def test_several_labels_of_an_image_are_rows_of_zero_and_one(tmp_path):
     assert np.array_equal(loaded.labels, labels) and [rule.name for rule in loaded.info.rules] == [PER_LABEL]
     assert np.allclose(loaded.posterior("training"), 1 / (1 + np.exp(-np.eye(2, 3))), atol=1e-6)
     assert loaded.info.thresholds().tolist() == [0.5] * 3
+
+
+def test_a_record_of_files_that_cannot_be_read_is_completed_and_no_other_one_takes_its_place(tmp_path):
+    predictions = made()
+    logits = predictions.logits.copy()
+    logits[3] = np.nan
+    table = predictions.table.drop_columns("logits").append_column("logits", as_lists(logits))
+    predictions = Predictions(table.append_column("error", pa.array(["damaged"] * 50)), predictions.info)
+    predictions.save(tmp_path, rows_per_part=20)
+    (tmp_path / "part-000000000040.parquet").unlink()  # as a kill leaves it
+    assert len(Predictions.load(predictions.save(tmp_path, rows_per_part=20))) == 50
+    with pytest.raises(LiVTError, match="another record"):
+        made().save(tmp_path, rows_per_part=20)
 
 
 def test_thresholds_chosen_under_the_own_prior_do_not_hold_under_another_one():

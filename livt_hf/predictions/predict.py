@@ -258,7 +258,7 @@ class Predictor:
         and precision "auto" is theirs.
         """
         images, rows = as_table(images), min(part_rows(len(self.labels)), 100 * batch_size)
-        first = part_path(Path(folder), 0)
+        first = part_path(folder, 0)
         if first.exists():
             part = next(read_parts(first))
             rows = len(part) or rows

@@ -513,13 +513,9 @@ def as_lists(logits: np.ndarray | Tensor) -> pa.Array:
 
 def write_part(folder: str | Path, part: Predictions, start: int, total: int) -> None:
     """Write the rows of a record from `start` on, of `total` in all, unless they are there."""
-    folder, path = Path(folder), part_path(folder, start)
-    if path.exists():
-        if _read_part(path)[0] == part:
-            return
-        raise LiVTError(f"{folder} holds another record; choose another folder.", argument="path")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_file(path, part, start, total)
+    if read_matching_part(folder, start, part.table, part.info) is None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _write_file(part_path(folder, start), part, start, total)
 
 
 def _write_file(path: Path, part: Predictions, start: int, total: int) -> None:
@@ -537,16 +533,23 @@ def replace_info(folder: Path, info: PredictionsInfo) -> None:
 
 def read_matching_part(folder: str | Path, start: int, images: pa.Table, info: PredictionsInfo) -> Predictions | None:
     """Return a part that is there, if it is of these images and this model, or None where there is none."""
-    file = part_path(Path(folder), start)
+    file = part_path(folder, start)
     if not file.exists():
         return None
     part = _read_part(file)[0]
-    if part.info != info or not part.table.drop_columns(["error", LOGITS]).equals(images):
+    known, wanted = (
+        table.select([name for name in table.column_names if name not in ("error", LOGITS)])
+        for table in (part.table, images)
+    )
+    is_same = part.info == info and known.equals(wanted)
+    if is_same and LOGITS in images.column_names:  # those of a file that cannot be read are NaN
+        is_same = np.array_equal(part.logits, Predictions(images, info).logits, equal_nan=True)
+    if not is_same:
         raise LiVTError(f"{folder} holds another record; choose another folder.", argument="path")
     return part
 
 
-def part_path(folder: Path, start: int) -> Path:
+def part_path(folder: str | Path, start: int) -> Path:
     """Return the file of the part that begins with a row; names sort as rows do."""
     return Path(folder, f"part-{start:012d}.parquet")
 
