@@ -29,8 +29,15 @@ from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig
 from livt_hf import LiViTConfig, LiViTForImageClassification, LiViTForPreTraining, balance
 from livt_hf.data import eval_processor
 from livt_hf.demo.classes import ROWS, Classes
-from livt_hf.demo.serving import ARGMAX, DEPLOYMENT, UNIFORM, ServedClassifier, ServedPretraining
-from livt_hf.demo.unlabelled import UnlabelledImages, read_unlabelled
+from livt_hf.demo.serving import (
+    ARGMAX,
+    DEPLOYMENT,
+    UNIFORM,
+    ServedClassifier,
+    ServedPretraining,
+    UnlabelledImages,
+    read_unlabelled,
+)
 from livt_hf.errors import LiVTError
 from livt_hf.hub import Publication, prepare_space, publish, publish_space
 from livt_hf.long_tail.label_shift import estimate_prior

@@ -13,7 +13,7 @@ from datasets import DatasetDict
 from gradio.utils import get_upload_folder
 
 from livt_hf.data.decoding import read_images
-from livt_hf.demo import classes, unlabelled
+from livt_hf.demo import classes, serving
 from livt_hf.demo.serving import ServedClassifier, ServedPretraining
 from livt_hf.errors import LiVTError
 from livt_hf.reports import mistakes, reliability_diagram
@@ -204,8 +204,8 @@ def deployment_tab(demo: DemoModel, tried: TryTab) -> None:
     prior, changes = (
         gr.Dataframe(headers=list(headers), column_widths=widths, elem_id=name, **plain)
         for name, headers, widths in (
-            ("prior", unlabelled.PRIOR_COLUMNS, [150, 110, 100, 130]),
-            ("changes", unlabelled.CHANGE_COLUMNS, [180, 150, 110, 150, 110, 90]),
+            ("prior", serving.PRIOR_COLUMNS, [150, 110, 100, 130]),
+            ("changes", serving.CHANGE_COLUMNS, [180, 150, 110, 150, 110, 90]),
         )
     )
     with gr.Row():
@@ -216,7 +216,7 @@ def deployment_tab(demo: DemoModel, tried: TryTab) -> None:
 
     @show_errors
     def estimate(paths):
-        found = unlabelled.read_unlabelled(demo.served, paths or [])
+        found = serving.read_unlabelled(demo.served, paths or [])
         usable, files = found.estimate.reliable, [write_download(found.to_csv(), "predictions.csv")]
         if usable:
             files.append(write_download(demo.served.classes.to_json(found.frequencies), "prior.json"))

@@ -50,24 +50,20 @@ def calibrate(
     Returns:
         The calibration.
     """
+    is_grouped = images is not None and "group" in images.column_names
+    logits, labels, *index = collect_logits(model, loader, accelerator, *["index"] * is_grouped)
+    groups = group_codes(images)[index[0].numpy()] if is_grouped else None
+    fingerprint = None if images is None else digest_of(images)
+    return calibrate_logits(model, logits.to(accelerator.device), labels, split, fingerprint, objective, groups)
+
+
+def collect_logits(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator, *names: str) -> list[Tensor]:
+    """Return logits, labels and other named values of the batches of all processes, on the CPU."""
     parts = [
-        (logits.cpu(), batch["labels"].cpu(), batch["index"].cpu() if images is not None else logits[:0])
+        (logits.cpu(), *(batch[name].cpu() for name in ("labels", *names)))
         for logits, batch in predict_batches(model, loader, accelerator)
     ]
-    logits, labels, index = (torch.cat(parts) for parts in zip(*gather_object(parts), strict=True))
-    groups = None
-    if images is not None and "group" in images.column_names:
-        groups = group_codes(images)[index.numpy()]
-    fingerprint = None if images is None else digest_of(images)
-    logits = logits.to(accelerator.device)
-    return calibrate_logits(model, logits, labels, split, fingerprint, objective, groups)
-
-
-def collect_logits(model: nn.Module, loader: Iterable[dict], accelerator: Accelerator) -> tuple[Tensor, Tensor]:
-    """Return logits and labels of the images of all processes, on the CPU."""
-    pairs = [(logits.cpu(), batch["labels"].cpu()) for logits, batch in predict_batches(model, loader, accelerator)]
-    logits, labels = (torch.cat(parts) for parts in zip(*gather_object(pairs), strict=True))
-    return logits, labels
+    return [torch.cat(columns) for columns in zip(*gather_object(parts), strict=True)]
 
 
 def calibrate_logits(
@@ -90,10 +86,10 @@ def calibrate_logits(
     calibration = dataclasses.replace(calibration, split=split, fingerprint=fingerprint)
     _set_calibration(model, calibration)  # thresholds and exponents are chosen on the calibrated posterior
     if head.multi_label:
-        thresholds = best_thresholds(head.posterior(logits).cpu(), labels, _odds_ratio(head.settings))
-        calibration = dataclasses.replace(calibration, thresholds=thresholds)
+        chosen = {"thresholds": best_thresholds(head.posterior(logits).cpu(), labels, _odds_ratio(head.settings))}
     else:
-        calibration = dataclasses.replace(calibration, **_choose_exponents(head, logits, labels, objective, groups))
+        chosen = _choose_exponents(head, logits, labels, objective, groups)
+    calibration = dataclasses.replace(calibration, **chosen)
     _set_calibration(model, calibration)
     return calibration
 
@@ -113,8 +109,7 @@ def _choose_exponents(
 
 def set_objective(model: PreTrainedModel, objective: str) -> None:
     """Serve a calibrated model for another objective: no image is needed, for the exponents are stored."""
-    calibration = model.head.calibration
-    _set_calibration(model, dataclasses.replace(calibration, objective=objective))
+    _set_calibration(model, dataclasses.replace(model.head.calibration, objective=objective))
 
 
 def calibrate_if_possible(

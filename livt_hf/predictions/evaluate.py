@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.priors import class_prior, tempered_prior
 from livt_hf.predictions.decisions import Decisions, decide, rank_by
 from livt_hf.predictions.metrics import (
     LongTailMetrics,
@@ -130,9 +131,8 @@ class Evaluator:
 
     def trade_off(self) -> list[dict]:
         """Return accuracy and mean class accuracy under pi^t, from the uniform prior, t = 0, to t = 1."""
-        counts = torch.as_tensor(np.asarray(self.class_counts), dtype=torch.float64).clamp(min=1e-9)
-        priors = {t: (counts / counts.sum()).pow(t) for t in _EXPONENTS}
-        rules = [DecisionRule(str(t), str(t), tuple((q / q.sum()).tolist())) for t, q in priors.items()]
+        prior = class_prior(np.maximum(self.class_counts, 1e-9))
+        rules = [DecisionRule(str(t), str(t), tuple(tempered_prior(prior, t).tolist())) for t in _EXPONENTS]
         measured = {name: metric.compute() for name, metric in self.measure(rules).items()}
         names = ("accuracy", "mean_class_accuracy", "macro_f1")
         return [{"exponent": t} | {name: measured[str(t)][name] for name in names} for t in _EXPONENTS]

@@ -66,22 +66,20 @@ def read_logit_file(
         raise
     except _UNREADABLE as error:
         raise LiVTError(f"{path} cannot be read ({format_error(error)}); give logits as a table or npz.") from error
-    scores, names, columns = read.pop("scores"), read.pop("names", None) or names, read
-    if names is not None and len(names) != scores.shape[1]:
-        message = (
-            f"{path} has {scores.shape[1]} numbers per image and class_counts {len(names)} classes; give one each."
-        )
+    scores, kind, labels = read.pop("scores"), read.pop("kind", None), read.pop("label", None)
+    num_classes = scores.shape[1]
+    names = read.pop("names", None) or names or [str(number) for number in range(num_classes)]
+    if len(names) != num_classes:
+        message = f"{path} has {num_classes} numbers per image and class_counts {len(names)} classes; give one each."
         raise LiVTError(message, argument="class_counts")
-    names = names or [str(number) for number in range(scores.shape[1])]
-    labels = columns.pop("label", None)
     return Predictions.from_arrays(
         scores,
         None if labels is None else _class_ids(labels, names, path),
         class_names=names,
         class_counts=None if counted is None else _counts(class_counts, counted, names),
         loss=loss,
-        probabilities=_are_probabilities(scores, values or read.pop("kind", None), path),
-        **{name: column for name, column in columns.items() if name != "kind"},
+        probabilities=_are_probabilities(scores, values or kind, path),
+        **read,
     )
 
 
@@ -115,8 +113,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
     if name is None or arrays[name].ndim != 2 or arrays[name].shape[1] < 2:
         shapes = {name: array.shape for name, array in arrays.items()}
         raise LiVTError(f"{path} has arrays {shapes}; it needs logits or probabilities (images, classes).")
-    kinds = {"logits": "logits", "probabilities": "probabilities"}
-    read: dict[str, Any] = {"scores": arrays.pop(name), "kind": kinds.get(name)}
+    read: dict[str, Any] = {"scores": arrays.pop(name), "kind": None if name == "predictions" else name}
     if "class_names" in arrays:
         read["names"] = [str(one) for one in arrays.pop("class_names")]
     for key in ("labels", "label_ids", "label"):
@@ -198,12 +195,11 @@ def _class_ids(labels: Any, names: Sequence[str], path: Path) -> np.ndarray:
     """Return labels as class ids, from names of classes or ids; rows of 0 and 1 stay as they are."""
     if isinstance(labels, np.ndarray) and (labels.ndim == 2 or labels.dtype.kind in "iu"):
         return labels
-    texts = np.asarray(labels).astype(str)
-    ids = {name: number for number, name in enumerate(names)}
-    if set(texts.tolist()) <= ids.keys():
-        return np.array([ids[text] for text in texts.tolist()], dtype=np.int64)
-    numbers = np.asarray(labels)
-    if numbers.dtype.kind in "iu":
-        return numbers
-    unknown = next(text for text in texts.tolist() if text not in ids)
+    labels, ids = np.asarray(labels), {name: number for number, name in enumerate(names)}
+    texts = labels.astype(str).tolist()
+    unknown = next((text for text in texts if text not in ids), None)
+    if unknown is None:
+        return np.array([ids[text] for text in texts], dtype=np.int64)
+    if labels.dtype.kind in "iu":
+        return labels
     raise LiVTError(f"{path} has the label {unknown!r}; the classes are {', '.join(names[:5])}...", argument="labels")

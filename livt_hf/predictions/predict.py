@@ -276,11 +276,9 @@ class Predictor:
 
 def as_table(images: Sequence[Path] | pa.Table) -> pa.Table:
     """Return files as a table with the column `path`; a table is returned as it is."""
-    return (
-        images
-        if isinstance(images, pa.Table)
-        else pa.table({"path": pa.array(map(path_to_text, images), pa.string())})
-    )
+    if isinstance(images, pa.Table):
+        return images
+    return pa.table({"path": pa.array(map(path_to_text, images), pa.string())})
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:

@@ -69,14 +69,12 @@ def _parse_imbalances(text: str, fewest: int) -> list[float]:
     try:
         values = {float(part) for part in text.split(",")}
     except ValueError as error:
-        raise LiVTError(
-            f"test_imbalance is {text!r}; it must be numbers such as 50 or 50,-50.", "test_imbalance"
-        ) from error
+        message = f"test_imbalance is {text!r}; it must be numbers such as 50 or 50,-50."
+        raise LiVTError(message, "test_imbalance") from error
     largest = max(values, key=abs)
     if not all(1 <= abs(imbalance) < math.inf for imbalance in values):
-        raise LiVTError(
-            f"test_imbalance is {text!r}; largest over smallest class is at least 1 (backward: -1).", "test_imbalance"
-        )
+        message = f"test_imbalance is {text!r}; largest over smallest class is at least 1 (backward: -1)."
+        raise LiVTError(message, "test_imbalance")
     if fewest < abs(largest):
         way_out = f"pass --test_imbalance={fewest},-{fewest} or less" if fewest > 1 else "leave it out"
         raise LiVTError(
@@ -84,11 +82,7 @@ def _parse_imbalances(text: str, fewest: int) -> list[float]:
             f"has {fewest}; {way_out}.",
             "test_imbalance",
         )
-    return sorted((values - {-1.0}) | {1.0}, key=_backwardness)
-
-
-def _backwardness(imbalance: float) -> float:
-    return -math.copysign(math.log(abs(imbalance)), imbalance)
+    return sorted((values - {-1.0}) | {1.0}, key=lambda value: -math.copysign(math.log(abs(value)), value))
 
 
 def measure_shift(evaluator: Evaluator, shifted: ShiftedSet) -> dict:

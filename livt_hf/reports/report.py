@@ -3,8 +3,8 @@
 import contextlib
 import csv
 import datetime
+import functools
 import io
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from livt_hf.reports.classes import (
 )
 from livt_hf.reports.curves import accuracy_by_shift, shift_rows, trade_off, training_curves
 from livt_hf.reports.page import data_url, render, write_page
-from livt_hf.reports.verdict import count_units, judge
+from livt_hf.reports.verdict import count_correct, judge
 from livt_hf.results import Results
 from livt_hf.runs import Run
 from livt_hf.text import format_percent, shell_line
@@ -65,9 +65,9 @@ def write_report(folder: Path, report: EvaluationReport, dataset: Dataset | None
         verdict, context = None, {"confusions": [], "examples": []}
         figures, tables, classes = _multi_label_parts(folder, report)
     else:
-        verdict = judge(report)
-        figures, tables = _single_label_figures(folder, report), _tables(summary)
-        classes = _rows_by_need(report, {row["class"] for row in verdict.weak})
+        verdict, bounds = judge(report), wilson_interval(*count_correct(report, report.per_class))
+        figures, tables = _single_label_figures(folder, report, bounds), _tables(summary)
+        classes = _rows_by_need(report.per_class, bounds, {row["class"] for row in verdict.weak})
         examples = [] if dataset is None else _draw_examples(folder, report, dataset)
         context = {"examples": examples, "confusions": _shown_confusions(report)}
     if logs := files.find_logs(run.folder):
@@ -112,11 +112,10 @@ def write_classes(rows: list[dict], path: Path) -> None:
         table.writerows(rows)
 
 
-def _single_label_figures(folder: Path, report: EvaluationReport) -> Figures:
-    """Draw the figures of images with one label each."""
-    summary, per_class = report.summary, report.per_class
-    intervals = wilson_interval(*_count_correct(report, per_class))
-    path = accuracy_by_frequency(per_class, folder / files.FREQUENCY, intervals=intervals)
+def _single_label_figures(folder: Path, report: EvaluationReport, bounds: np.ndarray) -> Figures:
+    """Draw the figures of images with one label each; `bounds` are the 95 % intervals of the classes."""
+    summary = report.summary
+    path = accuracy_by_frequency(report.per_class, folder / files.FREQUENCY, intervals=bounds)
     note = "Lines: 95 % intervals. Dashed: mean of the group."
     figures = [("Accuracy of each class against its training images", path, note)]
     if "trade_off" in summary:
@@ -139,26 +138,20 @@ def _single_label_figures(folder: Path, report: EvaluationReport) -> Figures:
     return figures
 
 
-def _count_correct(report: EvaluationReport, rows: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
-    """Return right predictions and test images of classes, in groups of images where images belong together."""
-    images = count_units(report, rows)
-    return np.array([row["accuracy"] or 0 for row in rows]) * images, images
-
-
 def _draw_examples(folder: Path, report: EvaluationReport, dataset: Dataset) -> list[list[dict]]:
     """Draw images of the most and least accurate classes, and return their rows with thumbnails for the page."""
     labels = labels_of(dataset).values
 
+    @functools.cache
     def samples(label: int) -> list[np.ndarray]:
         rows = np.flatnonzero(labels == label)[:SAMPLES].tolist()
         return [image.permute(1, 2, 0).numpy() for image in read_images(dataset, rows)]
 
     best_and_worst(report.per_class, samples, folder / files.BEST_AND_WORST)
     by_id = {row["class"]: row for row in report.per_class}
-    halves = best_and_worst_classes(report.per_class)
     return [
         [by_id[label] | {"thumbnails": [_thumbnail(image) for image in samples(label)]} for label in ids]
-        for ids in halves
+        for ids in best_and_worst_classes(report.per_class)
         if ids
     ]
 
@@ -176,22 +169,25 @@ def _shown_confusions(report: EvaluationReport) -> list[dict]:
     return [pair | {"total": images[pair["label"]]} for pair in report.confusions[:SHOWN_CONFUSIONS]]
 
 
-def _rows_by_need(report: EvaluationReport, weak: set[int]) -> list[dict]:
+def _rows_by_need(rows: list[dict], bounds: np.ndarray, weak: set[int]) -> list[dict]:
     """Return the rows of the table of classes, those first that are most surely inaccurate."""
-    rows, bounds = report.per_class, wilson_interval(*_count_correct(report, report.per_class))
-    order = sorted(range(len(rows)), key=lambda row: (not rows[row]["images"], bounds[row, 1]))
-    return [_class_row(rows[row], bounds[row]) | {"is_weak": rows[row]["class"] in weak} for row in order]
-
-
-def _class_row(row: dict, bounds: np.ndarray) -> dict:
-    low, high = (f"{100 * bound:.0f}" for bound in bounds)
-    shown = {"class": row["name"], "name": row["name"], "group": row["group"], "train": f"{row['count']:,}"}
-    shown |= {"test": f"{row['images']:,}", "recall": format_percent(row["accuracy"])}
-    shown |= {
-        "95 % interval": f"{low} to {high}" if row["images"] else "-",
-        "precision": format_percent(row["precision"]),
-    }
-    return shown | {"F1": format_percent(row["f1"]), "AUROC": format_percent(row["auroc"])}
+    order = sorted(range(len(rows)), key=lambda i: (not rows[i]["images"], bounds[i, 1]))
+    return [
+        {
+            "class": row["name"],
+            "name": row["name"],
+            "group": row["group"],
+            "is_weak": row["class"] in weak,
+            "train": f"{row['count']:,}",
+            "test": f"{row['images']:,}",
+            "recall": format_percent(row["accuracy"]),
+            "95 % interval": f"{100 * low:.0f} to {100 * high:.0f}" if row["images"] else "-",
+            "precision": format_percent(row["precision"]),
+            "F1": format_percent(row["f1"]),
+            "AUROC": format_percent(row["auroc"]),
+        }
+        for row, (low, high) in ((rows[i], bounds[i]) for i in order)
+    ]
 
 
 def _multi_label_parts(folder: Path, report: EvaluationReport) -> tuple[Figures, Tables, list[dict]]:
@@ -250,20 +246,15 @@ def _rule_row(rule: str, summary: dict) -> dict:
 
 def fold_rows(summary: dict) -> list[dict]:
     """Return a row per fold of a cross-validation, their mean and standard deviation, and all test images pooled."""
-    pooled = summary["rules"][summary["default_rule"]]
-    folds = {str(number): metrics for number, metrics in enumerate(summary["folds"]["each"], 1)} | {"pooled": pooled}
+    pooled, folds = summary["rules"][summary["default_rule"]], summary["folds"]
     names = [name for name in FOLD_METRICS if name in pooled]
-    rows = [
+    *rows, total = (
         {"fold": fold, "images": metrics["num_images"]} | {name: format_percent(metrics[name]) for name in names}
-        for fold, metrics in folds.items()
-    ]
-    mean, deviation = summary["folds"]["mean"], summary["folds"]["deviation"]
-    spread = {
-        name: f"{format_percent(mean[name])} ± {format_percent(deviation[name])}"
-        for name in names
-        if mean[name] is not None
-    }
-    return [*rows[:-1], {"fold": "mean ± std"} | spread, rows[-1]]
+        for fold, metrics in [*((str(n), each) for n, each in enumerate(folds["each"], 1)), ("pooled", pooled)]
+    )
+    measured = [name for name in names if folds["mean"][name] is not None]
+    spread = {n: f"{format_percent(folds['mean'][n])} ± {format_percent(folds['deviation'][n])}" for n in measured}
+    return [*rows, {"fold": "mean ± std"} | spread, total]
 
 
 def _group_rows(summary: dict) -> list[dict]:

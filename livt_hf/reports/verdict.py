@@ -67,8 +67,7 @@ def judge(report: EvaluationReport) -> Verdict:
 def find_weak_classes(report: EvaluationReport) -> list[dict]:
     """Return the classes that are significantly less accurate than the other images, the weakest first."""
     tested = [row for row in report.per_class if row["images"]]
-    images, accuracy = count_units(report, tested), np.array([row["accuracy"] for row in tested])
-    right = accuracy * images
+    right, images = count_correct(report, tested)
     found = significant(below_the_rest(images, right))
     others = (right.sum() - right) / np.maximum(images.sum() - images, 1)
     confused: dict[int, dict] = {}
@@ -82,12 +81,13 @@ def find_weak_classes(report: EvaluationReport) -> list[dict]:
     return sorted(weak, key=lambda row: (row["accuracy"], -row["images"]))
 
 
-def count_units(report: EvaluationReport, rows: Sequence[dict]) -> np.ndarray:
-    """Return the number of test images of classes or, where images belong together, of their groups."""
-    if report.groups is None:
-        return np.array([row["images"] for row in rows])
-    pairs = np.unique(np.stack([report.labels, report.groups]), axis=1)
-    return np.bincount(pairs[0], minlength=len(report.per_class))[[row["class"] for row in rows]]
+def count_correct(report: EvaluationReport, rows: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Return right predictions and test images of classes, in groups of images where images belong together."""
+    images = np.array([row["images"] for row in rows])
+    if report.groups is not None:
+        pairs = np.unique(np.stack([report.labels, report.groups]), axis=1)
+        images = np.bincount(pairs[0], minlength=len(report.per_class))[[row["class"] for row in rows]]
+    return np.array([row["accuracy"] or 0 for row in rows]) * images, images
 
 
 class _Judge:
@@ -100,13 +100,12 @@ class _Judge:
         self.num_units = len(report.labels if report.groups is None else np.unique(report.groups))
 
     def verdict(self) -> Verdict:
-        split = {"all": "images of all splits"}.get(self.report.summary["split"], self.report.summary["split"])
-        images = f"{self.numbers['num_images']:,} images ({split})"
-        lead = f"Accuracy {format_percent(self.numbers['accuracy'])} %, mean class accuracy "
-        lead += f"{format_percent(self.numbers['mean_class_accuracy'])} % on {images}; decision rule: "
-        lead += f"{self.report.default_label}."
-        summary = self.summarize_baselines()
-        return Verdict(lead, summary, self.baselines, self.groups(), find_weak_classes(self.report), self.advice())
+        split, numbers = self.report.summary["split"], self.numbers
+        lead = f"Accuracy {format_percent(numbers['accuracy'])} %, mean class accuracy "
+        lead += f"{format_percent(numbers['mean_class_accuracy'])} % on {numbers['num_images']:,} images "
+        lead += f"({'images of all splits' if split == 'all' else split}); decision rule: {self.report.default_label}."
+        weak = find_weak_classes(self.report)
+        return Verdict(lead, self.summarize_baselines(), self.baselines, self.groups(), weak, self.advice())
 
     def test(self, rule: str, other: str, by_class: bool = False) -> float:
         """Return the p-value of a difference in accuracy, or in mean class accuracy, between two rules."""
@@ -167,15 +166,14 @@ class _Judge:
 
     def advice(self) -> list[Advice]:
         kinds = (self.change_rule, self.count_correct_images, self.tell_apart, self.label_more, self.calibrate)
-        found = [advice for kind in (*kinds, self.test_more) if (advice := kind()) is not None]
-        return found[:MAX_ADVICE]
+        return list(filter(None, (kind() for kind in (*kinds, self.test_more))))[:MAX_ADVICE]
 
     def change_rule(self) -> Advice | None:
         """Advise another rule if it is better in one accuracy, by a paired test, and not worse in the other."""
-        priors = {UNIFORM: "uniform", ESTIMATED: "prior.json"}
-        rules = [rule for rule in self.report.metrics if rule in priors and rule != self.default]
         if self.default == GIVEN:  # the prior was given for images whose classes are frequent otherwise than here
             return None
+        priors = {UNIFORM: "uniform", ESTIMATED: "prior.json"}
+        rules = [rule for rule in self.report.metrics if rule in priors and rule != self.default]
         for rule in rules:
             metrics = self.report.metrics[rule].compute()
             gains = [metrics[name] - self.numbers[name] for name in ("accuracy", "mean_class_accuracy")]
@@ -229,13 +227,11 @@ class _Judge:
         if not rare or len(rare) == len(self.tested) or command is None:
             return None
         others = [row for row in self.tested if row["group"] != "few"]
-        accuracy = [np.array([row["accuracy"] for row in rows]) for rows in (rare, others)]
-        images = [count_units(self.report, rows) for rows in (rare, others)]
-        right = np.array([own @ units for own, units in zip(accuracy, images, strict=True)])
-        if below_the_rest(np.array([units.sum() for units in images]), right)[0] > LEVEL:
+        right, images = np.array([np.sum(count_correct(self.report, rows), axis=1) for rows in (rare, others)]).T
+        if below_the_rest(images, right)[0] > LEVEL:
             return None
         names = [row["name"] for row in sorted(rare, key=lambda row: row["accuracy"])]
-        own, other = (format_percent(values.mean()) for values in accuracy)
+        own, other = (format_percent(np.mean([row["accuracy"] for row in rows])) for rows in (rare, others))
         few = self.report.default_metrics.few_below
         return Advice(
             f"Label more images of {_list_names(names)}, then train again.",
