@@ -215,11 +215,12 @@ def test_calibration_is_advised_in_one_direction_and_only_where_the_gap_is_no_no
             measured(*pairs(*[(label, label, 30) for label in range(4)])),
             measured(*pairs((0, 0, 3), (1, 0, 1))),
             measured(*WEAK, folds={}),
+            measured(*pairs((0, 0, 1), (0, 1, 1), (1, 0, 1))),  # 33 % right: three images
         )
     ]
     assert titles[0] == ["The model is overconfident: mean confidence 94.8 %, accuracy 65.0 %."]
-    assert ["underconfident" in " ".join(found) for found in titles] == [False, True, False, False]
-    assert titles[2:] == [[], []]
+    assert ["underconfident" in " ".join(found) for found in titles] == [False, True, False, False, False]
+    assert titles[2:] == [[], [], []]
 
 
 def test_a_perfect_model_has_no_weak_class_and_no_advice():
@@ -320,6 +321,13 @@ def test_a_difference_within_the_margin_is_not_significant():
     assert "the difference is not significant (95 % margin if their errors are independent: 13.8 points)" in (
         describe_difference(first, second)
     )
+
+
+def test_a_handful_of_images_shows_no_difference_however_sure_it_looks():
+    first, second = {"accuracy": 0.0, "num_images": 3}, {"accuracy": 1.0, "num_images": 3}
+    gains = np.ones(3)  # all of them better, so their variance is 0
+    answer = describe_difference(first, second, margin=0.0, p_value=paired_p_value(gains))
+    assert "the difference is not significant (paired test, p = 0.2" in answer
 
 
 def test_models_on_the_same_images_are_compared_by_those_that_only_one_has_right(tmp_path, monkeypatch, capsys):

@@ -12,8 +12,8 @@ from livt_hf.files import read_record
 from livt_hf.predictions.decisions import decide
 from livt_hf.predictions.evaluate import upgrade_summary
 from livt_hf.predictions.metrics import THRESHOLDS
-from livt_hf.predictions.record import FOLDER, Predictions, read_groups
-from livt_hf.predictions.significance import sum_by_group
+from livt_hf.predictions.record import FOLDER, read_groups, read_parts
+from livt_hf.predictions.significance import LEVEL, paired_p_value, sum_by_group
 from livt_hf.reports import files
 from livt_hf.reports.page import write_page
 from livt_hf.text import format_error, format_percent, shell_line
@@ -109,11 +109,11 @@ def compare(first: str, second: str, folder: Path) -> tuple[str, Path]:
     paths = {caption: [report.folder / name for report in (one, other)] for caption, name in PICTURES.items()}
     pictures = {caption: both for caption, both in paths.items() if all(path.is_file() for path in both)}
     title = f"{first} and {second} on {one.summary['dataset']} ({one.summary['split']})"
-    conclusion = describe_difference(one.metrics, other.metrics, _paired_margin(one, other))
+    conclusion = describe_difference(one.metrics, other.metrics, *_compare_images(one, other))
     return conclusion, write_page(folder, title=title, tables=tables, pictures=pictures, lead=conclusion)
 
 
-def describe_difference(first: dict, second: dict, margin: float | None = None) -> str:
+def describe_difference(first: dict, second: dict, margin: float | None = None, p_value: float = 0.0) -> str:
     """Return which of two accuracies is higher, and whether the number of test images suffices to tell.
 
     Args:
@@ -121,6 +121,7 @@ def describe_difference(first: dict, second: dict, margin: float | None = None) 
         second: the same of another model.
         margin: 95 % margin of the difference between models on the same images; default: that of independent errors,
             which is wider.
+        p_value: of a paired test, which a few images that all differ in one direction do not pass.
     """
     a, b, assumption = first["accuracy"], second["accuracy"], ""
     if margin is None:
@@ -128,27 +129,29 @@ def describe_difference(first: dict, second: dict, margin: float | None = None) 
         assumption = " if their errors are independent"
     text = f"Accuracy {format_percent(a)} % (first) and {format_percent(b)} % (second):"
     bound = f"95 % margin{assumption}: {format_percent(margin)} points"
-    if abs(b - a) <= margin:
+    if abs(b - a) > margin and p_value > LEVEL:
+        bound = f"paired test, p = {p_value:.2f}"
+    if abs(b - a) <= margin or p_value > LEVEL:
         return f"{text} the difference is not significant ({bound})."
     return f"{text} the {'second' if b > a else 'first'} is significantly better ({bound})."
 
 
-def _paired_margin(one: SavedReport, other: SavedReport) -> float | None:
-    """Return the 95 % margin of the difference between two models on the same images, by those only one has right.
+def _compare_images(one: SavedReport, other: SavedReport) -> tuple[float, float] | tuple[()]:
+    """Return 95 % margin and p-value of the difference between two models, by the images that only one has right.
 
-    Images of one group (patient, site) count together. None where a report has no predictions, or they are of other
+    Images of one group (patient, site) count together. Empty where a report has no predictions, or they are of other
     images.
     """
     folders = [report.folder / FOLDER for report in (one, other)]
     if not all(folder.is_dir() for folder in folders):
-        return None
-    first, second = map(Predictions.load, folders)
-    if not len(first) or not np.array_equal(first.labels, second.labels):
-        return None
-    right = [(decide(part).labels.numpy() == part.labels).astype(int) for part in (first, second)]
-    gains = right[1] - right[0]
-    units = sum_by_group(gains - gains.mean(), read_groups(first))
-    return 1.96 * math.sqrt((units**2).sum()) / len(first)
+        return ()
+    labels, others = (np.concatenate([part.labels for part in read_parts(folder)]) for folder in folders)
+    if not len(labels) or not np.array_equal(labels, others):
+        return ()
+    before, after = (decide(folder).labels.numpy() == labels for folder in folders)
+    gains, groups = after.astype(float) - before, read_groups(folders[0])
+    units = sum_by_group(gains - gains.mean(), groups)
+    return 1.96 * math.sqrt((units**2).sum()) / len(labels), paired_p_value(gains, groups)
 
 
 def _rule_rows(report: SavedReport) -> list[dict]:

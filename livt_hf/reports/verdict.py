@@ -247,6 +247,8 @@ class _Judge:
     def calibrate(self) -> Advice | None:
         if "folds" in self.report.summary or len(self.report.metrics) == 1 or self.default != ARGMAX:
             return None  # a cross-validation has no model of its own; without probabilities, or calibrated
+        if self.num_units < MIN_UNITS:
+            return None
         decided = self.report.decisions[self.default]
         gap = (self.numbers["mean_confidence"] or 0) - self.numbers["accuracy"]
         right, groups = decided.labels.numpy() == self.report.labels, self.report.groups
