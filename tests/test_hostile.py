@@ -23,7 +23,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import read_values
 from livt_hf.predictions import predict
 from livt_hf.predictions.predict import find_images
-from livt_hf.reports.biases import class_distribution
+from livt_hf.reports.classes import class_distribution
 from livt_hf.reports.style import shorten
 from livt_hf.text import escape_controls, path_to_text, text_to_path
 

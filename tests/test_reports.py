@@ -17,6 +17,7 @@ from PIL import Image
 from livt_hf import reports
 from livt_hf.files import read_log
 from livt_hf.metrics import LongTailMetrics, confusions
+from livt_hf.recipes.paper import biases
 from livt_hf.reports import style
 from livt_hf.reports.curves import trade_off
 from livt_hf.reports.page import escape_markdown
@@ -39,8 +40,8 @@ def figures(monkeypatch):
         drawn.append(figure)
         return path
 
-    for module in ("biases", "classes", "curves", "sheets"):
-        monkeypatch.setattr(f"livt_hf.reports.{module}.save", keep)
+    for module in ("recipes.paper.biases", "reports.classes", "reports.curves", "reports.sheets"):
+        monkeypatch.setattr(f"livt_hf.{module}.save", keep)
     return drawn
 
 
@@ -67,7 +68,7 @@ def overlapping(texts):
 
 def test_drawing_leaves_matplotlibs_settings_and_pyplots_figures_alone(tmp_path):
     before = dict(matplotlib.rcParams)
-    reports.bias_by_gamma(tmp_path / "gamma.png")
+    biases.bias_by_gamma(tmp_path / "gamma.png")
     assert dict(matplotlib.rcParams) == before
     assert Gcf.get_all_fig_managers() == []  # pyplot's list of figures
 
@@ -139,8 +140,8 @@ def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
         reports.accuracy_by_frequency(table, tmp_path / "accuracy.png"),
         reports.confused_classes(pairs[:5], tmp_path / "confused.png"),
         reports.best_and_worst(table, lambda label: [picture] * 3, tmp_path / "classes.png"),
-        reports.bias_curves(tmp_path / "curves.png"),
-        reports.bias_by_gamma(tmp_path / "gamma.png"),
+        biases.bias_curves(tmp_path / "curves.png"),
+        biases.bias_by_gamma(tmp_path / "gamma.png"),
         reports.class_distribution([9, 4, 1], tmp_path / "distribution.png"),
         reports.sweep_plot([{"variant": "ce", "many": 40}], tmp_path / "sweep.png", "loss"),
     ]
@@ -149,7 +150,7 @@ def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
 
 
 def test_the_two_biases_cross_zero_at_the_uniform_share_and_part_at_the_head(figures):
-    reports.bias_curves("x.png", num_classes=10)
+    biases.bias_curves("x.png", num_classes=10)
     ax = figures[0].axes[0]
     bce, ce = (line.get_xydata() for line in ax.lines[:2])
     assert np.interp(0.1, *bce.T) == pytest.approx(0, abs=0.02)

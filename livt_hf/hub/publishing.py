@@ -35,7 +35,7 @@ from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.predictions.evaluate import upgrade_summary
 from livt_hf.processors import to_portable_processor
 from livt_hf.reports import files
-from livt_hf.reports.biases import class_distribution
+from livt_hf.reports.classes import class_distribution
 from livt_hf.results import Results
 from livt_hf.version import __version__
 

@@ -6,9 +6,8 @@ Names are looked up when they are first used.
 import importlib
 
 _NAMES = {
-    "biases": "bias_by_gamma bias_curves class_distribution",
-    "classes": "accuracy_by_frequency best_and_worst best_and_worst_classes class_counts_chart confused_classes "
-    "reliability_diagram",
+    "classes": "accuracy_by_frequency best_and_worst best_and_worst_classes class_counts_chart class_distribution "
+    "confused_classes reliability_diagram",
     "curves": "sweep_plot training_curves",
     "page": "markdown_table write_page",
     "sheets": "contact_sheet reconstruction_sheet",

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: calibration, accuracy from head to tail, confusions, the best and the worst classes.
+"""Pictures of classes: calibration, accuracy from head to tail, confusions, best and worst, sizes and logit biases.
 
 They draw what `livt_hf.metrics` tells: `LongTailMetrics.bins`, `LongTailMetrics.per_class(names)` and
 `confusions`.
@@ -11,6 +11,8 @@ import numpy as np
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from livt_hf.errors import LiVTError
+from livt_hf.long_tail.losses import balanced_bce_bias, balanced_ce_bias
+from livt_hf.metrics import GROUPS, shot_groups
 from livt_hf.reports.sheets import labelled_rows
 from livt_hf.reports.style import (
     BLUE,
@@ -20,11 +22,17 @@ from livt_hf.reports.style import (
     PALETTE,
     SKY,
     VERMILLION,
+    label_classes,
     new_figure,
     plain,
     save,
+    shade_groups,
     shorten,
 )
+
+# With many classes the two nearly coincide: thin dashes over a wide line show both.
+CE_LINE = {"color": BLUE, "linestyle": "--", "linewidth": 1.6, "label": "softmax losses (Theorem 1)"}
+BCE_LINE = {"color": VERMILLION, "linestyle": "-", "linewidth": 3, "label": "sigmoid losses (Theorem 3)"}
 
 
 def reliability_diagram(bins: Sequence[Mapping], path: str | Path, title: str | None = None) -> Path:
@@ -190,4 +198,45 @@ def class_counts_chart(counts: Mapping[str, np.ndarray], path: str | Path, names
         )
     if len(counts) > 1:
         figure.legend(loc="outside lower center", ncols=len(counts), frameon=False)
+    return save(figure, path)
+
+
+def logit_biases(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two biases of each class, both for a uniform test prior."""
+    counts = counts.tolist()
+    return balanced_ce_bias(counts, test_prior="uniform").numpy(), balanced_bce_bias(counts, "uniform").numpy()
+
+
+def class_distribution(
+    counts: Sequence[int], path: str | Path, names: Sequence[str] | None = None, biases: bool = True
+) -> Path:
+    """Plot the number of training images of each class from head to tail, and its biases (right axis).
+
+    The shot groups are shaded. A class without a training image has no bias: where there is one, the right axis is
+    left out. Pass `biases=False` where images have several labels, whose biases need the number of images too.
+    """
+    counts = np.asarray(counts)
+    order = np.argsort(-counts, kind="stable")
+    sizes = counts[order]
+    ranks = np.arange(len(sizes))
+    figure = new_figure(9, 4.5)
+    ax = plain(figure.add_subplot(), ylabel="training images")
+    ax.grid(False)
+    shade_groups(ax, [GROUPS[group] for group in shot_groups(sizes)])
+    if len(sizes) <= NAMED:
+        ax.bar(ranks, sizes, width=0.75, color="0.78")
+    else:
+        ax.fill_between(ranks, sizes, step="mid", color="0.78", linewidth=0)
+    if sizes[0] > 10 * max(sizes[-1], 1):
+        ax.set_yscale("log")
+        ax.set_ylim(bottom=0.7)
+    label_classes(ax, order if names is None else [names[i] for i in order])
+    if biases and sizes[-1] > 0:
+        right = ax.twinx()
+        right.spines["top"].set_visible(False)
+        right.set_ylabel("logit bias")
+        ce, bce = logit_biases(sizes)
+        right.plot(ranks, bce, **BCE_LINE)
+        right.plot(ranks, ce, **CE_LINE)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)  # balanced classes fill the axes
     return save(figure, path)

@@ -20,7 +20,8 @@ from livt_hf.cli.console import run_command
 from livt_hf.data import load_dataset
 from livt_hf.errors import LiVTError
 from livt_hf.predictions.rules import ARGMAX
-from livt_hf.reports import bias_by_gamma, bias_curves, reconstruction_sheet, training_curves
+from livt_hf.recipes.paper.biases import bias_by_gamma, bias_curves
+from livt_hf.reports import reconstruction_sheet, training_curves
 from livt_hf.reports.style import PALETTE, new_figure, plain, save
 from livt_hf.run_data import data_spec_from_run
 from livt_hf.runs import LOG, RESULTS, Run
