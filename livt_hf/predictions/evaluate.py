@@ -114,29 +114,6 @@ class Evaluator:
         scores = (block.scores(rule) for block in iterate_blocks(self.source))
         return one_against_rest(stack_on_disk(scores, self.info.num_classes), self.labels)
 
-    def measure_baselines(self) -> tuple[dict[str, dict], dict[str, Decisions]]:
-        """Return metrics and decisions of what every model is compared with, by name.
-
-        That is the class most frequent in training for every image and, where there are probabilities, the same model
-        under the training prior.
-        """
-        largest = torch.full_like(self.labels, int(np.argmax(self.class_counts)))
-        metrics = {LARGEST: long_tail_metrics(largest, self.labels, self.class_counts, **self.thresholds)}
-        decisions = {LARGEST: Decisions(largest, torch.full(largest.shape, torch.nan))}
-        if self.info.no_posterior is None:
-            rule = DecisionRule.named(TRAINING, "training")
-            metrics[TRAINING] = self.measure([rule])[TRAINING].compute()
-            decisions[TRAINING] = decide(self.source, rule)
-        return metrics, decisions
-
-    def trade_off(self) -> list[dict]:
-        """Return accuracy and mean class accuracy under pi^t, from the uniform prior, t = 0, to t = 1."""
-        prior = class_prior(np.maximum(self.class_counts, 1e-9))
-        rules = [DecisionRule(str(t), str(t), tuple(tempered_prior(prior, t).tolist())) for t in _EXPONENTS]
-        measured = {name: metric.compute() for name, metric in self.measure(rules).items()}
-        names = ("accuracy", "mean_class_accuracy", "macro_f1")
-        return [{"exponent": t} | {name: measured[str(t)][name] for name in names} for t in _EXPONENTS]
-
     def evaluate(self, rules: Sequence[DecisionRule] | None = None, **summary) -> EvaluationReport:
         """Compute all numbers under some rules, by default the standard ones.
 
@@ -153,22 +130,34 @@ class Evaluator:
         if self.info.multi_label:
             measured = self.measure([default])[default.name]
             return EvaluationReport(summary | {"rules": {default.name: measured.compute()}}, measured.per_class(names))
-        metrics, rankings = self.measure(rules), self.rank(default)
-        decisions = {rule.name: decide(self.source, rule) for rule in rules}
-        labels = self.labels.numpy()
-        summary["baselines"], baselines = self.measure_baselines()
+        compared, tempered = [], {}  # with the same model under the training prior, and under pi^t
         if self.info.no_posterior is None:
-            chosen = {} if self.info.long_tail is None else self.info.long_tail.trade_off or {}
-            summary["trade_off"] = chosen | {"test": self.trade_off()}
-        summary["rules"] = {name: metric.compute() for name, metric in metrics.items()}
+            prior = class_prior(np.maximum(self.class_counts, 1e-9))
+            compared = [DecisionRule.named(TRAINING, "training")]
+            tempered = {t: DecisionRule(f"pi^{t}", "", tuple(tempered_prior(prior, t).tolist())) for t in _EXPONENTS}
+        metrics = self.measure([*rules, *compared, *tempered.values()])
+        measured = {name: metric.compute() for name, metric in metrics.items()}
+        rankings, labels = self.rank(default), self.labels.numpy()
+        largest = torch.full_like(self.labels, int(np.argmax(self.class_counts)))
+        decisions = {LARGEST: Decisions(largest, torch.full(largest.shape, torch.nan))}
+        decisions |= {rule.name: decide(self.source, rule) for rule in (*compared, *rules)}
+        summary["baselines"] = {LARGEST: long_tail_metrics(largest, labels, self.class_counts, **self.thresholds)}
+        summary["baselines"] |= {rule.name: measured[rule.name] for rule in compared}
+        if tempered:
+            shown = ("accuracy", "mean_class_accuracy", "macro_f1")
+            test = [{"exponent": t} | {n: measured[rule.name][n] for n in shown} for t, rule in tempered.items()]
+            chosen = None if self.info.long_tail is None else self.info.long_tail.trade_off
+            summary["trade_off"] = (chosen or {}) | {"test": test}
+        summary["rules"] = {rule.name: measured[rule.name] for rule in rules}
         summary["intervals"] = {
-            name: bootstrap_intervals(labels, decided.labels.numpy(), self.shots, self.groups)
-            for name, decided in decisions.items()
+            rule.name: bootstrap_intervals(labels, decisions[rule.name].labels.numpy(), self.shots, self.groups)
+            for rule in rules
         }
         summary["rankings"] = ranking_means(rankings, self.shots)
         pairs = confusions(decisions[default.name].labels, self.labels, self.class_counts, names)
         per_class = metrics[default.name].per_class(names, **rankings)
-        return EvaluationReport(summary, per_class, metrics, baselines | decisions, pairs, labels, self.groups)
+        metrics = {rule.name: metrics[rule.name] for rule in rules}
+        return EvaluationReport(summary, per_class, metrics, decisions, pairs, labels, self.groups)
 
 
 def _counters(rules: Iterable[DecisionRule], class_counts, logits: bool, thresholds: Mapping[str, int]) -> dict:
