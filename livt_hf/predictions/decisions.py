@@ -16,16 +16,15 @@ def load_prior(prior: str, info: PredictionsInfo) -> Tensor:
 
     A class with a zero is never predicted.
     """
-    settings, classes = info.long_tail, info.num_classes
+    settings = info.long_tail
     if settings is None or info.no_posterior is not None:
         name = info.model or "the model"
         message = f"{name} gives no probabilities under a prior ({info.no_posterior}); leave it out to rank by logits."
         raise LiVTError(message, argument="prior")
     if prior == "training":
         return class_prior(settings.class_counts, settings.num_images)
-    several = info.multi_label
-    values = prior if prior == "uniform" else read_prior(prior, info.class_names, multi_label=several)
-    return as_prior(values, classes, multi_label=several)
+    values = prior if prior == "uniform" else read_prior(prior, info.class_names, multi_label=info.multi_label)
+    return as_prior(values, info.num_classes, multi_label=info.multi_label)
 
 
 class Decisions(NamedTuple):
@@ -51,12 +50,9 @@ def decide(source: Source, rule: DecisionRule | None = None, *, prior: Prior | s
         tensor([3, 0, 1])
     """
     rule = rule if prior is None else rule_for_prior(prior)
-    labels, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
-    for block in iterate_blocks(source):
-        decided = choose_classes(block, rule or block.info.default_rule)[1]
-        labels.append(decided.labels)
-        scores.append(decided.scores)
-    return Decisions(torch.cat(labels), torch.cat(scores))
+    decided = [Decisions(torch.zeros(0, dtype=torch.long), torch.zeros(0))]  # of a record without images
+    decided += (choose_classes(block, rule or block.info.default_rule)[1] for block in iterate_blocks(source))
+    return Decisions(*map(torch.cat, zip(*decided, strict=True)))
 
 
 def rank_by(block: Predictions, rule: DecisionRule) -> Tensor:

@@ -144,7 +144,7 @@ def _read_table(path: Path, classes: Sequence[str] | None) -> dict[str, Any]:
     lists = [name for name in free if _is_list(table.schema.field(name).type)]
     if len(lists) == 1:
         rows = table[lists[0]].combine_chunks()
-        widths = set(pc.list_value_length(rows).to_pylist())
+        widths = pc.unique(pc.list_value_length(rows)).to_pylist()
         if len(widths) > 1 or None in widths:
             raise ValueError(f"the lists of {lists[0]} are not of one length")
         scores = rows.flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)

@@ -92,7 +92,7 @@ def store_batches(
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     accelerator.wait_for_everyone()
     waiting: list[Tensor] = []
-    start = row = None
+    start = 0
 
     def write() -> None:
         logits = torch.cat(waiting)
@@ -100,13 +100,11 @@ def store_batches(
         write_part(folder, Predictions(table, info), start, len(images))
 
     for logits, batch in batches:
-        first = int(batch["index"][0])
-        start = first if start is None else start
+        start = start if waiting else int(batch["index"][0])
         waiting.append(logits.cpu())
-        row = first + len(logits)
-        if row - start >= part_rows(info.num_classes):
+        if sum(map(len, waiting)) >= part_rows(info.num_classes):
             write()
-            waiting, start = [], row
+            waiting = []
         yield logits, batch
     if waiting:
         write()

@@ -187,15 +187,8 @@ def class_counts_chart(counts: Mapping[str, np.ndarray], path: str | Path, names
     ax.invert_yaxis()
     if len(shown) < len(ranked):
         ax.axhline(NAMED // 2 - 0.5, color="0.5", linestyle=":")
-        ax.annotate(
-            f"{len(ranked) - NAMED:,} more classes",
-            (1, NAMED // 2 - 0.5),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            color="0.4",
-            fontsize=9,
-        )
+        look = dict(transform=ax.get_yaxis_transform(), ha="right", va="bottom", color="0.4", fontsize=9)
+        ax.text(1, NAMED // 2 - 0.5, f"{len(ranked) - NAMED:,} more classes", **look)
     if len(counts) > 1:
         figure.legend(loc="outside lower center", ncols=len(counts), frameon=False)
     return save(figure, path)

@@ -95,13 +95,8 @@ def render(template: str, **context) -> str:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "cell": _format_cell,
-        "picture": _picture,
-        "percent": format_percent,
-        "csp_hash": _csp_hash,
-    }
-    environment.filters |= {"markdown": escape_markdown, "markdown_table": markdown_table}
+    environment.filters |= {"cell": _format_cell, "percent": format_percent, "picture": _picture}
+    environment.filters |= {"markdown": escape_markdown, "markdown_table": markdown_table, "csp_hash": _csp_hash}
     environment.globals |= {"columns_of": _columns_of, "script": environment.get_template("sort.js").render()}
     return environment.get_template(template).render(**context)
 
@@ -118,9 +113,7 @@ def write_page(folder: str | Path, template: str = "page.html", **context) -> Pa
     Returns:
         The page.
     """
-    empty: dict[str, object] = {"lead": "", "tables": {}, "pictures": {}}
-    page = render(template, **empty | context)
-    path = Path(folder) / files.PAGE
+    path = Path(folder, files.PAGE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(render(template, **{"lead": "", "tables": {}, "pictures": {}} | context), encoding="utf-8")
     return path
