@@ -171,6 +171,13 @@ def test_a_record_of_files_that_cannot_be_read_is_completed_and_no_other_one_tak
         made().save(tmp_path, rows_per_part=20)
 
 
+def test_a_record_without_labels_is_not_measured():
+    unlabelled = Predictions.from_arrays(np.eye(4), class_names=NAMES, class_counts=COUNTS)
+    with pytest.raises(LiVTError, match="no labels") as error:
+        Evaluator(unlabelled, COUNTS).evaluate()
+    assert error.value.argument == "labels"
+
+
 def test_thresholds_chosen_under_the_own_prior_do_not_hold_under_another_one():
     options = dict(class_names="ab", class_counts=[10, 10], loss="bce", num_train_images=20)
     record = Predictions.from_arrays([[1.0, -1.0], [-1.0, 1.0]], np.eye(2, dtype=int), **options)

@@ -85,10 +85,7 @@ class Evaluator:
     @cached_property
     def labels(self) -> Tensor:
         """Return the labels of all images: class ids (N,), or rows of 0 and 1 (N, C)."""
-        parts = [block.labels for block in iterate_blocks(self.source)]
-        if not parts or any(part is None for part in parts):
-            raise LiVTError("the record has no labels to measure it by; pass labels with the logits.", "labels")
-        return torch.from_numpy(np.concatenate(parts))
+        return torch.cat([_labels_of(block) for block in iterate_blocks(self.source)])
 
     @cached_property
     def groups(self) -> np.ndarray | None:
@@ -106,7 +103,7 @@ class Evaluator:
         for block in iterate_blocks(self.source, rows):
             for rule in rules:
                 given = [block.scores(rule) >= block.thresholds(rule)] if self.info.multi_label else []
-                counters[rule.name].update(rank_by(block, rule), torch.from_numpy(block.labels), *given)
+                counters[rule.name].update(rank_by(block, rule), _labels_of(block), *given)
         return counters
 
     def rank(self, rule: DecisionRule) -> dict[str, Tensor]:
@@ -158,6 +155,12 @@ class Evaluator:
         per_class = metrics[default.name].per_class(names, **rankings)
         metrics = {rule.name: metrics[rule.name] for rule in rules}
         return EvaluationReport(summary, per_class, metrics, decisions, pairs, labels, self.groups)
+
+
+def _labels_of(block: Predictions) -> Tensor:
+    if block.labels is None:
+        raise LiVTError("the record has no labels to measure it by; pass labels with the logits.", "labels")
+    return torch.from_numpy(block.labels)
 
 
 def _counters(rules: Iterable[DecisionRule], class_counts, logits: bool, thresholds: Mapping[str, int]) -> dict:
