@@ -15,6 +15,7 @@ import torch
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.predictions import DecisionRule, Predictions, PredictionsInfo, decide, record
+from livt_hf.predictions.decisions import load_prior
 from livt_hf.predictions.evaluate import Evaluator
 from livt_hf.predictions.record import ModelInfo, as_lists, read_parts, write_part
 from livt_hf.predictions.rules import ARGMAX, PER_LABEL, TEST_PRIOR, UNIFORM, rule_for_prior
@@ -169,6 +170,15 @@ def test_a_record_of_files_that_cannot_be_read_is_completed_and_no_other_one_tak
     assert len(Predictions.load(predictions.save(tmp_path, rows_per_part=20))) == 50
     with pytest.raises(LiVTError, match="another record"):
         made().save(tmp_path, rows_per_part=20)
+
+
+@pytest.mark.parametrize("prior", ["uniform", "training"])
+def test_the_folds_of_a_cross_validation_are_decided_under_a_prior_together(prior):
+    parts = [calibrated(made(seed=0), 2.0), calibrated(made(seed=1), 3.0)]
+    joined = Predictions.concatenate(parts)
+    rule = rule_for_prior(prior, load_prior(prior, joined.info).tolist())
+    alone = torch.cat([decide(part, prior=prior).labels for part in parts])
+    assert torch.equal(decide(joined, rule).labels, alone)
 
 
 def test_a_record_without_labels_is_not_measured():

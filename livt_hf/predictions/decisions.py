@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,15 +15,16 @@ from livt_hf.predictions.rules import GIVEN, DecisionRule, deployment_label, rul
 def load_prior(prior: str, info: PredictionsInfo) -> Tensor:
     """Return the class frequencies that a command is given: `training`, `uniform`, or those of a file.
 
-    A class with a zero is never predicted.
+    A class with a zero is never predicted. The training images of several models are counted together.
     """
-    settings = info.long_tail
-    if settings is None or info.no_posterior is not None:
+    if info.no_posterior is not None:
         name = info.model or "the model"
         message = f"{name} gives no probabilities under a prior ({info.no_posterior}); leave it out to rank by logits."
         raise LiVTError(message, argument="prior")
     if prior == "training":
-        return class_prior(settings.class_counts, settings.num_images)
+        settings = [model.long_tail for model in info.models]
+        counts = np.sum([one.class_counts for one in settings], axis=0)
+        return class_prior(counts, sum(one.num_images for one in settings))
     values = prior if prior == "uniform" else read_prior(prior, info.class_names, multi_label=info.multi_label)
     return as_prior(values, info.num_classes, multi_label=info.multi_label)
 

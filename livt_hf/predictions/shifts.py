@@ -31,7 +31,9 @@ def estimate_record_prior(source: Source, rows: np.ndarray | None = None) -> Pri
         The estimate. Posteriors go through a temporary file; memory holds one block of them at a time.
     """
     info = next(read_parts(source)).info
-    (head,) = info.heads
+    head, *others = info.heads
+    if others:
+        raise LiVTError("the record is of several models; estimate the prior by one of them.", argument="source")
     if head is None:
         raise LiVTError(f"no prior can be estimated: {info.no_posterior}.", argument="class_counts")
     blocks = (torch.from_numpy(block.logits.copy()) for block in iterate_blocks(source, rows))

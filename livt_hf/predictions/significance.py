@@ -12,7 +12,7 @@ LEVEL = 0.05  # of all tests in this package, after the correction for several t
 MIN_UNITS = 6  # images or groups below which no paired test can be significant: two of 2^5 outcomes are 6 %
 _FLIPS, _EXACT_UNITS = 3999, 1000
 TAILS = (0.025, 0.975)
-NAMES = ("accuracy", *GROUPS, "mean_class_accuracy", "macro_f1")
+NAMES = ("accuracy", *GROUPS, "mean_class_accuracy", "macro_f1")  # metrics that have an interval
 _BORROWED = 4  # units that a class borrows from its shot group; coverage by recipes/benchmarks/simulations.py
 
 
