@@ -94,7 +94,7 @@ class Evaluator:
 
     def measure(
         self, rules: Sequence[DecisionRule], rows: np.ndarray | None = None
-    ) -> dict[str, LongTailMetrics | MultiLabelMetrics]:
+    ) -> Mapping[str, LongTailMetrics | MultiLabelMetrics]:
         """Measure the decisions of every rule, on all images or on the rows of a mask."""
         if self.info.multi_label:
             counters = {rule.name: MultiLabelMetrics(self.class_counts, **self.thresholds) for rule in rules}
@@ -125,8 +125,8 @@ class Evaluator:
         names = self.info.class_names
         summary |= {"default_rule": default.name, "rule_labels": {rule.name: rule.label for rule in rules}}
         if self.info.multi_label:
-            measured = self.measure([default])[default.name]
-            return EvaluationReport(summary | {"rules": {default.name: measured.compute()}}, measured.per_class(names))
+            ranked = self.measure([default])[default.name]
+            return EvaluationReport(summary | {"rules": {default.name: ranked.compute()}}, ranked.per_class(names))
         compared, tempered = [], {}  # with the same model under the training prior, and under pi^t
         if self.info.no_posterior is None:
             prior = class_prior(np.maximum(self.class_counts, 1e-9))
