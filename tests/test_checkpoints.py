@@ -104,17 +104,21 @@ def noise(data: bytes) -> bytes:
     return b"\xff" * len(data)
 
 
+def half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "named"),
     [
-        ("model.safetensors", lambda data: data[:100_000], "has 100000 bytes instead of"),
-        ("optimizer.bin", lambda data: data[:100_000], "has 100000 bytes instead of"),
+        ("model.safetensors", half, "bytes instead of"),
+        ("optimizer.bin", half, "bytes instead of"),
         ("optimizer.bin", lambda data: None, "has 0 bytes instead of"),
         ("model.safetensors", noise, "has other bytes"),
         ("optimizer.bin", noise, "has other bytes"),
         ("model.safetensors", flip_bit(-1000), "has other bytes"),
         ("large.safetensors", flip_bit(5000), "has other bytes"),  # in the first of two blocks
-        ("state.json", lambda data: b'{"update": 1, "fi', "state.json"),
+        ("state.json", half, "state.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_with_its_file(trained, name, damage, named):
@@ -122,11 +126,15 @@ def test_a_damaged_checkpoint_is_named_with_its_file(trained, name, damage, name
         trained.parts[name] = nn.Linear(1100, 1100)  # 4.8 MB
     trained.save(1)
     path = trained.run.checkpoints / "step-1" / name
-    data = damage(path.read_bytes())
+    whole = path.read_bytes()
+    data = damage(whole)
     path.unlink() if data is None else path.write_bytes(data)
     with pytest.raises(CheckpointError, match=named) as raised:
         trained.load()
-    assert str(path if name != "state.json" else path.parent) in str(raised.value) and "delete" in str(raised.value)
+    text = str(raised.value)
+    assert str(path if name != "state.json" else path.parent) in text and "delete" in text
+    if damage is half and name != "state.json":
+        assert f"{len(data)} bytes instead of {len(whole)}" in text
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
