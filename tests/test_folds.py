@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
 from recipe_runs import TINY, RecipeRun, assert_same_weights, make_pictures
+from refusals import refusal
 from test_tuning import resnet
 
 from livt_hf import LiViTForPreTraining, pretraining_config
@@ -95,15 +96,15 @@ def test_a_class_of_one_group_is_never_tested_and_named_with_its_images(caplog):
 
 
 def test_more_folds_than_groups_or_images_are_refused_with_the_number_there_is():
-    with pytest.raises(LiVTError, match="5 folds need 5 images of the largest class.* there are 4; use fewer folds"):
+    with refusal("folds", "5 images", "4"):
         folds_of_images(table([0] * 4 + [1] * 3), 5)
-    with pytest.raises(LiVTError, match="5 folds need 5 groups.* there are 3; use fewer folds or other groups"):
+    with refusal("folds", "5 groups", "3"):
         folds_of_images(table([0, 1] * 6, [0, 0, 1, 1, 2, 2] * 2), 5)
 
 
 @pytest.mark.parametrize("fold", ["0/5", "6/5", "1/1", "2", "a/b"])
 def test_a_fold_that_is_no_part_of_several_is_refused(fold):
-    with pytest.raises(LiVTError, match="it must be one of several parts, such as 2/5"):
+    with refusal("fold", repr(fold)):
         load_long_tailed("glyphs", fold=fold)
 
 
@@ -160,19 +161,8 @@ SHORT = "--group_column patient --epochs 3 --warmup_epochs 1 --batch_size 16 --t
 
 
 def cross_validated(labels: Path, backbone: Path, folder: Path, *options) -> Run:
-    words = [
-        "--dataset",
-        labels,
-        "--pretrained",
-        backbone,
-        "--tune",
-        "head",
-        "--solver",
-        "loop",
-        "--output_dir",
-        folder,
-    ]
-    finetune.main([*map(str, words), "--image_size", "16", *SHORT.split(), *map(str, options)])
+    words = ["--dataset", labels, "--pretrained", backbone, "--output_dir", folder, "--image_size", 16]
+    finetune.main([*map(str, words), "--tune", "head", "--solver", "loop", *SHORT.split(), *map(str, options)])
     return Run(folder)
 
 
@@ -191,9 +181,9 @@ def test_every_image_is_predicted_once_by_the_model_that_did_not_see_its_group(r
     assert run.results.folds == summary["folds"]
     page = (run.folder / "report" / "report.html").read_text()
     assert "mean ± std" in page and ">pooled<" in page
-    with pytest.raises(LiVTError, match="no finished fine-tuning"):  # there is no model to evaluate
+    with refusal("model"):  # there is no model to evaluate
         evaluation.main([])
-    with pytest.raises(LiVTError, match="is a cross-validation; its models are in fold-1"):
+    with refusal(None, run.folder, "fold-1"):
         evaluation.main(["--model", str(run.folder)])
 
 
@@ -268,7 +258,7 @@ def test_an_interrupted_cross_validation_keeps_what_is_done_and_ends_as_it_would
     for number in (1, 2):
         assert_same_weights(cut.fold(number).folder, run.fold(number).folder)
     assert cut.results.metrics == run.results.metrics
-    with pytest.raises(LiVTError, match="is finished; there is nothing to resume"):
+    with refusal(None, cut.folder):
         finetune.main(["--resume", str(cut.folder)])
 
 
@@ -304,18 +294,18 @@ def test_identical_images_on_both_sides_are_named_before_training(tmp_path, capl
     options = ["--dataset", str(pictures), "--pretrained", "none", *TINY, "--batch_size", "512"]
     for more in ([], ["--folds", "2"]):
         caplog.clear()
-        with pytest.raises(LiVTError, match="batch_size is 512"):
+        with refusal(None, "batch_size", "512"):
             finetune.main([*options, *more])
         assert "in two splits:" in caplog.text and "0.png of " in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "shown"), [("batch_size", "512", "512"), ("folds", "1", "1"), ("fold", "1/2", "1/2")]
+    ("option", "value", "argument"), [("batch_size", "512", None), ("folds", "1", "folds"), ("fold", "1/2", "fold")]
 )
-def test_what_raises_an_error_leaves_no_folder_behind(labels, backbone, tmp_path, option, value, shown):
-    with pytest.raises(LiVTError, match=rf"{option}.* {shown}") as error:
+def test_what_raises_an_error_leaves_no_folder_behind(labels, backbone, tmp_path, option, value, argument):
+    with refusal(argument, option, value):
         cross_validated(labels, backbone, tmp_path / "run", f"--{option}", value)
-    assert error.value.argument in (option, None) and not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_too_few_held_out_images_leave_a_model_uncalibrated(labels, backbone, tmp_path, caplog):
