@@ -43,12 +43,6 @@ def assert_readable(rows: list[dict], printed: str) -> None:
     assert printed.splitlines()[0] == "| question | ours | peer | ratio |"
 
 
-def test_every_question_names_a_function_that_answers_it():
-    pytest.importorskip("sklearn")  # the peer of the metrics
-    for module, function in recipe.BENCHMARKS.values():
-        assert callable(getattr(importlib.import_module(f"livt_hf.recipes.benchmarks.{module}"), function))
-
-
 def test_a_ratio_above_one_is_in_our_favour():
     compared = importlib.import_module("livt_hf.recipes.benchmarks.measuring").compared
     speed, slower = compared("speed", {"ours": 30.0, "stock": 10.0, "other": 60.0}, "images/s")
@@ -99,25 +93,6 @@ def test_training_steps_are_compared_with_stock_ones(benchmark, monkeypatch):
         f"MGP step, micro, two images, decode_ratio {ratio}" for ratio in ("1", "0.5", "0.25")
     ]
     assert 0 < rows[3]["ours"] < 1  # of the machine's peak
-
-
-def test_fine_tuning_steps_are_compared_with_and_without_what_saves_computation(benchmark, monkeypatch):
-    steps = importlib.import_module("livt_hf.recipes.benchmarks.steps")
-    monkeypatch.setattr(steps, "SHAPES", {"micro, two images": ("micro", 2)})
-    rows, printed = benchmark("finetune")
-    assert_readable(rows, printed)
-    assert [row["question"] for row in rows[2:]] == [
-        f"BFT step, micro, two images, {what}" for what in ("drop path 0.1", "half of the patches")
-    ]
-
-
-def test_metrics_are_compared_with_scikit_learn_on_the_same_logits(benchmark, monkeypatch):
-    pytest.importorskip("sklearn")
-    metrics = importlib.import_module("livt_hf.recipes.benchmarks.metrics")
-    monkeypatch.setattr(metrics, "SIZES", {"small": (4_000, 50)})
-    rows, printed = benchmark("metrics")
-    assert_readable(rows, printed)
-    assert {row["unit"] for row in rows} == {"ms", "MB"}
 
 
 @pytest.mark.slow
