@@ -34,7 +34,7 @@ if "forkserver" in METHODS:
     )
 
 
-def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: int = 11) -> Path:
+def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: int = 11, size=(8, 8)) -> Path:
     """An image folder of a few long-tailed classes that differ in colour: 64 and 44 pictures unless told otherwise."""
     rng = np.random.RandomState(0)
     for split, counts in {"train": train, "test": [test] * len(train)}.items():
@@ -42,7 +42,7 @@ def make_pictures(folder: Path, train: tuple[int, ...] = (30, 18, 10, 6), test: 
             place = folder / split / f"class{label}"
             place.mkdir(parents=True)
             for number in range(count):
-                pixels = rng.randint(0, 160, (8, 8, 3)) + np.eye(4, 3, dtype=int)[label] * 90
+                pixels = rng.randint(0, 160, (size[1], size[0], 3)) + np.eye(4, 3, dtype=int)[label] * 90
                 Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.png")
     return folder
 

@@ -6,18 +6,15 @@ import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from PIL import Image
-from recipe_runs import flat
+from recipe_runs import flat, make_pictures
 
 from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
 from livt_hf.configuration_livit import PRESETS
 from livt_hf.hub.paper import paper_table
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.modeling_livit_mae import pretraining_config
 from livt_hf.recipes import sweep
 from livt_hf.recipes.ablations import SWEEPS
 from livt_hf.runs import Run
@@ -29,10 +26,6 @@ NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 TUNED = sorted(f"tune/{path.stem}" for path in CONFIGS.glob("tune/*.yaml"))  # for any dataset
 OF_THE_PAPER = [name for name in NAMES if not re.fullmatch(r"\w+-(glyphs|cifar\d+-lt(-long)?)", name)]
 STAGES = {"pretrain": PretrainSettings, "finetune": FinetuneSettings}
-TRAIN_IMAGES = {
-    "imagenet-lt": 115_846, "imagenet-bal": 160_000, "imagenet-1k": 1_281_167, "inat18": 437_513, "places-lt": 62_500,
-    "cifar10-lt": 12_406, "cifar100-lt": 10_847, ("cifar10-lt", 10): 20_431, ("cifar100-lt", 10): 19_573,
-}  # fmt: skip
 
 
 def stage_of(name: str) -> str:
@@ -60,8 +53,9 @@ def command(name: str) -> list[str]:
 
 
 def train_images(arguments) -> int:
-    derived = TRAIN_IMAGES.get((arguments.dataset, arguments.imbalance_factor), TRAIN_IMAGES[arguments.dataset])
-    return 1000 * (arguments.images_per_class or 0) or derived
+    sizes = {"imagenet-lt": 115_846, "imagenet-bal": 160_000, "imagenet-1k": 1_281_167, "inat18": 437_513}
+    sizes |= {"places-lt": 62_500, "cifar10-lt": 12_406, "cifar100-lt": 10_847}  # 20,431 and 19,573 at a factor of 10
+    return 1000 * (arguments.images_per_class or 0) or sizes[arguments.dataset]
 
 
 # What a config says of itself
@@ -130,51 +124,13 @@ def same(one, other) -> bool:
         return one == other
 
 
-def macs(arguments) -> float:
-    """Multiplications of a forward pass for one image: attention and MLP of every block, and the projections."""
-
-    def blocks(tokens: int, width: int, layers: int) -> float:
-        return layers * (12 * width**2 * tokens + 2 * tokens**2 * width)
-
-    preset = PRESETS[arguments.model_size]
-    width, layers, patch = preset["hidden_size"], preset["num_hidden_layers"], preset["patch_size"]
-    patches = ((arguments.image_size or preset["image_size"]) // patch) ** 2
-    pixels = 3 * patch**2
-    if arguments.stage == "finetune":
-        return blocks(patches + 1, width, layers) + patches * width * pixels
-    decoder = pretraining_config(arguments.model_size)
-    visible = int(patches * (1 - arguments.mask_ratio)) + 1
-    inner = decoder.decoder_hidden_size
-    decoding = blocks(patches + 1, inner, decoder.decoder_num_hidden_layers) + patches * inner * pixels
-    return blocks(visible, width, layers) + patches * width * pixels + visible * width * inner + decoding
-
-
-def gpu_hours(arguments) -> float:
-    """The authors' 94 for iNat18 at 224 pixels, scaled by arithmetic."""
-
-    def work(arguments) -> float:
-        frozen = getattr(arguments, "tune", None) == "head"  # one forward pass; training has two more per epoch
-        return train_images(arguments) * (1 / 3 if frozen else arguments.epochs) * macs(arguments)
-
-    return 94 * work(arguments) / work(settings("finetune-inat18"))
-
-
-@pytest.mark.parametrize("name", OF_THE_PAPER)
-def test_gpu_hours_are_the_authors_94_for_inat18_scaled_by_arithmetic(name):
-    (needs,) = [line for line in header(name) if line.startswith("Needs: ")]
-    said = float(re.search(r"([\d.]+) GPU-hours", needs)[1])
-    assert said == pytest.approx(gpu_hours(settings(name)), rel=0.03)
-
-
 # The list of the paper's tables and figures
 
 
-def listed() -> list[tuple[str, str, str]]:
-    """What the list in README.md reproduces, by which sweep, for how many GPU-hours."""
-    rows = re.findall(r"^\| ([^|]*) \| (.*) \| ([\d,-]+) \| [^|]* \|$", (CONFIGS / "README.md").read_text(), re.M)
-    return [
-        (what, command, hours) for what, code, hours in rows for command in re.findall(r"`(livt sweep .*?)`", code)
-    ]
+def listed() -> list[str]:
+    """Return the sweeps that the list in README.md names for the paper's tables and figures."""
+    rows = re.findall(r"^\| [^|]* \| (.*) \| [\d,-]+ \| [^|]* \|$", (CONFIGS / "README.md").read_text(), re.M)
+    return [command for code in rows for command in re.findall(r"`(livt sweep .*?)`", code)]
 
 
 @pytest.fixture
@@ -186,8 +142,8 @@ def mae_base(tmp_path, monkeypatch):
     (folder / "config.json").write_text(json.dumps(PRESETS["base"] | {"model_type": "vit_mae"}))
 
 
-@pytest.mark.parametrize(("what", "command", "hours"), listed())
-def test_a_listed_sweep_prints_commands_that_parse_and_cost_what_the_list_says(what, command, hours, mae_base, capsys):
+@pytest.mark.parametrize("command", listed())
+def test_a_listed_sweep_prints_commands_that_parse(command, mae_base, capsys):
     sweep.main([*shlex.split(command)[2:], "--dry_run"])
     printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     runs = [flat(STAGES[stage].parse(words, CONFIGS)) for _, stage, *words in printed]
@@ -196,12 +152,11 @@ def test_a_listed_sweep_prints_commands_that_parse_and_cost_what_the_list_says(w
         start = getattr(run, "pretrained", "none")
         assert start in ("none", "runs/pretrain-imagenet-1k-base/1", *folders[: folders.index(run.output_dir)])
         assert run.source == ("FOLDER" if run.dataset == shlex.split(command)[4] else "IMAGENET")
-    assert float(hours.replace(",", "")) == pytest.approx(sum(map(gpu_hours, runs)), rel=0.03)
 
 
 def test_every_row_of_the_paper_s_tables_stands_beside_a_listed_sweep(mae_base):
     found = []
-    for _, command, _ in listed():
+    for command in listed():
         asked = sweep.SweepSettings.parse(shlex.split(command)[2:])
         asked = asked.replace(model_size=asked.model_size or (asked.pretrained and "base"))
         variants = sweep.select_variants(SWEEPS[asked.sweep], asked.only)
@@ -263,35 +218,26 @@ def test_a_dataset_s_own_config_has_the_settings_of_the_appendix(stage, column):
     assert (arguments.model_size, arguments.flip, arguments.clip_grad) == ("base", True, None)
 
 
-# What the logs that the authors released say: images per update, peak rate, warm-up, layer decay and drop path; and
-# the numbers of the header, which a reproduction must show.
+# What the logs that the authors released say: images per update, peak rate, warm-up, layer decay and drop path.
 RELEASED = {
-    "pretrain-imagenet-lt-released": ((1024, 6e-4, 40, None, None), (113, 0.4190)),
-    "pretrain-inat18-released": ((3072, 1.8e-3, 40, None, None), (0.5626,)),
-    "finetune-imagenet-lt-released": ((512, 1e-3, 5, 0.75, 0.1), (6.20, 3.30, 60.87, 60.79)),
-    "finetune-imagenet-lt-384-released": ((1024, 2e-3, 5, 0.65, 0.1), (6.27, 3.01, 63.54, 63.51)),
-    "finetune-inat18-released": ((2048, 8e-3, 5, 0.65, 0.1), (8.13, 3.20, 76.08, 76.08)),
-    "finetune-inat18-384-released": ((1024, 4e-3, 5, 0.65, 0.2), (8.48, 3.12, 80.97, 80.95)),
+    "pretrain-imagenet-lt-released": (1024, 6e-4, 40, None, None),
+    "pretrain-inat18-released": (3072, 1.8e-3, 40, None, None),
+    "finetune-imagenet-lt-released": (512, 1e-3, 5, 0.75, 0.1),
+    "finetune-imagenet-lt-384-released": (1024, 2e-3, 5, 0.65, 0.1),
+    "finetune-inat18-released": (2048, 8e-3, 5, 0.65, 0.1),
+    "finetune-inat18-384-released": (1024, 4e-3, 5, 0.65, 0.2),
 }
 
 
-@pytest.mark.parametrize("name", RELEASED)
-def test_a_released_config_has_the_batch_and_the_rates_of_the_authors_log_and_what_it_shows(name):
-    (batch, peak, warmup, layer_decay, drop_path), shown = RELEASED[name]
+@pytest.mark.parametrize("name", [name for name in NAMES if "released" in name])
+def test_a_released_config_has_the_batch_and_the_rates_of_the_authors_log(name):
+    batch, peak, warmup, layer_decay, drop_path = RELEASED[name]
     arguments = settings(name)
     assert (arguments.batch_size, arguments.warmup_epochs) == (batch, warmup)
     assert scale_lr(arguments.base_lr, batch) == pytest.approx(peak)
     if stage_of(name) == "finetune":
         assert (arguments.layer_decay, arguments.drop_path) == (layer_decay, drop_path)
         assert (arguments.adam_beta2, arguments.test_prior) == (0.999, "none")  # their loss has no log(C - 1)
-    (said,) = [line for line in header(name) if line.startswith("Released log: ")]
-    assert [float(number) for number in re.findall(r"\d+(?:\.\d+)?", said)] == list(shown)
-    if shown[0] == 113:
-        assert train_images(arguments) // batch == 113
-
-
-def test_the_released_configs_are_those_of_the_six_logs():
-    assert [name for name in NAMES if "released" in name] == sorted(RELEASED)
 
 
 @pytest.mark.parametrize(
@@ -322,13 +268,9 @@ def test_a_384_config_differs_from_its_224_one_in_resolution_alone(name):
     assert vars(plain) | {"image_size": 384} == vars(larger)
 
 
-def test_the_readme_lists_every_config_with_the_numbers_of_its_header():
-    rows = re.findall(r"\| \[.*\]\(([\w/-]+)\.yaml\) \| .* \| (.*) \| (.*) \|", (CONFIGS / "README.md").read_text())
-    assert sorted(name for name, _, _ in rows) == NAMES + TUNED
-    for name, accuracy, hours in rows:
-        text = "\n".join(header(name))
-        assert re.findall(r"all ([\d.]+)", text)[:1] == re.findall(r"^[\d.]+$", accuracy)
-        assert re.findall(r"^Needs:.* ([\d.]+) GPU-hours", text, re.M) == re.findall(r"^[\d.]+$", hours)
+def test_the_readme_lists_every_config():
+    rows = re.findall(r"\| \[.*\]\(([\w/-]+)\.yaml\) \| .* \| .* \| .* \|", (CONFIGS / "README.md").read_text())
+    assert sorted(rows) == NAMES + TUNED
 
 
 # Three updates of every config, its model and pictures shrunk
@@ -337,14 +279,7 @@ def test_the_readme_lists_every_config_with_the_numbers_of_its_header():
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
     """An image folder of three classes: 6 training and 3 test pictures each, of 40 x 36 pixels."""
-    folder, rng = tmp_path_factory.mktemp("configs") / "pictures", np.random.RandomState(0)
-    for split, count in (("train", 6), ("test", 3)):
-        for label in range(3):
-            place = folder / split / f"class{label}"
-            place.mkdir(parents=True)
-            for number in range(count):
-                Image.fromarray(rng.randint(0, 256, (36, 40, 3), dtype=np.uint8)).save(place / f"{number}.jpg")
-    return folder
+    return make_pictures(tmp_path_factory.mktemp("configs") / "pictures", (6, 6, 6), test=3, size=(40, 36))
 
 
 @pytest.fixture
@@ -373,7 +308,17 @@ def shrunk(pictures, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("name", NAMES)
+def one_of_each_kind() -> list[str]:
+    """Return a config of every combination of the settings that choose code, not numbers."""
+    keys = "loss optimizer augmentation tune ema_decay mixup pretrained test_prior decode_ratio keep_ratio image_size"
+    found = {}
+    for name in NAMES:
+        options = settings(name)
+        found.setdefault((options.stage, *(getattr(options, key, None) for key in keys.split())), name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", one_of_each_kind())
 def test_three_updates_of_a_config_shrunk_end_with_results(name, shrunk):
     run, wanted = shrunk(name), settings(name)
     assert run.results.updates == 3
