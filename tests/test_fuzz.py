@@ -29,11 +29,10 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from needs import needs_linux
 from PIL import Image
 from test_cards import METRICS, PRETRAINING, RESULTS
+from test_checkpoints import Trained
 from transformers import ConvNextConfig, ConvNextForImageClassification
 
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
@@ -52,8 +51,7 @@ from livt_hf.processors import read_input_spec
 from livt_hf.recipes import convert, publish, train
 from livt_hf.reports.comparison import compare
 from livt_hf.runs import Run, read_log
-from livt_hf.training.checkpoints import Progress, save_checkpoint
-from livt_hf.training.checkpoints import load_checkpoint as go_on
+from livt_hf.training.checkpoints import Progress
 from livt_hf.training.frozen import DIGEST_BYTES, FeatureCache
 
 pytestmark = needs_linux
@@ -172,24 +170,10 @@ def images(folder: Path) -> None:
     Image.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20) * 150).save(folder / "grey16.png")
 
 
-class Trained:
-    """A small model and its optimizer under Accelerate."""
-
-    def __init__(self, folder: Path):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        self.accelerator = Accelerator(cpu=True)
-        model = torch.nn.Linear(4, 3)
-        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        self.parts = {"model.safetensors": model, "optimizer.bin": self.optimizer}
-        self.run = Run(folder)
-
-
 def checkpoint(folder: Path) -> None:
     trained = Trained(folder)
-    trained.model(torch.ones(2, 4)).sum().backward()
-    trained.optimizer.step()
-    progress = vars(Progress(update=2, pending=[0.5]))
-    save_checkpoint(trained.accelerator, trained.run, trained.parts, progress, keep=2)
+    trained.step()
+    trained.save(**vars(Progress(update=2, pending=[0.5])))
 
 
 def kept_features(folder: Path) -> None:
@@ -245,8 +229,7 @@ def comparison(folder: Path) -> None:
 
 
 def going_on(folder: Path) -> None:
-    trained = Trained(folder)
-    Progress(**go_on(trained.accelerator, trained.run, trained.parts))
+    Progress(**Trained(folder).load())
 
 
 def planned(folder: Path) -> None:
