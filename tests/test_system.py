@@ -12,10 +12,9 @@ from test_loading import make, same
 from torch.utils._pytree import tree_leaves
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
-from livt_hf.data.batches import Batches
+from livt_hf.data.batches import Batches, outlive_ctrl_c
 from livt_hf.data.loading import eval_loader, ordered_loader, train_loader
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, eval_processor
-from livt_hf.data.workers import outlive_ctrl_c
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration, fit_calibration
 from livt_hf.long_tail.losses import LOSSES

@@ -1,5 +1,8 @@
 """Batches: how images are shared out among updates, processes and workers."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -7,11 +10,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_convert
 
 from livt_hf.data.decoding import BrokenImageError, check_readable
 from livt_hf.data.sampling import Sampler
-from livt_hf.data.workers import outlive_signals
 from livt_hf.errors import LiVTError
 
 
@@ -72,7 +74,7 @@ class Loader(DataLoader):
     def __init__(self, dataset: torch.utils.data.Dataset, images: Dataset | None = None, **options):
         self.images = images
         # The loader draws a seed for its workers: not from the global generator.
-        options |= {"generator": torch.Generator(), "worker_init_fn": outlive_signals, "collate_fn": _as_is}
+        options |= {"generator": torch.Generator(), "worker_init_fn": outlive_signals, "collate_fn": default_convert}
         super().__init__(dataset, **options)
 
     def __iter__(self) -> Iterator[dict]:
@@ -87,11 +89,6 @@ class Loader(DataLoader):
             yield batch
 
 
-def _as_is(batch: dict | LiVTError) -> dict | LiVTError:
-    """Return a batch: a dataset of batches needs no collating."""
-    return batch
-
-
 def build_train_batches(
     batch_size: int,
     accumulation: int,
@@ -101,18 +98,33 @@ def build_train_batches(
     sampler: Sampler | None = None,
 ) -> Batches:
     """Share the images of an update among processes and accumulation steps."""
-    return Batches(
-        batch_size,
-        accumulation,
-        seed,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        num_workers=num_workers,
-        sampler=sampler or Sampler(),
-    )
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    return Batches(batch_size, accumulation, seed, rank, world_size, num_workers, sampler or Sampler())
 
 
 def build_eval_batches(per_process: int, accelerator: Accelerator, num_workers: int = 0) -> Batches:
     """Plan batches for evaluation: `per_process` images per forward pass, each image on one process."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    return Batches(per_process * world_size, rank=rank, world_size=world_size, num_workers=num_workers)
+    return build_train_batches(per_process * accelerator.num_processes, 1, 0, accelerator, num_workers)
+
+
+def outlive_signals(_worker: int) -> None:
+    """Make a data loading worker ignore the signals that stop a run: its parent decides when to stop.
+
+    Whoever stops a run may signal all its processes, and SIGTERM would end torch's workers at once.
+    """
+    outlive_ctrl_c()
+    if hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait_for_own_process, daemon=True).start()
+
+
+def outlive_ctrl_c() -> None:
+    """Ignore Ctrl-C in a spawned worker; a forked one has the handler of the training already."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _wait_for_own_process() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
