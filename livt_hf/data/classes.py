@@ -18,7 +18,6 @@ from livt_hf.data.labels import (
     format_class_names,
     image_paths,
     normalize_name,
-    normalize_texts,
     row_indices,
 )
 from livt_hf.data.readers.image_table import UNLABELLED, DroppedImages, ImageTable, as_text
@@ -105,7 +104,7 @@ def _encode_texts(
             raise LiVTError(
                 f"the label column holds {values.type}, not classes: name another with label_column.", "label_column"
             )
-    texts = {split: normalize_texts(as_text(values, "label")) for split, (values, _) in cells.items()}
+    texts = {split: pc.utf8_normalize(as_text(values, "label"), "NFC") for split, (values, _) in cells.items()}
     names = order_class_names(pa.chunked_array(list(texts.values())).unique().drop_null().to_pylist())
     labels = {}
     for split, (_, offsets) in cells.items():

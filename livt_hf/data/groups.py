@@ -52,9 +52,11 @@ def add_groups(tables: dict[str, ImageTable], spec: DataSpec) -> dict[str, Image
     """Return the tables with the column `group` that `group_from` asks for. Groups may be in several splits."""
     if spec.group_from is None:
         return tables
-    paths = [path for table in tables.values() for path in relative_image_paths(table.images, spec)]
+    images = concatenate_datasets([table.images for table in tables.values()])
+    labels = [str(label) for table in tables.values() for label in table.columns["label"].to_pylist()]
+    paths = relative_image_paths(images, spec)
     if spec.group_from == NEAR_COPIES:
-        groups = _by_near_copies(tables, paths)
+        groups = _by_near_copies(images, paths, labels)
     elif None in paths:
         raise LiVTError(
             f"group_from {spec.group_from} needs the paths of the images, but those of {spec.dataset} have none: use "
@@ -62,9 +64,9 @@ def add_groups(tables: dict[str, ImageTable], spec: DataSpec) -> dict[str, Image
             "group_from",
         )
     elif spec.group_from == CAPTURE_TIME:
-        groups = _by_capture_time(tables, paths)
+        groups = _by_capture_time(images, paths)
     elif spec.group_from == PARENT:
-        groups = _by_folder(tables, paths)
+        groups = _by_folder(paths, labels)
     else:
         groups = (_by_file if spec.group_from.endswith(".csv") else _by_pattern)(paths, spec.group_from)
     number = len(set(groups))
@@ -79,44 +81,35 @@ def add_groups(tables: dict[str, ImageTable], spec: DataSpec) -> dict[str, Image
     if number == len(groups):
         message = "group_from %s makes each image a group of its own, which changes nothing"
         logger.warning(message, spec.group_from, extra=_ABOUT)
-    column, grouped, start = pa.array(groups, pa.string()), {}, 0
+    remaining, grouped = iter(groups), {}
     for split, table in tables.items():
-        own = column.slice(start, len(table))
+        own = pa.array(itertools.islice(remaining, len(table)), pa.string())
         grouped[split] = replace(table, columns=table.columns.append_column("group", own))
-        start += len(table)
     return grouped
 
 
-def _by_folder(tables: dict[str, ImageTable], paths: Sequence[str]) -> list[str]:
+def _by_folder(paths: Sequence[str], labels: Sequence[str]) -> list[str]:
     """Return the folder of each image, without the folder of its class: a site may have images of several classes."""
-    labels = [str(label) for table in tables.values() for label in table.columns["label"].to_pylist()]
     folders = (PurePosixPath(path).parent.parts for path in paths)
     return ["/".join(part for part in parts if part != label) for parts, label in zip(folders, labels, strict=True)]
 
 
-def _by_near_copies(tables: dict[str, ImageTable], paths: Sequence[str | None]) -> list[str]:
+def _by_near_copies(images: Dataset, paths: Sequence[str | None], labels: Sequence[str]) -> list[str]:
     """Return one group for images that are near copies of each other, called by the first of them."""
-    labels = [str(label) for table in tables.values() for label in table.columns["label"].to_pylist()]
-    images = concatenate_datasets([table.images for table in tables.values()])
     codes = pa.array(labels).dictionary_encode().indices.to_numpy()
     groups = connected_copies(*scale_by_chance(standardize(pixel_vectors(images)), codes))
     first = np.unique(groups, return_index=True)[1]
     return [paths[row] or f"image {row}" for row in first[groups].tolist()]
 
 
-def _by_capture_time(tables: dict[str, ImageTable], paths: Sequence[str]) -> list[str]:
+def _by_capture_time(images: Dataset, paths: Sequence[str]) -> list[str]:
     """Return one group for images that a camera took in one folder at most `BURST_SECONDS` after each other."""
-    images = concatenate_datasets([table.images for table in tables.values()])
     taken = read_capture_times(images)
     if not any(taken):
         raise LiVTError("group_from capture_time needs EXIF data, which no image has: choose another.", "group_from")
     _log_lone(paths, [one is None for one in taken], "have no time in their EXIF data")
     groups = list(paths)
-    keys = [
-        (str(PurePosixPath(path).parent), *one, row)
-        for row, (path, one) in enumerate(zip(paths, taken, strict=True))
-        if one
-    ]
+    keys = [(str(PurePosixPath(paths[row]).parent), *one, row) for row, one in enumerate(taken) if one]
     for before, after in itertools.pairwise(sorted(keys)):
         if before[:2] == after[:2] and (after[2] - before[2]).total_seconds() <= BURST_SECONDS:
             groups[after[-1]] = groups[before[-1]]

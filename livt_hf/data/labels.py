@@ -115,11 +115,6 @@ def normalize_name(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def normalize_texts(texts: pa.StringArray) -> pa.StringArray:
-    """Return many class names in the form of `normalize_name`."""
-    return pc.utf8_normalize(texts, form="NFC")
-
-
 def flatten_lists(column: pa.ChunkedArray | pa.Array) -> tuple[pa.ChunkedArray | pa.Array, np.ndarray | None]:
     """Return all values of a column of lists and the offsets of the lists; one that is null counts as empty.
 

@@ -180,7 +180,10 @@ def _load_splits(spec: DataSpec) -> tuple[dict[str, Dataset], frozenset[str]]:
     check_not_empty(splits)
     made: frozenset[str] = frozenset()
     if spec.fold is not None:
-        splits = {"train": _pool_for_folds(splits)}
+        if "test" in splits:
+            logger.warning("the %d images of the test split are in no fold", len(splits["test"]))
+        parts = [splits[split] for split in ("train", "validation") if split in splits]
+        splits = {"train": parts[0] if len(parts) == 1 else concatenate_datasets(parts)}
     elif "group" in splits["train"].column_names and len(splits) > 1:
         warn_about_shared_groups(splits)
     if "test" not in splits and spec.fold is None and spec.test_fraction is not None:
@@ -190,14 +193,6 @@ def _load_splits(spec: DataSpec) -> tuple[dict[str, Dataset], frozenset[str]]:
     if spec.on_broken == "skip" and check_after_subsampling:
         splits = {split: images.select(readable_rows(images)) for split, images in splits.items()}
     return splits, made
-
-
-def _pool_for_folds(splits: dict[str, Dataset]) -> Dataset:
-    """Return all labelled images but those of a test split, which stays unseen."""
-    if "test" in splits:
-        logger.warning("the %d images of the test split are in no fold", len(splits["test"]))
-    parts = [splits[split] for split in ("train", "validation") if split in splits]
-    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
 def subsample_long_tail(train: Dataset, spec: DataSpec) -> Dataset:
@@ -235,18 +230,14 @@ def check_no_empty_classes(train: Dataset) -> None:
 
 def resolve_benchmark_defaults(spec: DataSpec) -> DataSpec:
     """Return the spec with a benchmark's own rule and numbers where none are given."""
-    benchmark = BENCHMARKS.get(spec.dataset, Benchmark())
-    rule = benchmark.rule if spec.rule is None else spec.rule
-    if rule is None and (spec.imbalance_factor is not None or spec.images_per_class is not None):
-        rule = "exponential"
-    if rule == "balanced" and spec.imbalance_factor not in (None, 1):
+    benchmark, names = BENCHMARKS.get(spec.dataset, Benchmark()), ("rule", "imbalance_factor", "images_per_class")
+    values = {name: getattr(benchmark if getattr(spec, name) is None else spec, name) for name in names}
+    if values["rule"] is None and (spec.imbalance_factor is not None or spec.images_per_class is not None):
+        values["rule"] = "exponential"
+    if values["rule"] == "balanced" and spec.imbalance_factor not in (None, 1):
         raise LiVTError(
             f"imbalance_factor is {spec.imbalance_factor:g}, but the rule balanced keeps as many images of each "
             "class: pass imbalance_factor 1, or another rule.",
             "imbalance_factor",
         )
-    numbers = {
-        name: getattr(benchmark, name) if getattr(spec, name) is None else getattr(spec, name)
-        for name in ("imbalance_factor", "images_per_class")
-    }
-    return spec.replace(rule=rule, **numbers)
+    return spec.replace(**values)

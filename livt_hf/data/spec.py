@@ -154,43 +154,37 @@ class DataSpec(BoxSpec):
             raise LiVTError(
                 f"group_from is {self.group_from!r}, but the groups are those of the column {self.group_column}: name "
                 "one of the two.",
-                argument="group_from",
+                "group_from",
             )
         if self.dataset is not None:
-            object.__setattr__(self, "dataset", _normalise_dataset(self.dataset))
+            if not self.dataset.strip():
+                raise LiVTError(
+                    "the name of the dataset is empty: name a benchmark, a folder, a table or a Hub dataset.",
+                    "dataset",
+                )
+            # Runs are named by their dataset: without the trailing separators that shells append, and `..`.
+            dataset = self.dataset.rstrip("/") or "/"
+            is_named = Path(dataset).name not in ("", "..")
+            object.__setattr__(self, "dataset", dataset if is_named else os.path.abspath(dataset))
         if self.fold is not None:
             number, _, folds = self.fold.partition("/")
             if not (number.isdecimal() and folds.isdecimal() and 1 <= int(number) <= int(folds) >= 2):
-                raise LiVTError(
-                    f"fold is {self.fold!r}; it must be one of several parts, such as 2/5.", argument="fold"
-                )
+                raise LiVTError(f"fold is {self.fold!r}; it must be one of several parts, such as 2/5.", "fold")
 
     @staticmethod
     def split_options() -> list[str]:
         """Return the names of the options that decide which images are trained on and which are tested on."""
-        options = {name: declared.facts for name, declared in DataSpec.options().items()}
         return [
             name
-            for name, facts in options.items()
-            if (not facts["may_change_on_resume"] if facts["affects_split"] is None else facts["affects_split"])
+            for name, one in DataSpec.options().items()
+            if one.facts["affects_split"] is not False and not one.facts["may_change_on_resume"]
         ]
 
     @property
     def fold_numbers(self) -> tuple[int, int]:
         """Return the number of the fold and of all folds: 2 and 5 for `2/5`."""
-        number, _, folds = str(self.fold).partition("/")
-        return int(number), int(folds)
-
-
-def _normalise_dataset(dataset: str) -> str:
-    """Drop trailing separators, which shells append, and resolve `..`: runs are named by their dataset."""
-    if not dataset.strip():
-        raise LiVTError(
-            "the name of the dataset is empty: name a benchmark, a folder, a table or a Hub dataset.",
-            argument="dataset",
-        )
-    dataset = dataset.rstrip("/") or "/"
-    return os.path.abspath(dataset) if Path(dataset).name in ("", "..") else dataset
+        number, folds = map(int, str(self.fold).split("/"))
+        return number, folds
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,10 @@ from livt_hf.data.labels import (
     flatten_lists,
     format_class_names,
     image_paths,
-    normalize_texts,
     offsets_of,
 )
 from livt_hf.data.readers.annotations import read_annotations
-from livt_hf.data.readers.boxes import (
-    check_boxes,
-    name_boxes,
-    read_boxes,
-)
+from livt_hf.data.readers.boxes import check_boxes, name_boxes, read_boxes
 from livt_hf.data.readers.files import find_repeated, locate_files, relative_paths
 from livt_hf.data.readers.image_table import (
     GROUP_NAMES,
@@ -63,14 +58,12 @@ def is_table(path: Path) -> bool:
         return True
     with reading_table(path):
         kinds = pq.read_schema(path).types
-    return not any(map(_holds_bytes, kinds))
-
-
-def _holds_bytes(kind: pa.DataType) -> bool:
-    """Return True if a column may hold images: as bytes, or as `datasets` stores them, with a path beside."""
-    if pa.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return not any(
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)  # as `datasets` stores images
+        for kind in kinds
+    )
 
 
 def read_table(file: Path, spec: DataSpec, dropped: DroppedImages) -> dict[str, ImageTable]:
@@ -111,7 +104,11 @@ def tables_of_rows(table: pa.Table, spec: DataSpec, file: Path, dropped: Dropped
     table = table.filter(matching_rows(table, spec.where))
     image_column, label_columns, split_column = _find_columns(table, spec)
     labels, class_names, is_unlabelled = _read_labels(table, label_columns, spec.label_separator)
-    root = _image_folder(file, spec)
+    root = Path(os.path.abspath(spec.source or file.parent))
+    if not root.is_dir():
+        raise LiVTError(
+            f"the folder of the images, {root}, does not exist: pass it with source.{did_you_mean(root)}", "source"
+        )
     paths = relative_paths(as_text(table[image_column], image_column), root, file)
     rows = np.arange(len(table))
 
@@ -159,20 +156,11 @@ def tables_of_rows(table: pa.Table, spec: DataSpec, file: Path, dropped: Dropped
         names = name_boxes(files, corners)
     is_repeated = find_repeated(names, columns | {"split": pa.array(splits)})
     drop(is_repeated, "the image is named twice with the same label")
-    kept, boxes = np.flatnonzero(~is_repeated), {}
     if corners is not None:
         columns[BOX_ROW] = table[BOX_ROW].take(rows) if BOX_ROW in table.column_names else rows
-        boxes = {"boxes": corners[kept], "margin": spec.box_margin}
-    return tables_of_files(files[kept], pa.table(columns).take(pa.array(kept)), splits[kept], class_names, **boxes)
-
-
-def _image_folder(file: Path, spec: DataSpec) -> Path:
-    root = Path(os.path.abspath(spec.source or file.parent))
-    if not root.is_dir():
-        raise LiVTError(
-            f"the folder of the images, {root}, does not exist: pass it with source.{did_you_mean(root)}", "source"
-        )
-    return root
+        corners = corners[~is_repeated]
+    rest = pa.table(columns).filter(~is_repeated)
+    return tables_of_files(files[~is_repeated], rest, splits[~is_repeated], class_names, corners, spec.box_margin)
 
 
 def _read_file(file: Path) -> pa.Table:
@@ -271,7 +259,7 @@ def _read_labels(table: pa.Table, columns: list[str], separator: str | None) -> 
     if separator is not None and offsets is None:
         values, offsets = flatten_lists(pc.split_pattern(texts, separator))
         texts = as_text(values, columns[0])
-    texts = normalize_texts(texts)
+    texts = pc.utf8_normalize(texts, "NFC")
     class_names = order_class_names(texts.unique().drop_null().to_pylist())
     if offsets is None:
         return texts, class_names, is_empty
