@@ -5,18 +5,8 @@
 Names are looked up when they are first used, so that reading a name of a rule loads no torch.
 """
 
-import importlib
+from livt_hf.lazy import lazy_names
 
-_HOMES = {
-    "DecisionRule": "livt_hf.predictions.rules",
-    "Predictions": "livt_hf.predictions.record",
-    "PredictionsInfo": "livt_hf.predictions.record",
-    "decide": "livt_hf.predictions.decisions",
-}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__, {"decisions": "decide", "record": "Predictions PredictionsInfo", "rules": "DecisionRule"}
+)
