@@ -171,7 +171,11 @@ def tables_of_datasets(splits: Mapping[str, Dataset], spec: DataSpec, label_colu
                     "the split.",
                     argument,
                 )
-        images = _image_column(dataset, image)
+        images = dataset.select_columns(image).rename_columns({image: "image"})
+        if images.features["image"] == Value("large_binary"):  # of which older datasets make no image
+            images = images.cast_column("image", Value("binary"))
+        if images.features["image"] != Image():
+            images = images.cast_column("image", Image())
         columns = {"label": select_rows(dataset, dataset.data.column(label))}
         if spec.group_column is not None:
             groups = select_rows(dataset, dataset.data.column(spec.group_column))
@@ -191,13 +195,6 @@ def _cells_to_compare(dataset: Dataset, where: Sequence[str]) -> pa.Table:
         cells, names = select_rows(dataset, dataset.data.column(name)), dataset.features[name]
         columns[name] = pa.array(names.names).take(cells) if isinstance(names, ClassLabel) else cells
     return pa.table(columns)
-
-
-def _image_column(dataset: Dataset, column: str) -> Dataset:
-    images = dataset.select_columns(column).rename_columns({column: "image"})
-    if images.features["image"] == Value("large_binary"):  # of which older datasets make no image
-        images = images.cast_column("image", Value("binary"))
-    return images if images.features["image"] == Image() else images.cast_column("image", Image())
 
 
 def standardize_stream(stream: Dataset | IterableDataset, spec: DataSpec, label_column: str | None) -> IterableDataset:
@@ -230,9 +227,8 @@ def _find_columns(features: Features, spec: DataSpec, label_column: str | None) 
     images, classes = (
         [name for name, feature in features.items() if isinstance(feature, kind)] for kind in (Image, ClassLabel)
     )
-    image = spec.image_column
-    if image is None:
-        image = images[0] if len(images) == 1 else match_column_name(images or features, IMAGE_NAMES)
+    only = images[0] if len(images) == 1 else None
+    image = spec.image_column or only or match_column_name(images or features, IMAGE_NAMES)
     if image is None:
         raise LiVTError(
             f"found no image column; name it with image_column, the columns are {_describe(features)}.", "image_column"
