@@ -2,15 +2,23 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
-from livt_hf.data.labels import digest_of
+from livt_hf.data.labels import Labels, digest_of
 from livt_hf.data.spec import DataSpec
-from livt_hf.data.splitting import grouped_split, split_test, split_validation, stratified_folds, stratified_split
+from livt_hf.data.splitting import (
+    _keep_classes_in_training,
+    grouped_split,
+    split_test,
+    split_validation,
+    stratified_folds,
+    stratified_split,
+)
 from livt_hf.data.subsample import (
     exponential_counts,
     label_counts,
@@ -183,6 +191,16 @@ def test_a_division_of_groups_alone_keeps_every_class():
         labels, groups = rng.randint(4, size=10), rng.randint(6, size=10)
         train, _ = grouped_split(labels, groups, (0.5, 0.9)[seed % 2], seed)
         assert set(labels[train]) == set(labels), seed
+
+
+def test_many_classes_whose_images_would_all_be_held_out_take_no_longer_than_few():
+    """Twenty thousand classes of ten images in two groups each, all in fold 0; their first groups stay in training."""
+    labels = np.arange(200_000) // 10
+    fold, groups = np.zeros(200_000, dtype=int), np.arange(200_000) // 5
+    started = time.monotonic()
+    _keep_classes_in_training(fold, Labels(labels), groups)
+    assert time.monotonic() - started < 5
+    assert np.array_equal(fold, np.where(groups % 2 == 0, -1, 0))
 
 
 @pytest.mark.parametrize(

@@ -232,14 +232,17 @@ def assign_folds(dataset: Dataset, folds: int, seed: int = 0) -> np.ndarray:
 
 def _keep_classes_in_training(fold: np.ndarray, labels: Labels, groups: np.ndarray) -> None:
     """Take a group out of a fold that has all images of a class and could not train on it, in place."""
-    number = labels.values.max(initial=-1) + 1
+    images, number = labels.images, labels.values.max(initial=-1) + 1
     lowest, highest = np.full(number, np.iinfo(np.int64).max), np.full(number, -1)
-    np.minimum.at(lowest, labels.values, fold[labels.images])
-    np.maximum.at(highest, labels.values, fold[labels.images])
+    np.minimum.at(lowest, labels.values, fold[images])
+    np.maximum.at(highest, labels.values, fold[images])
+    ends = np.cumsum(np.bincount(labels.values, minlength=number))
+    groups_of = np.split(groups[images[np.argsort(labels.values, kind="stable")]], ends[:-1])
+    is_kept = np.zeros(groups.max(initial=-1) + 1, dtype=bool)
     for label in np.flatnonzero((lowest == highest) & (lowest >= 0)):
-        rows = labels.images[labels.values == label]
-        if (fold[rows] >= 0).all():
-            fold[groups == groups[rows[0]]] = -1
+        if not is_kept[groups_of[label]].any():
+            is_kept[groups_of[label][0]] = True
+    fold[is_kept[groups]] = -1
 
 
 def _warn_about_rare_classes(fold: np.ndarray, labels: Labels, names: list[str], unit: str) -> None:
