@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Image as ImageColumn
 from PIL import Image
 from refusals import refusal
 
 from livt_hf.cli.settings import InspectDataSettings
 from livt_hf.cli.training_settings import FinetuneSettings
-from livt_hf.data import load_dataset
+from livt_hf.data import load_dataset, load_long_tailed
 from livt_hf.data.companions import find_companions, is_two_valued
 from livt_hf.data.load import load_pool
 from livt_hf.data.spec import DataSpec
@@ -144,6 +146,22 @@ def test_rows_of_a_table_are_filtered(tmp_path):
         with refusal("where", value):
             images_of(dataset, where=where)
     assert len(images_of(dataset, exclude=["1?.png"])) == 10
+
+
+def test_a_value_that_where_asks_for_may_be_in_one_split_alone_and_labels_may_be_hidden(tmp_path):
+    def part(labels, sites):
+        columns = {"image": [Image.new("RGB", (8, 8))] * len(labels), "label": labels, "site": sites}
+        features = Features(image=ImageColumn(), label=ClassLabel(names=["cat", "dog"]), site=Value("string"))
+        return Dataset.from_dict(columns, features=features)
+
+    parts = DatasetDict(train=part([0, 1, 0], ["a", "b", "a"]), test=part([0, 1], ["c", "c"]))
+    parts.save_to_disk(tmp_path / "own")
+    data = load_long_tailed(str(tmp_path / "own"), where=["site=a", "site=c"], drop_empty=True, exclude_labels="dog")
+    assert (len(data["train"]), len(data["test"])) == (2, 1)
+    parts["test"] = part([-1, -1], ["a", "a"])
+    parts.save_to_disk(tmp_path / "hidden")
+    with pytest.raises(LiVTError, match='split "test" has no image'):
+        load_long_tailed(str(tmp_path / "hidden"), where=["label=cat"])
 
 
 def test_patterns_may_be_given_several_times():

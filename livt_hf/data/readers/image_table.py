@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,30 +100,33 @@ def as_text(column: pa.ChunkedArray, name: str) -> pa.StringArray:
     return pc.if_else(pc.equal(text, ""), None, text)
 
 
-def matching_rows(table: pa.Table, where: Sequence[str] | None) -> np.ndarray:
-    """Return which rows have the values that `where` asks for, as `column=value`; values of a column are alternatives.
-
-    Text and whole numbers are compared as they are written.
-    """
+def read_conditions(where: Sequence[str] | None, columns: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values that `where` asks for by column, from `column=value`; those of a column are alternatives."""
     wanted: dict[str, list[str]] = {}
     for condition in where or ():
         column, equals, value = condition.partition("=")
-        if not equals or column.strip() not in table.column_names:
+        if not equals or column.strip() not in columns:
             raise LiVTError(
-                f"where {condition!r} is not column=value with one of the columns {', '.join(table.column_names)}.",
-                "where",
+                f"where {condition!r} is not column=value with one of the columns {', '.join(columns)}.", "where"
             )
         wanted.setdefault(column.strip(), []).append(value.strip())
-    matches = np.ones(len(table), dtype=bool)
+    return wanted
+
+
+def matching_rows(cells: Mapping[str, pa.Array] | pa.Table, wanted: Mapping[str, Sequence[str]]) -> np.ndarray:
+    """Return which rows have the wanted values. Text and whole numbers are compared as they are written."""
+    is_match = []
     for column, values in wanted.items():
-        cells = as_text(table[column], column)
+        texts = as_text(cells[column], column)
         for value in values:
-            if not pc.any(pc.equal(cells, value)).as_py():
-                examples = ", ".join(cells.drop_null().unique().to_pylist()[:5])
+            if not pc.any(pc.equal(texts, value)).as_py():
+                examples = ", ".join(texts.drop_null().unique().to_pylist()[:5])
                 raise LiVTError(f'where {column}={value} matches no row; "{column}" holds {examples}.', "where")
-        matches &= pc.is_in(cells, value_set=pa.array(values, pa.string())).to_numpy(zero_copy_only=False)
+        is_match.append(pc.is_in(texts, value_set=pa.array(values, pa.string())).to_numpy(zero_copy_only=False))
+    matches = np.all(is_match, axis=0)
     if not matches.any():
-        raise LiVTError(f"where {' '.join(where or ())!r} matches no row: its columns exclude each other.", "where")
+        named = " ".join(f"{column}={value}" for column, values in wanted.items() for value in values)
+        raise LiVTError(f"where {named!r} matches no row: its columns exclude each other.", "where")
     return matches
 
 

@@ -3,11 +3,12 @@
 import contextlib
 import errno
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import (
     ClassLabel,
     Dataset,
@@ -33,6 +34,7 @@ from livt_hf.data.readers.image_table import (
     as_text,
     match_column_name,
     matching_rows,
+    read_conditions,
 )
 from livt_hf.data.readers.split_names import SPLIT_COLUMN_NAMES, read_split_column
 from livt_hf.data.readers.table import TABLES
@@ -159,12 +161,14 @@ def tables_of_datasets(splits: Mapping[str, Dataset], spec: DataSpec, label_colu
         raise LiVTError(
             f"found no label column among {_describe(train.features)}: name it with label_column.", "label_column"
         )
-    tables = {}
+    tables, wanted = {}, read_conditions(spec.where, train.column_names)
+    needed = [("image_column", image), ("group_column", spec.group_column), *(("where", name) for name in wanted)]
+    cells: dict[str, list[pa.Array]] = {name: [] for name in wanted}
     for split, dataset in splits.items():
         if label not in dataset.column_names:
             logger.warning(UNLABELLED, split)
             continue
-        for argument, column in (("image_column", image), ("group_column", spec.group_column)):
+        for argument, column in needed:
             if column not in (None, *dataset.column_names):
                 raise LiVTError(
                     f'the split "{split}" has no column "{column}", which the training split has: add it, or remove '
@@ -182,19 +186,17 @@ def tables_of_datasets(splits: Mapping[str, Dataset], spec: DataSpec, label_colu
             columns["group"] = as_text(groups, spec.group_column)
         names = class_label(dataset.features[label])
         tables[split] = ImageTable(images, pa.table(columns), names and names.names)
-        if spec.where is not None:
-            rows = matching_rows(_cells_to_compare(dataset, spec.where), spec.where)
-            tables[split] = tables[split].select(np.flatnonzero(rows))
+        for name in wanted:
+            texts, feature = select_rows(dataset, dataset.data.column(name)), dataset.features[name]
+            if isinstance(feature, ClassLabel):  # -1 is a hidden label
+                texts = pa.array(feature.names).take(pc.if_else(pc.less(texts, 0), None, texts))
+            cells[name].append(as_text(texts, name))
+    if wanted:  # a value need not be in every split
+        matches = matching_rows({name: pa.concat_arrays(parts) for name, parts in cells.items()}, wanted)
+        parts = np.split(matches, np.cumsum([len(table) for table in tables.values()])[:-1])
+        own = zip(tables.items(), parts, strict=True)
+        tables = {split: table.select(np.flatnonzero(is_match)) for (split, table), is_match in own}
     return tables
-
-
-def _cells_to_compare(dataset: Dataset, where: Sequence[str]) -> pa.Table:
-    """Return the columns that `where` names, class numbers as names."""
-    columns = {}
-    for name in {one.partition("=")[0].strip() for one in where} & set(dataset.column_names):
-        cells, names = select_rows(dataset, dataset.data.column(name)), dataset.features[name]
-        columns[name] = pa.array(names.names).take(cells) if isinstance(names, ClassLabel) else cells
-    return pa.table(columns)
 
 
 def standardize_stream(stream: Dataset | IterableDataset, spec: DataSpec, label_column: str | None) -> IterableDataset:

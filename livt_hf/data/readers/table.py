@@ -38,6 +38,7 @@ from livt_hf.data.readers.image_table import (
     log_dropped_images,
     match_column_name,
     matching_rows,
+    read_conditions,
     tables_of_files,
 )
 from livt_hf.data.readers.split_names import SPLIT_COLUMN_NAMES, read_split_column
@@ -101,14 +102,11 @@ def read_unlabelled_boxes(file: Path, spec: DataSpec) -> pa.Table:
 
 def tables_of_rows(table: pa.Table, spec: DataSpec, file: Path, dropped: DroppedImages) -> dict[str, ImageTable]:
     """Return the images that the rows of a table name, or the boxes in them; see `read_table`."""
-    table = table.filter(matching_rows(table, spec.where))
+    if wanted := read_conditions(spec.where, table.column_names):
+        table = table.filter(matching_rows(table, wanted))
     image_column, label_columns, split_column = _find_columns(table, spec)
     labels, class_names, is_unlabelled = _read_labels(table, label_columns, spec.label_separator)
-    root = Path(os.path.abspath(spec.source or file.parent))
-    if not root.is_dir():
-        raise LiVTError(
-            f"the folder of the images, {root}, does not exist: pass it with source.{did_you_mean(root)}", "source"
-        )
+    root = _image_folder(file, spec)
     paths = relative_paths(as_text(table[image_column], image_column), root, file)
     rows = np.arange(len(table))
 
@@ -161,6 +159,15 @@ def tables_of_rows(table: pa.Table, spec: DataSpec, file: Path, dropped: Dropped
         corners = corners[~is_repeated]
     rest = pa.table(columns).filter(~is_repeated)
     return tables_of_files(files[~is_repeated], rest, splits[~is_repeated], class_names, corners, spec.box_margin)
+
+
+def _image_folder(file: Path, spec: DataSpec) -> Path:
+    root = Path(os.path.abspath(spec.source or file.parent))
+    if not root.is_dir():
+        raise LiVTError(
+            f"the folder of the images, {root}, does not exist: pass it with source.{did_you_mean(root)}", "source"
+        )
+    return root
 
 
 def _read_file(file: Path) -> pa.Table:
