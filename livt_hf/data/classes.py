@@ -95,9 +95,7 @@ def _encode_labels(splits: dict[str, ImageTable]) -> tuple[dict[str, Labels], li
     return labels, [str(i) for i in range(largest + 1)]
 
 
-def _encode_texts(
-    cells: dict[str, tuple[pa.ChunkedArray, np.ndarray | None]],
-) -> tuple[dict[str, Labels], list[str]]:
+def _encode_texts(cells: dict[str, tuple[pa.ChunkedArray, np.ndarray | None]]) -> tuple[dict[str, Labels], list[str]]:
     """Return class ids and names of texts, which the names follow from."""
     for values, _ in cells.values():
         if pa.types.is_floating(values.type) or pa.types.is_temporal(values.type):

@@ -167,8 +167,7 @@ def _by_file(paths: Sequence[str], file: str) -> list[str]:
         table = pyarrow.csv.read_csv(file, convert_options=reading)
     except (OSError, pa.ArrowException) as error:
         raise LiVTError(
-            f"group_from {file} cannot be read as a table with the columns path and group: {error}.",
-            "group_from",
+            f"group_from {file} cannot be read as a table with the columns path and group: {error}.", "group_from"
         ) from error
     group_of = dict(zip(table["path"].to_pylist(), table["group"].to_pylist(), strict=True))
     is_lone = [group_of.get(path) is None for path in paths]

@@ -39,10 +39,7 @@ AT_ONCE = 8
 
 
 def train_loader(
-    dataset: Dataset | IterableDataset,
-    augmentation: Augmentation,
-    batches: Batches,
-    on_broken: str = "error",
+    dataset: Dataset | IterableDataset, augmentation: Augmentation, batches: Batches, on_broken: str = "error"
 ) -> "TrainLoader | StreamLoader":
     """Return a loader of batches of uint8 images.
 

@@ -57,11 +57,7 @@ class PriorEstimate:
         return self.p_uniform <= LEVEL and self.p_training <= TRAINING_LEVEL and self.gain >= -HARM
 
 
-def estimate_prior(
-    posterior: Tensor,
-    source: Tensor,
-    calibration: Calibration | None = None,
-) -> PriorEstimate:
+def estimate_prior(posterior: Tensor, source: Tensor, calibration: Calibration | None = None) -> PriorEstimate:
     """Estimate the class prior of unlabelled images from their posteriors under the training prior.
 
     The estimate is the maximum a posteriori under a Dirichlet prior of one image per class, so that a class that looks

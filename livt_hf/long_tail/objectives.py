@@ -224,9 +224,4 @@ def _scores(correct: np.ndarray, predicted: np.ndarray, images: np.ndarray) -> d
     accuracy = correct.sum(-1) / images.sum(-1)
     recall = (correct / np.maximum(images, 1e-12) * there).sum(-1) / number
     f1 = (2 * correct / np.maximum(images + predicted, 1e-12) * there).sum(-1) / number
-    return {
-        "accuracy": accuracy,
-        "mean_class_accuracy": recall,
-        "macro_f1": f1,
-        "balanced": (accuracy + recall) / 2,
-    }
+    return {"accuracy": accuracy, "mean_class_accuracy": recall, "macro_f1": f1, "balanced": (accuracy + recall) / 2}

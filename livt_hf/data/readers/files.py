@@ -26,8 +26,7 @@ def relative_paths(paths: pa.StringArray, root: Path, file: Path) -> pa.StringAr
     if pc.any(outside).as_py():
         first = paths.filter(outside)[0]
         raise LiVTError(
-            f'"{first}" of {file} leads out of the image folder {root}: pass another source, or correct it.',
-            "source",
+            f'"{first}" of {file} leads out of the image folder {root}: pass another source, or correct it.', "source"
         )
     return paths
 
