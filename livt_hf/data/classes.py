@@ -54,7 +54,10 @@ def encode_classes(splits: dict[str, ImageTable], spec: DataSpec, dropped: Dropp
         features = Features.from_arrow_schema(columns.schema) | {"label": encoded.feature(new_names)}
         dataset = _with_columns(table.images, columns, Features(features))
         if not is_kept.all():
-            _count_dropped(own.take(np.flatnonzero(~is_kept)), names, reasons, dropped)
+            left_out = own.take(np.flatnonzero(~is_kept))
+            first = left_out.values if left_out.offsets is None else left_out.values[left_out.offsets[:-1]]
+            for label, count in zip(*np.unique(first, return_counts=True), strict=True):
+                dropped.setdefault(reasons[label], Counter())[names[label]] += int(count)
             dataset = dataset.select(np.flatnonzero(is_kept))
         datasets[split] = dataset
     return datasets
@@ -204,13 +207,6 @@ def _select_classes(counts: np.ndarray, names: list[str], spec: DataSpec) -> tup
     new_id = np.full(len(names), -1)
     new_id[kept], new_id[merged] = np.arange(len(kept)), len(kept)
     return new_id, [names[c] for c in kept] + [MERGED] * bool(merged), reasons
-
-
-def _count_dropped(labels: Labels, names: list[str], reasons: dict[int, str], dropped: DroppedImages) -> None:
-    """Count images by the reason why their class, or the first of several, is dropped."""
-    first = labels.values if labels.offsets is None else labels.values[labels.offsets[:-1]]
-    for label, count in zip(*np.unique(first, return_counts=True), strict=True):
-        dropped.setdefault(reasons[label], Counter())[names[label]] += int(count)
 
 
 def _with_columns(images: Dataset, columns: pa.Table, features: Features) -> Dataset:

@@ -126,7 +126,9 @@ def _draw(masks: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> np.ndar
     picture += (glyph * uniform(0.8, 1.0))[:, None] * (foreground + shade - picture)
     occluder = _stroke(x, y, uniform, thickness=uniform(0.0, 0.5))
     picture += occluder[:, None] * (colour() - picture)
-    picture += (_pixel_noise(next(draws)) * uniform(0, 0.1))[:, None]
+    keys = (next(draws) * 2**24).astype(np.int64)
+    noise = keyed_uniform(0, 0, keys, SIZE * SIZE).astype(np.float32).reshape(-1, SIZE, SIZE) - 0.5
+    picture += (noise * uniform(0, 0.1))[:, None]
     return np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
@@ -164,12 +166,6 @@ def _stroke(x, y, uniform, thickness) -> np.ndarray:
     along = np.clip(((x - x0) * dx + (y - y0) * dy) / (dx * dx + dy * dy + 1e-6), 0, 1)
     ex, ey = x - x0 - along * dx, y - y0 - along * dy
     return np.clip(thickness - np.sqrt(ex * ex + ey * ey), 0, 1)
-
-
-def _pixel_noise(numbers: np.ndarray) -> np.ndarray:
-    """Return grey noise in -0.5 .. 0.5, from one number per image: (B, SIZE, SIZE)."""
-    keys = (numbers * 2**24).astype(np.int64)
-    return (keyed_uniform(0, 0, keys, SIZE * SIZE).astype(np.float32) - 0.5).reshape(-1, SIZE, SIZE)
 
 
 def _as_ppm(images: np.ndarray) -> pa.StructArray:

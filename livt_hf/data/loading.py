@@ -178,18 +178,14 @@ class _PreparedImages(torch.utils.data.Dataset):
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict | LiVTError:
         """Return images by their rows; what is random about them belongs to the draw (see `Sampler.draws`)."""
         epoch, draws = keys[0][0], [draw for _, draw in keys]
+        rows = [draw % len(self.stored) for draw in draws]
         try:
-            pixels = torch.cat([self._pixels(epoch, part) for part in self.stored.in_parts(draws)])
+            parts = zip(self.stored.in_parts(rows), self.stored.in_parts(draws), strict=True)
+            pixels = [self.augmentation.batch(self.stored.images(own), self.seed, epoch, part) for own, part in parts]
         except LiVTError as error:
             return error
-        labels = {"labels": self.stored.labels(self._rows(draws))} if self.stored.labelled else {}
-        return {"pixel_values": pixels, "index": torch.tensor(draws), **labels}
-
-    def _pixels(self, epoch: int, draws: list[int]) -> torch.Tensor:
-        return self.augmentation.batch(self.stored.images(self._rows(draws)), self.seed, epoch, draws)
-
-    def _rows(self, draws: list[int]) -> list[int]:
-        return [draw % len(self.stored) for draw in draws]
+        labels = {"labels": self.stored.labels(rows)} if self.stored.labelled else {}
+        return {"pixel_values": torch.cat(pixels), "index": torch.tensor(draws), **labels}
 
 
 @dataclass(frozen=True)

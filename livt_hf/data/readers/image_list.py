@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from livt_hf.data.labels import MAX_CLASSES, normalize_name
-from livt_hf.data.readers.files import find_repeated, locate_files, relative_paths
-from livt_hf.data.readers.image_table import ImageTable, tables_of_files
+from livt_hf.data.readers.image_table import ImageTable, find_repeated, locate_files, relative_paths, tables_of_files
 from livt_hf.data.readers.split_names import SPLIT_OF_WORD
 from livt_hf.errors import LiVTError
 

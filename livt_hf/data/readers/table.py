@@ -27,7 +27,6 @@ from livt_hf.data.labels import (
 )
 from livt_hf.data.readers.annotations import read_annotations
 from livt_hf.data.readers.boxes import check_boxes, name_boxes, read_boxes
-from livt_hf.data.readers.files import find_repeated, locate_files, relative_paths
 from livt_hf.data.readers.image_table import (
     GROUP_NAMES,
     IMAGE_NAMES,
@@ -35,10 +34,13 @@ from livt_hf.data.readers.image_table import (
     DroppedImages,
     ImageTable,
     as_text,
+    find_repeated,
+    locate_files,
     log_dropped_images,
     match_column_name,
     matching_rows,
     read_conditions,
+    relative_paths,
     tables_of_files,
 )
 from livt_hf.data.readers.split_names import SPLIT_COLUMN_NAMES, read_split_column
