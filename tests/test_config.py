@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -67,6 +68,11 @@ COUNTS_OF = (np.array, torch.tensor, tuple)
         (dict(num_labels=2, test_prior=[0.2, 0.3, 0.5]), None, r"test_prior .*\(3,\)"),
         (MULTI | dict(num_labels=2, test_prior=[0.5, 1.5]), None, "test_prior .*1.5"),
         (dict(long_tail={"temper": 3}), None, "temper"),
+        (
+            dict(class_counts=Counter({1: 90, 0: 10})),
+            "class_counts",
+            "Counter",
+        ),  # whose order is not that of the classes
     ],
 )
 def test_nonsense_is_refused_when_the_config_is_built(fields, argument, value):

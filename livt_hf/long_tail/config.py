@@ -1,7 +1,7 @@
 """`LongTailConfig`: the settings of a long-tailed head, saved as `config.long_tail` of any image classifier."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
@@ -286,11 +286,13 @@ def _require(condition: bool, argument: str, message: str) -> None:
 def _listed(name: str, values, number: Callable) -> list:
     """Return one number per class as a list, from a list, an array or a tensor."""
     try:
+        if isinstance(values, Mapping | Set):  # Counter(labels) has the order in which labels come
+            raise TypeError
         return [number(value) for value in values]
     except LiVTError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        message = f"{name} cannot be {shorten(values)}; give one number per class."
+        message = f"{name} cannot be {shorten(values)}; give a list of one number per class, in their order."
         raise LiVTError(message, argument=name) from error
 
 
