@@ -86,6 +86,8 @@ def test_a_class_without_an_image_is_never_drawn():
     labels = np.array([0, 0, 0, 2])
     assert set(labels[Sampler("balanced").draws(labels, 0, 0) % 4]) == {0, 2}
     np.testing.assert_allclose(seen_counts(np.array([3, 0, 1]), "balanced", 1), [2, 0, 2])
+    with pytest.raises(LiVTError, match="rare"):
+        Sampler("rare")
 
 
 @pytest.mark.parametrize(

@@ -461,7 +461,8 @@ def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
     counts = class_counts(load_long_tailed(folder, imbalance_factor=16)["train"])
     assert counts.tolist() == [2, 40, 10]  # 40, 40 / 4, 40 / 16
     assert class_counts(load_long_tailed(folder, rule="balanced")["train"]).tolist() == [10, 10, 10]
-    assert class_counts(load_long_tailed(folder, rule=[3, 2, 1])["train"]).tolist() == [3, 2, 1]
+    for counts in ([3, 2, 1], np.array([3, 2, 1])):
+        assert class_counts(load_long_tailed(folder, rule=counts)["train"]).tolist() == [3, 2, 1]
     assert class_counts(load_long_tailed(folder, rule="pareto", imbalance_factor=20)["train"])[[1, 0]].tolist() == [
         40,
         2,

@@ -73,7 +73,9 @@ def load_long_tailed(
             near = suggest_name(option, known, otherwise=f"choose from {', '.join(known)}.")
             raise LiVTError(f"load_long_tailed has no option {option!r}{near}", option)
     options |= {"dataset": str(name), "imbalance_factor": imbalance_factor, "source": source, "split_seed": seed}
-    options = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}
+    for option, value in options.items():
+        if isinstance(value, os.PathLike | np.ndarray):
+            options[option] = value.tolist() if isinstance(value, np.ndarray) else os.fspath(value)
     return load_dataset(DataSpec(**options), streaming)
 
 

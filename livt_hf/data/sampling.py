@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from livt_hf.errors import LiVTError
 from livt_hf.randomness import keyed_seed, purpose_seed
 
 _POWERS = {"natural": 1.0, "sqrt": 0.5, "balanced": 0.0}
@@ -24,6 +25,11 @@ class Sampler:
 
     name: Literal["natural", "balanced", "sqrt", "progressive"] = "natural"
     epochs: int = 1
+
+    def __post_init__(self):
+        known = (*_POWERS, "progressive")
+        if self.name not in known:
+            raise LiVTError(f"sampler {self.name!r} is not known; use one of {', '.join(known)}.", "sampler")
 
     def shares(self, counts: np.ndarray, epoch: int) -> np.ndarray:
         """Return the share of an epoch's draws that each class gets, of shape (C,)."""

@@ -150,6 +150,9 @@ class DataSpec(BoxSpec):
         for name in ("exclude_labels", "label_column"):
             if isinstance(getattr(self, name), list | tuple):
                 object.__setattr__(self, name, ",".join(map(str, getattr(self, name))))
+        for name in ("exclude", "where"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, [getattr(self, name)])
         if self.group_from is not None and self.group_column is not None:
             raise LiVTError(
                 f"group_from is {self.group_from!r}, but the groups are those of the column {self.group_column}: name "
