@@ -387,7 +387,7 @@ def test_a_model_of_timm_that_does_not_say_how_it_is_layered_is_counted():
     depths = {"stem.conv.weight": 0, "stages.0.blocks.1.mlp.fc1.weight": 2, "stages.1.downsample.conv.weight": 3}
     depths |= {"stages.2.blocks.0.mlp.fc1.weight": 5, "head.fc.weight": 13}
     assert {name: found[f"timm_model.{name}"] for name in depths} == depths
-    with refusal(None, "Linear", "--layer_decay 1"):
+    with refusal("layer_decay", "Linear", "layer_decay 1"):
         parameter_depths(torch.nn.Linear(2, 2))
 
 

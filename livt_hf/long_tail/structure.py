@@ -113,7 +113,8 @@ def _layers(model: nn.Module) -> list[list[nn.Module]]:
                 outer.append(module)
     if not outer:
         raise LiVTError(
-            f"{type(model).__name__} has no list of layers, so its layers cannot be counted; pass --layer_decay 1."
+            f"{type(model).__name__} has no list of layers, so its layers cannot be counted; pass layer_decay 1.",
+            "layer_decay",
         )
     stages = max(outer, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     beside = [other for other in outer if other is not stages and len(other) == len(stages)]
