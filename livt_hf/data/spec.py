@@ -56,9 +56,7 @@ class DataSpec(BoxSpec):
         may_change_on_resume=True,
     )
     imbalance_factor: float | None = option(
-        None,
-        "largest class over smallest class; a long-tailed subset is drawn where this is given",
-        group=_BENCHMARKS,
+        None, "largest class over smallest class; a long-tailed subset is drawn where this is given", group=_BENCHMARKS
     )
     rule: str | None = option(
         None,
@@ -67,9 +65,7 @@ class DataSpec(BoxSpec):
         group=_BENCHMARKS,
     )
     images_per_class: Positive | None = option(
-        None,
-        "images of the largest class; ImageNet-BAL: 160 (the appendix) or 116 (the text)",
-        group=_BENCHMARKS,
+        None, "images of the largest class; ImageNet-BAL: 160 (the appendix) or 116 (the text)", group=_BENCHMARKS
     )
     cap: bool = option(
         False,

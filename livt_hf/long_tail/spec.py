@@ -23,10 +23,7 @@ class LossSpec(Spec):
     """Loss: how the head learns from imbalanced classes."""
 
     loss: str = option(
-        "bal_bce",
-        f"loss of the head: {', '.join(sorted(LOSSES))}, or a plugin's",
-        choices=loss_names,
-        common=True,
+        "bal_bce", f"loss of the head: {', '.join(sorted(LOSSES))}, or a plugin's", choices=loss_names, common=True
     )
     tau: float = option(1.0, "strength of the logit bias", common=True)
     test_prior: str = option(
@@ -36,10 +33,7 @@ class LossSpec(Spec):
         is_path=True,
     )
     objective: Objective | None = option(
-        None,
-        "what to serve the model for; default: macro_f1, of benchmarks none",
-        common=True,
-        legacy_default="none",
+        None, "what to serve the model for; default: macro_f1, of benchmarks none", common=True, legacy_default="none"
     )
     bias: Literal["bce", "ce"] = option("bce", "bias of balanced sigmoid losses: bce (Theorem 3) or ce (Theorem 1)")
     head_start: Literal["prior", "zero"] = option("prior", "where the classifier bias of a sigmoid loss starts")
