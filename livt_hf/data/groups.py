@@ -19,7 +19,7 @@ from datasets import Dataset, concatenate_datasets
 from PIL import ExifTags, Image
 
 from livt_hf.data.decoding import BrokenImageError, iterate_stored, process_stored
-from livt_hf.data.labels import image_paths, labels_of
+from livt_hf.data.labels import image_paths, labels_of, normalize_name
 from livt_hf.data.near_copies import connected_copies, pixel_vectors, scale_by_chance, standardize
 from livt_hf.data.readers.image_table import ImageTable
 from livt_hf.data.spec import DataSpec
@@ -91,7 +91,10 @@ def add_groups(tables: dict[str, ImageTable], spec: DataSpec) -> dict[str, Image
 def _by_folder(paths: Sequence[str], labels: Sequence[str]) -> list[str]:
     """Return the folder of each image, without the folder of its class: a site may have images of several classes."""
     folders = (PurePosixPath(path).parent.parts for path in paths)
-    return ["/".join(part for part in parts if part != label) for parts, label in zip(folders, labels, strict=True)]
+    return [
+        "/".join(part for part in parts if normalize_name(part) != normalize_name(label))
+        for parts, label in zip(folders, labels, strict=True)
+    ]
 
 
 def _by_near_copies(images: Dataset, paths: Sequence[str | None], labels: Sequence[str]) -> list[str]:
