@@ -21,8 +21,7 @@ from livt_hf.cli.settings import InspectDataSettings
 from livt_hf.constants import FEW_IMAGES, SMALL_BACKBONE
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import describe_copies, find_broken, format_findings, read_images
-from livt_hf.data.first_look import count_two_valued, describe_labels, suggest_groups
-from livt_hf.data.framing import describe_cut, dim_outside
+from livt_hf.data.first_look import count_two_valued, describe_cut, describe_labels, dim_outside, suggest_groups
 from livt_hf.data.groups import NEAR_COPIES, relative_image_paths, write_groups
 from livt_hf.data.labels import class_counts, class_feature, labels_of, number_of_classes
 from livt_hf.data.load import load_dataset

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from livt_hf.data import FinetuneAugmentation, load_long_tailed
-from livt_hf.data.framing import dim_outside, read_image_sizes
+from livt_hf.data.first_look import dim_outside, read_image_sizes
 from livt_hf.data.transforms import CROP_NUMBERS, _crop_boxes
 from livt_hf.errors import Interrupted
 from livt_hf.files import read_values, write_values

@@ -29,21 +29,17 @@ class ExponentChoice:
 
     Attributes:
         exponent: the chosen t.
-        objective: what was maximised.
         expected: the t that is best if the posteriors are right.
         best: the t that is best by the labels of these images.
         gain, standard_error: of the objective from `expected` to `best`, on these images.
-        num_images: the number of images looked at.
         curve: `exponent` and the scores `accuracy`, `mean_class_accuracy`, `macro_f1` and `balanced` for every t.
     """
 
     exponent: float
-    objective: str
     expected: float
     best: float
     gain: float
     standard_error: float
-    num_images: int
     curve: list[dict[str, float]]
 
 
@@ -179,12 +175,10 @@ def choose_exponents(
         chosen = int(np.where(close, distance, np.inf).argmin())
         return ExponentChoice(
             exponent=float(grid[chosen]),
-            objective=objective,
             expected=float(grid[expected]),
             best=float(grid[best]),
             gain=float(value[best] - value[expected]),
             standard_error=float(errors[expected]),
-            num_images=len(truth),
             curve=curve,
         )
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import BaseImageProcessor, PreTrainedModel
 
-from livt_hf.data.framing import sample_sizes
+from livt_hf.data.first_look import sample_sizes
 from livt_hf.data.labels import group_codes, labels_of, number_of_classes
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.objectives import compare_predictions, decide

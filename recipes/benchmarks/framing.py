@@ -29,7 +29,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.classifiers import load_model, load_processor
 from livt_hf.data import load_long_tailed
-from livt_hf.data.framing import read_image_sizes
+from livt_hf.data.first_look import read_image_sizes
 from livt_hf.data.labels import BOX, BOX_MARGIN, class_counts, group_codes, labels_of
 from livt_hf.files import read_values, write_values
 from livt_hf.long_tail.objectives import compare_predictions, decide, score_predictions

@@ -95,13 +95,12 @@ def _read_path(where: str, spec: DataSpec, benchmark: Benchmark, streaming: bool
 def _standardize(splits: dict, source: str, spec: DataSpec, benchmark: Benchmark, streaming: bool = False) -> Splits:
     """Name the splits and columns of what was opened: `ImageTable`s, datasets or streams."""
     if any(isinstance(part, ImageTable) for part in splits.values()):
-        columns = {"image_column": "image", "label_column": "label", "split_column": "none"}
-        columns |= {"group_column": None, "where": None}
-        for argument, column in columns.items():
-            if getattr(spec, argument) not in (None, column):
+        own = {"image_column": "image", "label_column": "label", "split_column": "none"}
+        for argument in (*own, "group_column", "where"):
+            value = getattr(spec, argument)
+            if value not in (None, own.get(argument)):
                 raise LiVTError(
-                    f"{argument} is {getattr(spec, argument)!r}, but {source} is no table: drop it, or pass a table.",
-                    argument,
+                    f"{argument} is {value!r}, but {source} is no table: drop it, or pass a table.", argument
                 )
         return rename_splits(splits, source)
     splits = rename_splits(split_by_column(splits, spec, streaming), source)
