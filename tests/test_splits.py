@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
-from livt_hf.data.labels import Labels, digest_of
+from livt_hf.data.labels import Labels, class_counts, digest_of
 from livt_hf.data.spec import DataSpec
 from livt_hf.data.splitting import (
     _keep_classes_in_training,
@@ -26,6 +26,7 @@ from livt_hf.data.subsample import (
     long_tail_indices,
     pareto_counts,
 )
+from livt_hf.errors import LiVTError
 
 
 def test_splits_need_numpy_only():
@@ -219,6 +220,13 @@ def test_every_class_keeps_one_of_its_two_groups_in_training(labels, groups):
             parts = split_test({"train": train}, settings)
             assert set(parts["train"]["label"]) == {0, 1, 2, 3} and len(parts["test"])
             assert not set(parts["train"]["group"]) & set(parts["test"]["group"])
+
+
+def test_labels_without_names_are_refused_with_the_way_to_give_them_some():
+    dataset = Dataset.from_dict({"label": [0, 1, 1]})
+    with pytest.raises(LiVTError, match="class_encode_column"):
+        class_counts(dataset)
+    assert class_counts(dataset.class_encode_column("label")).tolist() == [1, 2]
 
 
 def test_images_are_known_again_by_their_labels_and_file_names_or_lengths_wherever_they_lie():

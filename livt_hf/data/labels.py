@@ -135,7 +135,10 @@ def class_label(feature) -> ClassLabel | None:
 
 def class_feature(dataset: Dataset) -> ClassLabel:
     """Return the names behind the labels, whether an image has one label or several."""
-    return class_label(dataset.features["label"])
+    feature = class_label(dataset.features["label"])
+    if feature is None:
+        raise LiVTError('the labels have no names: cast them by dataset.class_encode_column("label").', "dataset")
+    return feature
 
 
 def number_of_classes(dataset: Dataset) -> int:
