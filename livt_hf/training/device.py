@@ -4,16 +4,19 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, parse_flag_from_env
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, parse_flag_from_env
 
 from livt_hf.errors import LiVTError
 from livt_hf.precision import has_fast_cpu_bf16
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Each gives a process a part of the model; the loop, its checkpoints and its evaluations take whole ones.
 _SPLITTING = DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM
@@ -74,6 +77,13 @@ def set_precision(accelerator: Accelerator, precision: str) -> None:
     """
     accelerator.state._mixed_precision = precision
     accelerator.native_amp = precision != "no"
+
+
+def compute_on_main_process(accelerator: Accelerator, compute: Callable[[], T]) -> T:
+    """Call a function on the main process alone, and return its result on every process."""
+    result: list = [compute() if accelerator.is_main_process else None]
+    broadcast_object_list(result)
+    return result[0]
 
 
 class StopOnSignal:

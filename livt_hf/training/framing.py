@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor
 from transformers import BaseImageProcessor, PreTrainedModel
@@ -19,6 +18,7 @@ from livt_hf.errors import LiVTError
 from livt_hf.long_tail.objectives import compare_predictions, decide
 from livt_hf.processors import Framing, frame_processor, read_framing
 from livt_hf.randomness import preserve_rng_state
+from livt_hf.training.device import compute_on_main_process
 from livt_hf.training.exact_head import EXPONENTS, STRENGTHS, fit_exact_head
 from livt_hf.training.frozen import FrozenBackbone
 
@@ -108,33 +108,26 @@ def try_framings(
         processors = processor, frame_processor(processor, tried)
         backbones = [FrozenBackbone(model, one, accelerator, seed, num_workers) for one in processors]
         if seconds is not None:
-            max_images = min(max_images, _count_images_in(seconds, backbones, train.select(rows[:_TIMED])))
+            few, began = train.select(rows[:_TIMED]), time.monotonic()
+            for backbone in backbones:
+                backbone.features(few)
+            fitting = int(seconds / (time.monotonic() - began) * len(few))
+            # The clocks of processes differ.
+            max_images = min(max_images, compute_on_main_process(accelerator, lambda: fitting))
             if max_images < min(_FEWEST, len(train)):
                 logger.info("framing %s: there is no time to try %s", own, tried)
                 return None
         train = train.select(np.sort(rows[:max_images]))
         features = [backbone.features(train)[0] for backbone in backbones]
-        compared: list = [None]
-        if accelerator.is_main_process:
-            compared = [_compare(features, train, objective or "mean_class_accuracy", seed)]
-        broadcast_object_list(compared)
-    if compared[0] is None:
+        metric = objective or "mean_class_accuracy"
+        compared = compute_on_main_process(accelerator, lambda: _compare(features, train, metric, seed))
+    if compared is None:
         return None
-    metric, gain, error = compared[0]
+    metric, gain, error = compared
     chosen = tried if gain > error else own
     trial = FramingTrial(chosen, own, tried, cut, metric, gain, error, len(train))
     logger.info(describe_trial(trial))
     return trial
-
-
-def _count_images_in(seconds: float, backbones: list[FrozenBackbone], train: Dataset) -> int:
-    """Return the number of images whose features under all framings take so many seconds, from those of a few."""
-    began = time.monotonic()
-    for backbone in backbones:
-        backbone.features(train)
-    count = [int(seconds / (time.monotonic() - began) * len(train))]
-    broadcast_object_list(count)  # the clocks of processes differ
-    return count[0]
 
 
 def describe_trial(trial: FramingTrial) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast, broadcast_object_list, gather_object
+from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
@@ -36,7 +36,14 @@ from livt_hf.training.checkpoints import (
     save_checkpoint,
     save_final,
 )
-from livt_hf.training.device import LONG_TIMEOUT, StopOnSignal, check_distribution, check_processes, choose_precision
+from livt_hf.training.device import (
+    LONG_TIMEOUT,
+    StopOnSignal,
+    check_distribution,
+    check_processes,
+    choose_precision,
+    compute_on_main_process,
+)
 from livt_hf.training.optim import make_optimizer, scale_lr, set_lr, warmup_cosine
 from livt_hf.training.spec import CheckpointSpec, OptimizationSpec
 
@@ -80,9 +87,7 @@ def open_run(accelerator: Accelerator, create: Callable[[], Run], hyperparameter
     Returns:
         The run, the same on every process.
     """
-    found = [create() if accelerator.is_main_process else None]
-    broadcast_object_list(found)
-    (run,) = found
+    run = compute_on_main_process(accelerator, create)
     _check_visible(accelerator, run)
     if accelerator.is_main_process:
         run.lock()

@@ -3,14 +3,13 @@
 Nothing is held out: calibration and prior are chosen on out-of-fold logits of the training images.
 """
 
-import dataclasses
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,9 +20,8 @@ from livt_hf.long_tail.calibration import MIN_IMAGES
 from livt_hf.long_tail.config import LongTailConfig
 from livt_hf.predictions.calibrate import calibrate_logits
 from livt_hf.runs import Run
-from livt_hf.training.device import StopOnSignal
+from livt_hf.training.device import StopOnSignal, compute_on_main_process
 from livt_hf.training.exact_head import ExactHead, assign_folds, fit_exact_head
-from livt_hf.training.frozen import FeatureClassifier, FeatureLoader
 from livt_hf.training.loop import TrainingLoop
 
 logger = logging.getLogger(__name__)
@@ -45,15 +43,16 @@ def solve_head(loop: TrainingLoop, objective: str | None = None, held_out: np.nd
     Returns:
         What was chosen, for `results.json`: the L2 strength with its path.
     """
-    accelerator, module = loop.accelerator, loop.bare_model
-    solved: list = [None]
-    if accelerator.is_main_process:
-        with StopOnSignal() as stopping:
-            solved = [_solve(loop, module, objective, held_out, stopping)]
-    broadcast_object_list(solved)
-    if solved[0] is None:
+
+    def solve():
+        with StopOnSignal() as stopping, contextlib.suppress(Interrupted):
+            return _solve(loop, objective, held_out, stopping)
+
+    solved = compute_on_main_process(loop.accelerator, solve)
+    if solved is None:
         raise Interrupted(loop.run.stage, "--resume", loop.run.cross_validation.folder)
-    weight, bias, long_tail, solution, loop.progress.seconds = solved[0]
+    weight, bias, long_tail, solution, loop.progress.seconds = solved
+    module = loop.bare_model
     with torch.no_grad():
         module.classifier.weight.copy_(weight)
         module.classifier.bias.copy_(bias)
@@ -63,44 +62,34 @@ def solve_head(loop: TrainingLoop, objective: str | None = None, held_out: np.nd
 
 
 def _solve(
-    loop: TrainingLoop,
-    module: FeatureClassifier,
-    objective: str | None,
-    held_out: np.ndarray | None,
-    stopping: StopOnSignal,
-):
-    """Return weight, bias, head settings, solution and seconds; None where the run was asked to stop."""
-    began, loader = time.monotonic(), loop.task.loader
-    limit = loop.checkpointing.max_hours
+    loop: TrainingLoop, objective: str | None, held_out: np.ndarray | None, stopping: StopOnSignal
+) -> tuple[Tensor, Tensor, dict, dict, float]:
+    """Return weight and bias on standardised features, head settings, solution and seconds."""
+    began, limit, loader, module = time.monotonic(), loop.checkpointing.max_hours, loop.task.loader, loop.bare_model
     labels = loader.labels.targets(range(loader.num_images), loader.num_classes)
+    train = loop.task.dataset["train"]  # type: ignore[attr-defined]  # a `FeatureTask`, the only task solved here
+    groups = group_codes(train) if "group" in train.column_names else None
 
     def log_or_interrupt(row: dict[str, float]) -> None:
         logger.info("L2 strength %g: cross-validated NLL %.4f", row["strength"], row["nll"])
         if stopping.requested or (limit is not None and time.monotonic() - began > 3600 * limit):
             raise Interrupted
 
-    groups = _read_groups(loop)
-    try:
-        head = _fit(module.config.long_tail, loader, labels, groups, held_out, loop, log_or_interrupt)
-    except Interrupted:
-        return None
+    options = {name: value for name, value in module.config.long_tail.items() if name != "calibration"}
+    options |= {"cache": loop.run.checkpoints, "seed": loop.optimization.seed, "callback": log_or_interrupt}
+    head = _fit(loader.features, labels, groups, held_out, **options)
     if held_out is not None:
-        weight, bias = head.first_fold
-        save_held_out_head(loop.run, weight, bias, head.out_of_fold[torch.from_numpy(held_out)])
-    device = module.classifier.weight.device
-    with torch.no_grad():
-        # From the backbone's own features to standardised ones, as the module has them.
-        bias = head.bias.to(device) + head.weight.to(device) @ module.mean
-        weight = head.weight.to(device) * module.std
+        save_held_out_head(loop.run, *head.first_fold, head.out_of_fold[: len(held_out)][torch.from_numpy(held_out)])
+    seen = ~head.unseen[: loader.num_images]
+    if module.head.no_posterior is None and int(seen.sum()) >= MIN_IMAGES:
+        logits, truth = head.out_of_fold[: loader.num_images][seen], torch.from_numpy(labels)[seen]
+        seen_groups = None if groups is None else groups[seen.numpy()]
+        chosen_on: dict[str, Any] = dict(split="train, out of fold", objective=objective, groups=seen_groups)
+        calibrate_logits(module, logits.to(module.mean.device), truth, **chosen_on)
     solution = {"solver": "exact", "strength": head.strength, "path": head.path}
-    if module.head.no_posterior is None:
-        seen, truth = ~head.unseen, torch.from_numpy(labels)
-        logits = head.out_of_fold[: loader.num_images].to(device)
-        if int(seen.sum()) >= MIN_IMAGES:
-            seen_groups = None if groups is None else groups[seen.numpy()]
-            options = dict(split="train, out of fold", objective=objective, groups=seen_groups)
-            calibrate_logits(module, logits[seen.to(device)], truth[seen], **options)
-    return weight.cpu(), bias.cpu(), dict(module.config.long_tail), solution, time.monotonic() - began
+    weight, bias = head.weight.to(module.mean.device), head.bias.to(module.mean.device)
+    weight, bias = (weight * module.std).cpu(), (bias + weight @ module.mean).cpu()
+    return weight, bias, dict(module.config.long_tail), solution, time.monotonic() - began
 
 
 def save_held_out_head(run: Run, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
@@ -112,33 +101,17 @@ def save_held_out_head(run: Run, weight: Tensor, bias: Tensor, logits: Tensor) -
         save_file({"weight": weight.contiguous(), "bias": bias.contiguous(), "logits": logits.contiguous()}, path)
 
 
-def _read_groups(loop: TrainingLoop) -> np.ndarray | None:
-    """Return the groups of the training images (N,), or None where there are none."""
-    dataset = loop.task.dataset["train"]  # type: ignore[attr-defined]  # a `FeatureTask`, the only task solved here
-    return group_codes(dataset) if "group" in dataset.column_names else None
-
-
 def _fit(
-    config: LongTailConfig,
-    loader: FeatureLoader,
-    labels: np.ndarray,
-    groups: np.ndarray | None,
-    held_out: np.ndarray | None,
-    loop: TrainingLoop,
-    callback: Callable[[dict[str, float]], None],
+    features: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, held_out: np.ndarray | None, **options: Any
 ) -> ExactHead:
-    """Fit the head on all views of the images; the views of an image stay in one fold, and the first is measured."""
-    views = len(loader.features)
-    features = loader.features.reshape(views * loader.num_images, -1)
+    """Fit the head on all views (views, N, D) of the images; the views of an image stay in one fold."""
+    views, num_images, width = features.shape
     if views > 1:
-        groups = np.arange(loader.num_images) if groups is None else groups
+        groups = np.arange(num_images) if groups is None else groups
         labels, groups = np.concatenate([labels] * views), np.tile(groups, views)
-    options = {name: value for name, value in config.items() if name != "calibration"}
-    options |= {"cache": loop.run.checkpoints, "seed": loop.optimization.seed, "callback": callback}
     if held_out is not None:
-        fold, rest = np.zeros(len(labels), dtype=int), ~held_out
+        fold, rest = np.zeros(len(labels), dtype=int), np.tile(~held_out, views)
         own = None if groups is None else groups[rest]
         fold[rest] = 1 + assign_folds(labels[rest], 4, own, options["seed"])
         options["folds"] = fold
-    head = fit_exact_head(features, labels, groups=groups, **options)
-    return dataclasses.replace(head, unseen=head.unseen[: loader.num_images])
+    return fit_exact_head(features.reshape(views * num_images, width), labels, groups=groups, **options)
