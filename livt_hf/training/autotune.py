@@ -27,20 +27,18 @@ clock: Callable[[], float] = time.perf_counter
 # decoding. A GPU: a guess, which only chooses the size of the model; the epochs are fitted to the time that passes.
 CORE_FLOPS, GPU_FLOPS = 4e10, 2e13
 # From scratch: model, pixels and patch, the largest first. One is taken if every image can be seen so often.
-FROM_SCRATCH = (
-    ("base", 224, 16),
-    ("small", 224, 16),
-    ("tiny", 224, 16),
-    ("micro", 64, 8),
-    ("micro", 32, 4),
-    ("micro", 32, 8),
-)
-PASSES = 100
-SMALLEST = min(pixels for _, pixels, _ in FROM_SCRATCH)  # to which smaller images are enlarged in any case
 # Patches of 4 are worth their price from half a core-hour on, if Muon fine-tunes them: on CIFAR-100-LT 26
 # core-minutes, 23 passes, led to 34.9 %, 45 to 37.8 % and 121 to 43.0 %, where patches of 8 led to 31.3 % in 58
 # minutes and AdamW to 39.5 % in 122.
-SMALL_PATCHES, SMALL_PASSES = ("micro", 32, 4), 22
+SMALL_PATCHES, SMALLEST = ("micro", 32, 4), ("micro", 32, 8)
+FROM_SCRATCH = {
+    ("base", 224, 16): 100,
+    ("small", 224, 16): 100,
+    ("tiny", 224, 16): 100,
+    ("micro", 64, 8): 100,
+    SMALL_PATCHES: 22,
+    SMALLEST: 100,
+}
 # The share of the patches that a micro ViT is fine-tuned on. On CIFAR-100-LT, with five core-minutes for both stages,
 # half of them led to 16.1 % and all to 14.6 %.
 KEEP_RATIO = 0.5
@@ -95,11 +93,6 @@ def limit_batch_size(num_images: int) -> int:
     return min(fitting, 2 ** (max(num_images, 1).bit_length() - 1))
 
 
-def required_passes(model: tuple[str, int, int]) -> int:
-    """Return how many passes over the images make a model worth its cost."""
-    return SMALL_PASSES if model == SMALL_PATCHES else PASSES
-
-
 @dataclass(frozen=True)
 class ScratchPlan:
     """Choice of model and schedule for training from scratch in a given time.
@@ -121,12 +114,11 @@ class ScratchPlan:
     @property
     def model(self) -> tuple[str, int, int]:
         """Return preset, pixels and patch of the largest model that sees each image often enough, not enlarged."""
+        side = max(self.side, SMALLEST[1])  # to which smaller images are enlarged in any case
         fitting = (
-            choice
-            for choice in FROM_SCRATCH
-            if choice[1] <= max(self.side, SMALLEST) and self.passes(choice) >= required_passes(choice)
+            model for model, passes in FROM_SCRATCH.items() if model[1] <= side and self.passes(model) >= passes
         )
-        return next(fitting, FROM_SCRATCH[-1])
+        return next(fitting, SMALLEST)
 
     def passes(self, model: tuple[str, int, int]) -> float:
         """Return how often the time would show every image to the model in fine-tuning."""
@@ -149,19 +141,18 @@ class ScratchPlan:
         return (2e-3, 4e-3) if self.model[0] == "micro" else (1.5e-4, 1e-3)
 
     @property
-    def long_enough(self) -> bool:
-        """Return True if fine-tuning has enough epochs for mixup to pay."""
-        return (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS
-
-    @property
     def mixes(self) -> bool:
-        """Return True if images are mixed."""
-        return self.long_enough and self.soft_labels
+        """Return True if images are mixed: fine-tuning has enough epochs for that to pay."""
+        return self._long_enough and self.soft_labels
 
     @property
     def share(self) -> float:
         """Return the share of the time for masked pretraining."""
-        return PRETRAINING_SHARE if self.long_enough or self.model != SMALL_PATCHES else SHORT_SHARE
+        return PRETRAINING_SHARE if self._long_enough or self.model != SMALL_PATCHES else SHORT_SHARE
+
+    @property
+    def _long_enough(self) -> bool:
+        return (1 - PRETRAINING_SHARE) * self.passes(self.model) >= MIXUP_EPOCHS
 
     def options(self, hours: float) -> dict[str, dict]:
         """Return the options of both stages."""
@@ -190,7 +181,7 @@ class ScratchPlan:
         return (
             f"From scratch: {size} at {pixels} pixels with patches of {patch}. {format_duration(3600 * hours)} "
             f"would show it each of the {self.num_images:,} images about {passes} times; "
-            f"{required_passes(self.model)} are wanted.\n"
+            f"{FROM_SCRATCH[self.model]} are wanted.\n"
             f"  {self.share:.0%} of the time goes to masked pretraining, {self.batch_size} images per update; the "
             f"rest to balanced fine-tuning, {self.second_batch_size} images per update, "
             + ("by half of their patches, " if size == "micro" else "")
@@ -251,7 +242,9 @@ def resolve_auto_options(
             accelerator.print(warning, file=sys.stderr)
     if spec.compile == "auto":
         seconds, device = spec.epochs * per_epoch, accelerator.device.type
-        spec = spec.replace(compile=compile_pays(seconds, device) and can_compile(device))
+        # On a CPU torch.compile needs a C++ compiler.
+        able = device != "cpu" or shutil.which(os.environ.get("CXX", "g++")) is not None
+        spec = spec.replace(compile=compile_pays(seconds, device) and able)
         message = f"{'' if spec.compile else 'not '}compiling the model: {seconds / 60:.0f} minutes on {device}"
         accelerator.print(message, file=sys.stderr)
     return spec
@@ -270,11 +263,6 @@ def planned_updates(spec: OptimizationSpec, per_epoch: int, seconds: float = 0.0
     """Return how many updates a training takes; with `hours`, of whole epochs that take so many seconds."""
     updates = spec.epochs * per_epoch if spec.hours is None else 3600 * spec.hours / max(seconds, 1e-9) * per_epoch
     return updates if spec.max_steps is None else min(updates, spec.max_steps)
-
-
-def can_compile(device: str) -> bool:
-    """Return False where torch.compile lacks the C++ compiler it needs for a CPU."""
-    return device != "cpu" or shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def measure_update_seconds(spec: OptimizationSpec, task: TrainingTask, accelerator: Accelerator, epoch: int) -> float:
