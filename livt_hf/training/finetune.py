@@ -418,14 +418,14 @@ class BestCheckpoint:
         if progress.best_accuracy is None or value > progress.best_accuracy:
             progress.best_epoch, progress.best_accuracy = epoch, value
             if self.loop.accelerator.is_main_process:
-                self._write(self.path(epoch))
+                self._save(self.path(epoch))
 
     def restore(self) -> None:
         """Load the best weights into the final model."""
         self.loop.accelerator.wait_for_everyone()
         load_weights(self.loop.final_model, self.path(self.loop.progress.best_epoch))
 
-    def _write(self, path: Path) -> None:
+    def _save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with explain_save_errors("the best weights", self.loop.run), replacing(path) as writing:
             save_model(self.loop.final_model, str(writing))
@@ -438,12 +438,6 @@ class BestCheckpoint:
 def write_framing_trial(folder: Path, trial: FramingTrial) -> None:
     """Write the trial that chose the framing to the folder of a run: a resumed run makes none."""
     write_values(folder / FRAMING, asdict(trial))
-
-
-def _read_framing(folder: Path, processor: BaseImageProcessor) -> dict:
-    """Return what `write_framing_trial` wrote to the folder of a run; without a trial, the processor's framing."""
-    path = folder / FRAMING
-    return read_values(path) if path.exists() else {"chosen": read_framing(processor).name}
 
 
 def build_finetune_results(
@@ -462,6 +456,7 @@ def build_finetune_results(
     split = "held-out training images" if held_out else "the validation split"
     selection = "last epoch" if best is None else f"epoch of the best {evaluator.metric} on {split}"
     common, solution = build_common_results("finetune", data, spec.model_size, loop, model), evaluator.solution
+    trial, calibration = loop.run.folder / FRAMING, long_tail.calibration or {}
     if solution is not None:
         selection = f"exact solution, L2 strength {solution['strength']:g} by cross-validated likelihood"
         common["epochs"] = 0
@@ -470,7 +465,7 @@ def build_finetune_results(
         **common,
         rules=metrics,
         head=solution,
-        framing=_read_framing(loop.run.folder, processor),
+        framing=read_values(trial) if trial.exists() else {"chosen": read_framing(processor).name},
         preparation_seconds=preparation_seconds,
         image_size=read_input_spec(processor).size,
         default_rule=PredictionsInfo.from_model(model).default_rule.name,
@@ -488,7 +483,7 @@ def build_finetune_results(
         pretrained=spec.pretrained,
         pretrained_local=is_local(spec.pretrained),
         pretrained_own=is_own(spec.pretrained),
-        calibrated_on=(long_tail.calibration or {}).get("num_images"),
-        calibration_split=(long_tail.calibration or {}).get("split"),
+        calibrated_on=calibration.get("num_images"),
+        calibration_split=calibration.get("split"),
         trade_off=long_tail.trade_off,
     )

@@ -52,10 +52,8 @@ def build_pretrain_task(
     crops = PretrainAugmentation(size, scale=(augmentation.crop_scale, 1.0), flip=augmentation.flip)
     batches = build_train_batches(optimization.batch_size, optimization.accumulation, seed, accelerator, num_workers)
     loader = train_loader(train, crops, batches, on_broken=on_broken)
-    overrides = {"mask_ratio": spec.mask_ratio, "image_size": size}
-    if spec.patch_size is not None:
-        overrides["patch_size"] = spec.patch_size
-    model = LiViTForPreTraining(pretraining_config(spec.model_size, **overrides), spec.decode_ratio)
+    config = pretraining_config(spec.model_size, mask_ratio=spec.mask_ratio, **spec.sizes)
+    model = LiViTForPreTraining(config, spec.decode_ratio)
     transform = DeviceTransform(processor.image_mean, processor.image_std, seed=seed)
     return PretrainTask(model, loader, transform, seed)
 

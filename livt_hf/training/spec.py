@@ -26,6 +26,12 @@ class ModelSpec(Spec):
     image_size: Positive | None = option(None, "pixels; default: the preset's", common=True)
     patch_size: Positive | None = option(None, "pixels; default: the preset's")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that were given, by the names of a config."""
+        sizes = {"image_size": self.image_size, "patch_size": self.patch_size}
+        return {name: size for name, size in sizes.items() if size is not None}
+
 
 @dataclass(frozen=True)
 class PretrainModelSpec(ModelSpec):

@@ -11,16 +11,10 @@ import timm
 import torch
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
-from transformers import (
-    BaseImageProcessor,
-    PreTrainedConfig,
-    PreTrainedModel,
-    TimmWrapperConfig,
-    ViTImageProcessor,
-)
+from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedModel, TimmWrapperConfig, ViTImageProcessor
 
 from livt_hf.classifiers import load_processor
-from livt_hf.configuration_livit import LiViTConfig, encoder_preset, get_size_name
+from livt_hf.configuration_livit import LiViTConfig, get_size_name
 from livt_hf.data import class_counts, eval_processor, normalization, shot_counts
 from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.decoding import is_native
@@ -102,18 +96,13 @@ def build_classifier(
     long_tail = build_head_config(train, loss, optimization, augmentation)
     if path != "none" and not is_livit_compatible(read_config(path)):
         return _build_backbone_classifier(spec, long_tail, labels)
-    encoder = {"pooling": spec.pooling, "drop_path_rate": spec.drop_path}
+    options = {"pooling": spec.pooling, "drop_path_rate": spec.drop_path} | dict(long_tail) | labels
     if path == "none":
-        encoder["image_size"] = spec.image_size or encoder_preset(spec.model_size)["image_size"]
-        if spec.patch_size is not None:
-            encoder["patch_size"] = spec.patch_size
-        return LiViTForImageClassification(LiViTConfig.preset(spec.model_size, **encoder, **long_tail, **labels))
+        return LiViTForImageClassification(LiViTConfig.preset(spec.model_size, **spec.sizes, **options))
     if spec.image_size is not None:
-        encoder["image_size"] = spec.image_size
+        options["image_size"] = spec.image_size
     with explain_load_errors(path):
-        model = LiViTForImageClassification.from_pretrained(
-            path, dtype=torch.float32, **encoder, **long_tail, **labels
-        )
+        model = LiViTForImageClassification.from_pretrained(path, dtype=torch.float32, **options)
     size = get_size_name(model.config.to_dict())
     if size != spec.model_size:
         raise LiVTError(f"{path} is of size {size}; leave model_size out.", argument="model_size")
@@ -203,9 +192,22 @@ def build_processor(
 
     A backbone keeps its own. A LiViT gets one with the statistics of its checkpoint, or of the dataset of that name.
     """
-    if isinstance(model, LiViTForImageClassification):
-        return _build_livit_processor(model, train, spec, dataset)
-    return _build_backbone_processor(spec, model)
+    if not isinstance(model, LiViTForImageClassification):
+        processor = load_processor(spec.pretrained)
+        if spec.image_size is not None:
+            processor = resize_processor(processor, spec.image_size)
+        check_image_side(model, read_input_spec(processor).size, "image_size")
+        return processor
+    mean, std = normalization(dataset)
+    if spec.pretrained != "none":
+        try:
+            saved, _ = ViTImageProcessor.get_image_processor_dict(spec.pretrained)
+            mean, std = saved["image_mean"], saved["image_std"]
+        except (OSError, KeyError):
+            message = "%s does not say how its images were normalised; taking the statistics of %s."
+            logger.warning(message, spec.pretrained, dataset)
+    size = model.config.image_size
+    return eval_processor(size, mean, std, native=is_native(train, size))
 
 
 def apply_framing(model: PreTrainedModel, processor: BaseImageProcessor, framing: str) -> BaseImageProcessor:
@@ -219,29 +221,6 @@ def apply_framing(model: PreTrainedModel, processor: BaseImageProcessor, framing
     if isinstance(model.config, TimmWrapperConfig):
         config = {name: processor.data_config[name] for name in ("crop_mode", "crop_pct")}
         model.config.pretrained_cfg = model.config.pretrained_cfg | config
-    return processor
-
-
-def _build_livit_processor(
-    model: LiViTForImageClassification, train: Dataset, spec: FinetuneModelSpec, dataset: str
-) -> BaseImageProcessor:
-    mean, std = normalization(dataset)
-    if spec.pretrained != "none":
-        try:
-            saved, _ = ViTImageProcessor.get_image_processor_dict(spec.pretrained)
-            mean, std = saved["image_mean"], saved["image_std"]
-        except (OSError, KeyError):
-            message = "%s does not say how its images were normalised; taking the statistics of %s."
-            logger.warning(message, spec.pretrained, dataset)
-    size = model.config.image_size
-    return eval_processor(size, mean, std, native=is_native(train, size))
-
-
-def _build_backbone_processor(spec: FinetuneModelSpec, model: PreTrainedModel) -> BaseImageProcessor:
-    processor = load_processor(spec.pretrained)
-    if spec.image_size is not None:
-        processor = resize_processor(processor, spec.image_size)
-    check_image_side(model, read_input_spec(processor).size, "image_size")
     return processor
 
 
