@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -47,10 +46,12 @@ from livt_hf.precision import (
 from livt_hf.predictions.predict import show_progress
 from livt_hf.processors import read_input_spec
 from livt_hf.runs import runs_folder
+from livt_hf.training.device import compute_on_main_process
 
 logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = hashlib.sha256().digest_size
+_VERSIONED = ("pillow", "timm", "torch", "torchvision", "transformers")  # what reads images and computes features
 # Fields of a config that features do not depend on.
 _IRRELEVANT = LABEL_FIELDS | {"num_classes", "label_names", "long_tail", "pretrained_cfg"}  # the last: the processor's
 _IRRELEVANT |= {"architectures", "transformers_version", "_name_or_path"}
@@ -63,11 +64,9 @@ class FeatureClassifier(BalancedClassifier, nn.Module):
         super().__init__()
         self.config, self.head, self.name_or_path = model.config, model.head, model.name_or_path
         self.classifier = get_classifier(model)
-        mean = features.mean(axis=(0, 1), dtype=np.float64)
+        mean, (views, images, _) = features.mean(axis=(0, 1), dtype=np.float64), features.shape
         # numpy's own variance would hold all features twice more in memory.
-        square = np.einsum("vnd,vnd->d", features, features, dtype=np.float64) / (
-            features.shape[0] * features.shape[1]
-        )
+        square = np.einsum("vnd,vnd->d", features, features, dtype=np.float64) / (views * images)
         std = np.sqrt(np.maximum(square - mean**2, 1e-12))
         for name, values in (("mean", mean), ("std", std)):  # not every device has float64
             self.register_buffer(name, torch.from_numpy(values).float().to(self.classifier.weight.device))
@@ -162,17 +161,17 @@ class FrozenBackbone:
                 key["framing"] = augmentation.framing.name
             key["data"] = hashlib.sha256(b"".join(digests)).hexdigest()
         cache = FeatureCache.of_key(key)
-        missing = [cache.missing(digests)]
-        if missing[0] and augmentation is not None:
-            missing = [list(range(len(digests)))]
-        broadcast_object_list(missing)  # another job may be writing just now, and all processes must do the same
-        if missing[0]:
-            part = dataset if len(missing[0]) == len(dataset) else dataset.select(missing[0])
+        # Another job may be writing just now, and all processes must do the same.
+        missing = compute_on_main_process(self.accelerator, lambda: cache.missing(digests))
+        if missing and augmentation is not None:
+            missing = list(range(len(digests)))
+        if missing:
+            part = dataset if len(missing) == len(dataset) else dataset.select(missing)
             batches = build_eval_batches(64, self.accelerator, self.num_workers)
             batches = dataclasses.replace(batches, seed=self.seed)
-            mine = [digests[missing[0][row]] for rows in batches.in_order(len(part)) for row in rows]
-            numbers = range(1 if augmentation is None else views)
+            mine = [digests[missing[row]] for rows in batches.in_order(len(part)) for row in rows]
             if mine:  # some processes have none if there are few images
+                numbers = range(1 if augmentation is None else views)
                 cache.write(np.stack([self._compute(part, batches, augmentation, view) for view in numbers]), mine)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
@@ -182,7 +181,8 @@ class FrozenBackbone:
 
     def _key(self, precision: str) -> dict:
         """Return what plain features depend on besides the image. Those of 0.2, in float32, name no precision."""
-        key = {"weights": self.weights, "processor": self.processor.to_dict(), "versions": _versions()}
+        versions = {name: importlib.metadata.version(name) for name in _VERSIONED}
+        key = {"weights": self.weights, "processor": self.processor.to_dict(), "versions": versions}
         return key if precision == FLOAT32 else key | {"precision": precision}
 
     def _choose_precision(self, dataset: Dataset, digests: list[bytes]) -> None:
@@ -191,16 +191,10 @@ class FrozenBackbone:
             caches = {name: FeatureCache.of_key(self._key(name)) for name in (FLOAT32, BFLOAT16)}
             cached = (name for name, cache in caches.items() if 2 * len(cache.missing(digests)) <= len(set(digests)))
             requested = next(cached, AUTO)
-        self.precision = agree_on_precision(
-            resolve_precision(
-                requested,
-                self.model,
-                len(dataset),
-                partial(read_first_pixels, dataset, self.processor, self.accelerator, TRIAL_IMAGES),
-                partial(extract_features, self.model),
-                similarity_posterior,
-            )
-        )
+        read_batch = partial(read_first_pixels, dataset, self.processor, self.accelerator, TRIAL_IMAGES)
+        forward = partial(extract_features, self.model)
+        chosen = resolve_precision(requested, self.model, len(dataset), read_batch, forward, similarity_posterior)
+        self.precision = agree_on_precision(chosen)
 
     @torch.no_grad()
     def _compute(self, dataset: Dataset, batches: Batches, augmentation, view: int) -> np.ndarray:
@@ -284,13 +278,6 @@ class FeatureCache:
             for row, digest in enumerate(digests):
                 locations.setdefault(digest.tobytes(), (part, row))
         return locations
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of what reads images and computes features."""
-    return {
-        name: importlib.metadata.version(name) for name in ("pillow", "timm", "torch", "torchvision", "transformers")
-    }
 
 
 def _hash_backbone(model: PreTrainedModel) -> str:

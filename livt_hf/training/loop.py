@@ -60,12 +60,9 @@ def make_accelerator(spec: OptimizationSpec, trackers: str | None = None) -> Acc
     """Set up processes, precision and threads."""
     names = trackers.split(",") if trackers else []
     available = [str(tracker) for tracker in get_available_trackers()]
-    for name in names:  # Accelerate silently leaves out what is not installed
-        if name not in available:
-            raise LiVTError(
-                f"the tracker {name!r} is not installed; install it or leave it out (log.jsonl is always written).",
-                argument="trackers",
-            )
+    if missing := set(names).difference(available):  # Accelerate silently leaves them out
+        message = f"the tracker {min(missing)!r} is not installed; install it or leave it out"
+        raise LiVTError(f"{message} (log.jsonl is always written).", argument="trackers")
     precision = choose_precision(spec.mixed_precision)
     accelerator = Accelerator(
         mixed_precision=precision, log_with=names or None, project_dir=".", kwargs_handlers=LONG_TIMEOUT
@@ -192,7 +189,8 @@ class TrainingLoop:
         self.ema = None
         if optimization.ema_decay is not None:
             self.ema = AveragedModel(self.bare_model, multi_avg_fn=get_ema_multi_avg_fn(optimization.ema_decay))
-            self._warn_about_short_average()
+            if accelerator.is_main_process:
+                self._warn_about_short_average(optimization.ema_decay)
         self.progress = Progress()
 
     @property
@@ -331,18 +329,14 @@ class TrainingLoop:
                     step = StepKey(epoch, epoch * self.per_epoch + update, micro, rank)
                     self.task.compute_loss(average, batch, step)
 
-    def _warn_about_short_average(self) -> None:
+    def _warn_about_short_average(self, decay: float) -> None:
         """Warn where the moving average still consists of the first weights when training ends."""
-        decay = self.optimization.ema_decay
-        left = decay**self.total
-        if left > EMA_REMAINDER and self.accelerator.is_main_process:
+        left, most = decay**self.total, EMA_REMAINDER ** (1 / self.total)
+        if left > EMA_REMAINDER:
             logger.warning(
                 "ema_decay %g: after %d updates %.0f %% of the moving average are still the weights of the first one; "
                 "use at most %.4g, or train longer.",
-                decay,
-                self.total,
-                100 * left,
-                EMA_REMAINDER ** (1 / self.total),
+                *(decay, self.total, 100 * left, most),
                 extra={"arguments": ("ema_decay",)},
             )
 
