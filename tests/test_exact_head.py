@@ -169,6 +169,17 @@ def test_a_class_of_one_image_is_learned_and_its_image_is_marked_as_unseen(data)
         assert logits_of(head, features[[row]]).argmax() == 4
 
 
+@pytest.mark.parametrize("loss", ["bal_ce", "bal_bce"])
+def test_a_fold_whose_head_knows_one_class_alone_says_the_prior(loss):
+    """Both classes are in groups of their own, and the second one is in a single group."""
+    labels = np.repeat([0, 1], [40, 10])
+    groups, features = np.repeat([0, 1, 2], [20, 20, 10]), np.random.default_rng(0).normal(size=(50, 6))
+    head = fit_exact_head(features + 2 * labels[:, None], labels, groups=groups, loss=loss)
+    posterior = build_head(loss, labels).training_posterior(head.out_of_fold[labels == 1]).exp()
+    torch.testing.assert_close(posterior, torch.tensor([[0.8, 0.2]]).expand(10, -1))
+    assert head.strength == min(head.path, key=lambda row: row["nll"])["strength"] < 1
+
+
 def test_a_weaker_penalty_fits_closer_and_the_best_strength_is_kept(data):
     features, labels = data
     rows = []

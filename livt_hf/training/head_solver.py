@@ -161,7 +161,8 @@ class HeadProblem:
             for head in range(self.heads):
                 present, lacking = self.targets.class_presence(trained[:, head])
                 theta[-1, head, ~present] = OFF
-                theta[-1, head, ~lacking] = -OFF
+                if not self.targets.softmax:  # in which the only class there needs nothing
+                    theta[-1, head, ~lacking] = -OFF
         return theta
 
     def _probabilities(self, logits: Tensor) -> Tensor:
