@@ -459,12 +459,13 @@ class Notebook(GeneralTracker):
 def test_trackers_are_told_what_the_log_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Notebook)
     monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TENSORBOARD])
-    loop = make_loop(settings(tmp_path / "run", trackers="tensorboard", log_steps=6))
+    loop = make_loop(settings(tmp_path / "run", trackers=" tensorboard", log_steps=6, exclude=["a", "b"]))
     loop.fit(lambda _loop, epoch: {"accuracy": 0.5, "few": None} if epoch == 2 else None)
     notebook = Notebook.opened.pop()
     assert notebook.folder == tmp_path / "run"
     assert notebook.configuration["base_lr"] == 0.1
-    assert None not in notebook.configuration.values()  # tensorboard takes no None
+    assert notebook.configuration["exclude"] == "a, b"  # tensorboard takes no list, and no None
+    assert None not in notebook.configuration.values()
     assert [step for step, _ in notebook.lines] == [6, 12, 12]
     assert notebook.lines[1][1]["loss"] == log_of(loop)[1]["loss"]
     assert notebook.lines[2][1] == {"eval/accuracy": 0.5}

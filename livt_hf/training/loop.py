@@ -58,7 +58,7 @@ EMA_REMAINDER = 0.1  # share of the first weights in a moving average that is wo
 
 def make_accelerator(spec: OptimizationSpec, trackers: str | None = None) -> Accelerator:
     """Set up processes, precision and threads."""
-    names = trackers.split(",") if trackers else []
+    names = [name.strip() for name in trackers.split(",")] if trackers else []
     available = [str(tracker) for tracker in get_available_trackers()]
     if missing := set(names).difference(available):  # Accelerate silently leaves them out
         message = f"the tracker {min(missing)!r} is not installed; install it or leave it out"
@@ -92,7 +92,9 @@ def open_run(accelerator: Accelerator, create: Callable[[], Run], hyperparameter
     folder = run.folder.resolve()
     # trackio makes folders of the name, so it must not be a path.
     names = {"wandb": {"name": str(run.folder)}, "trackio": {"name": f"{folder.parent.name}-{folder.name}"}}
+    # TensorBoard takes neither None nor lists.
     known = {name: value for name, value in hyperparameters.items() if value is not None}
+    known |= {name: ", ".join(value) for name, value in known.items() if isinstance(value, list)}
     accelerator.init_trackers("livt_hf", known, names)
     return run
 
