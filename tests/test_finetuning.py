@@ -20,15 +20,15 @@ from livt_hf.long_tail.head import LongTailHead
 from livt_hf.predictions.rules import UNIFORM
 from livt_hf.recipes import finetune
 from livt_hf.runs import Run
-from livt_hf.training.checkpoints import Progress, read_state
+from livt_hf.training.checkpoints import Progress, load_best, read_state
 from livt_hf.training.finetune import (
-    BestCheckpoint,
     FinetuneTask,
     build_finetune_task,
     check_finetune_options,
     choose_selection_metric,
     compute_metrics,
     draw_kept_patches,
+    keep_if_best,
 )
 from livt_hf.training.loop import StepKey
 from livt_hf.training.spec import FinetuneModelSpec
@@ -100,27 +100,24 @@ class Weights(torch.nn.Linear):
         torch.nn.init.constant_(self.weight, value)
 
 
-def best_weights(run: Run, value: float, progress: Progress) -> BestCheckpoint:
-    accelerator = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
-    loop = SimpleNamespace(run=run, final_model=Weights(value), progress=progress, accelerator=accelerator)
-    return BestCheckpoint(loop)
+def loop_with(weight: float, run: Run, progress: Progress) -> SimpleNamespace:
+    accelerator = SimpleNamespace(is_main_process=True)
+    return SimpleNamespace(run=run, final_model=Weights(weight), progress=progress, accelerator=accelerator)
 
 
 def test_the_best_weights_are_those_the_checkpoint_speaks_of_also_after_a_kill(tmp_path):
     run, progress = Run(tmp_path), Progress()
-    best_weights(run, 1.0, progress).update(5, 0.5)
+    keep_if_best(loop_with(1.0, run, progress), 5, 0.5)
     saved = run.checkpoints / "step-50"
     saved.mkdir()
     (saved / "state.json").write_text(json.dumps(vars(progress) | {"files": {}}))
-    best_weights(run, 2.0, progress).update(10, 0.4)  # worse
+    keep_if_best(loop_with(2.0, run, progress), 10, 0.4)  # worse
     assert progress.best_epoch == 5
-    best_weights(run, 3.0, progress).update(15, 0.6)  # better, and the run is killed before its next checkpoint
-    state = {name: value for name, value in read_state(saved).items() if name != "files"}
-    resumed = best_weights(run, 0.0, Progress(**state))
-    resumed.restore()
-    assert resumed.loop.final_model.weight.item() == 1
+    keep_if_best(loop_with(3.0, run, progress), 15, 0.6)  # better, and the run is killed before its next checkpoint
+    load_best(run, weights := Weights(0.0), read_state(saved)["best_epoch"])
+    assert weights.weight.item() == 1
     (saved / "state.json").write_text(json.dumps(vars(progress) | {"files": {}}))
-    best_weights(run, 4.0, progress).update(20, 0.7)
+    keep_if_best(loop_with(4.0, run, progress), 20, 0.7)
     assert {path.name for path in run.checkpoints.glob("best*")} == {"best-15.safetensors", "best-20.safetensors"}
 
 

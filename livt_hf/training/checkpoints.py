@@ -150,12 +150,31 @@ def save_final(folder: Path, *parts: PreTrainedModel | BaseImageProcessor) -> No
         shutil.rmtree(writing, ignore_errors=True)
 
 
-def load_weights(module: nn.Module, path: Path) -> None:
-    """Load weights that were saved by `save_model`."""
+def save_best(run: Run, module: nn.Module, epoch: int) -> None:
+    """Save the weights of the best epoch so far, and remove those that no checkpoint refers to.
+
+    One file per epoch, so that a checkpoint and the weights it refers to belong together whenever a run is killed.
+    """
+    path = _best_path(run, epoch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with explain_save_errors("the best weights", run), replacing(path) as writing:
+        save_model(module, str(writing))
+    referenced = [read_state(folder).get("best_epoch") for folder in list_checkpoints(run)]
+    for old in set(path.parent.glob("best-*.safetensors")) - {path, *(_best_path(run, one) for one in referenced)}:
+        old.unlink()
+
+
+def load_best(run: Run, module: nn.Module, epoch: int | None) -> None:
+    """Load what `save_best` has saved."""
+    path = _best_path(run, epoch)
     try:
         load_model(module, str(path))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"could not read {path}: {format_error(error)}.") from error
+
+
+def _best_path(run: Run, epoch: int | None) -> Path:
+    return run.checkpoints / f"best-{epoch}.safetensors"
 
 
 def _checksum(path: Path) -> int:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
-from safetensors.torch import save_model
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import BaseImageProcessor, PreTrainedModel
@@ -25,7 +24,7 @@ from livt_hf.data.spec import DataSpec, FinetuneAugmentationSpec
 from livt_hf.data.splitting import is_made_split
 from livt_hf.data.transforms import FinetuneAugmentation
 from livt_hf.errors import LiVTError
-from livt_hf.files import read_values, replacing, write_values
+from livt_hf.files import read_values, write_values
 from livt_hf.long_tail.losses import LOSSES
 from livt_hf.long_tail.spec import LossSpec
 from livt_hf.long_tail.structure import get_classifier
@@ -41,7 +40,7 @@ from livt_hf.randomness import keyed_uniform, purpose_seed
 from livt_hf.results import Results
 from livt_hf.text import format_accuracy
 from livt_hf.training.batch_statistics import freeze_statistics
-from livt_hf.training.checkpoints import explain_save_errors, list_checkpoints, load_weights, read_state
+from livt_hf.training.checkpoints import load_best, save_best
 from livt_hf.training.framing import FRAMING, FramingTrial
 from livt_hf.training.frozen import FeatureClassifier, FeatureLoader, FrozenBackbone
 from livt_hf.training.loop import StepKey, TrainingLoop, TrainingTask
@@ -382,7 +381,7 @@ class EpochEvaluator:
         rules = compute_metrics(loop.final_model, batches, loop.accelerator, counts)
         rule, metrics = next(iter(rules.items()))
         if self.spec.select == "best":
-            BestCheckpoint(loop).update(epoch + 1, metrics[self.metric])
+            keep_if_best(loop, epoch + 1, metrics[self.metric])
         if loop.accelerator.is_main_process:
             text = f"epoch {epoch + 1}, {self.split}, {LABELS[rule]}: {format_accuracy(metrics)}"
             tqdm.write(text, file=sys.stderr)  # above the progress bar
@@ -397,42 +396,17 @@ class EpochEvaluator:
     def restore_best(self, loop: TrainingLoop) -> None:
         """Load the best weights into the final model where `select` is "best"."""
         if self.spec.select == "best":
-            BestCheckpoint(loop).restore()
+            loop.accelerator.wait_for_everyone()
+            load_best(loop.run, loop.final_model, loop.progress.best_epoch)
 
 
-class BestCheckpoint:
-    """The weights of the epoch that was best on the validation split, for `select best`.
-
-    One file per epoch, so that a checkpoint and the weights it refers to belong together whenever a run is killed.
-    """
-
-    def __init__(self, loop: TrainingLoop):
-        self.loop = loop
-
-    def path(self, epoch: int) -> Path:
-        return self.loop.run.checkpoints / f"best-{epoch}.safetensors"
-
-    def update(self, epoch: int, value: float) -> None:
-        """Save the weights of an epoch if its metric is better than the best one so far."""
-        progress = self.loop.progress
-        if progress.best_accuracy is None or value > progress.best_accuracy:
-            progress.best_epoch, progress.best_accuracy = epoch, value
-            if self.loop.accelerator.is_main_process:
-                self._save(self.path(epoch))
-
-    def restore(self) -> None:
-        """Load the best weights into the final model."""
-        self.loop.accelerator.wait_for_everyone()
-        load_weights(self.loop.final_model, self.path(self.loop.progress.best_epoch))
-
-    def _save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with explain_save_errors("the best weights", self.loop.run), replacing(path) as writing:
-            save_model(self.loop.final_model, str(writing))
-        referenced = [read_state(folder).get("best_epoch") for folder in list_checkpoints(self.loop.run)]
-        kept = {path, *(self.path(epoch) for epoch in referenced)}
-        for old in set(path.parent.glob("best-*.safetensors")) - kept:
-            old.unlink()
+def keep_if_best(loop: TrainingLoop, epoch: int, value: float) -> None:
+    """Save the weights of an epoch if its metric is better than the best one so far, for `select best`."""
+    progress = loop.progress
+    if progress.best_accuracy is None or value > progress.best_accuracy:
+        progress.best_epoch, progress.best_accuracy = epoch, value
+        if loop.accelerator.is_main_process:
+            save_best(loop.run, loop.final_model, epoch)
 
 
 def write_framing_trial(folder: Path, trial: FramingTrial) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from livt_hf.data.first_look import sample_sizes
@@ -156,17 +155,11 @@ def _compare(features: list[np.ndarray], train: Dataset, metric: str, seed: int)
             raise
         return None
     if several:
-        return "log_likelihood", *_compare_likelihoods(first, second, torch.from_numpy(labels).float(), groups)
+        truth = torch.from_numpy(labels).float()
+        losses = [F.binary_cross_entropy_with_logits(one, truth, reduction="none").sum(1) for one in (first, second)]
+        gains = (losses[0] - losses[1]).double().numpy()
+        sums = np.bincount(np.arange(len(gains)) if groups is None else groups, gains - gains.mean())
+        return "log_likelihood", float(gains.mean()), float(np.sqrt((sums**2).sum()) / len(gains))
     prior = torch.from_numpy(np.bincount(labels) / len(labels))
     before, after = (decide(logits.log_softmax(-1), prior, EXPONENTS[metric]).numpy() for logits in (first, second))
     return metric, *compare_predictions(before, after, labels, metric, groups=groups, seed=seed)
-
-
-def _compare_likelihoods(
-    first: Tensor, second: Tensor, labels: Tensor, groups: np.ndarray | None
-) -> tuple[float, float]:
-    """Return by how much the second logits give labels a larger mean log likelihood, and the standard error."""
-    losses = [F.binary_cross_entropy_with_logits(one, labels, reduction="none").sum(1) for one in (first, second)]
-    gains = (losses[0] - losses[1]).double().numpy()
-    sums = np.bincount(np.arange(len(gains)) if groups is None else groups, gains - gains.mean())
-    return float(gains.mean()), float(np.sqrt((sums**2).sum()) / len(gains))
