@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -279,7 +279,7 @@ class TrainingLoop:
         if stop and not finished:
             raise Interrupted(self.run.stage, "--resume", self.run.cross_validation.folder)
 
-    def update(self, batches: Iterable[dict], epoch: int) -> None:
+    def update(self, batches: Iterator[dict], epoch: int) -> None:
         """Run all micro-batches of an update, each weighted alike, then one optimizer step."""
         accelerator, spec, update = self.accelerator, self.optimization, self.progress.update
         peak = scale_lr(spec.base_lr, spec.batch_size)
@@ -290,12 +290,9 @@ class TrainingLoop:
         for micro in range(spec.accumulation):
             # Drop path draws from the global generator; keyed like this it needs no state to resume.
             torch.manual_seed(keyed_seed(spec.seed, update, micro, accelerator.process_index))
-            batch = {name: value.to(accelerator.device) for name, value in next(batches).items()}
-            step = StepKey(epoch, update, micro, accelerator.process_index)
             last = micro == spec.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
-                with accelerator.autocast():
-                    loss = self.task.compute_loss(self.model, batch, step) / spec.accumulation
+                loss = self._compute_loss(self.model, batches, epoch, update, micro) / spec.accumulation
                 accelerator.backward(loss)
             total = total + loss.detach()
         if spec.clip_grad is not None:
@@ -306,6 +303,13 @@ class TrainingLoop:
             self.ema.update_parameters(self.bare_model)
         self.progress.pending.append(total)
         self.progress.update += 1
+
+    def _compute_loss(self, module: nn.Module, batches: Iterator[dict], epoch: int, update: int, micro: int) -> Tensor:
+        """Return the loss of the next micro-batch."""
+        batch = {name: value.to(self.accelerator.device) for name, value in next(batches).items()}
+        step = StepKey(epoch, update, micro, self.accelerator.process_index)
+        with self.accelerator.autocast():
+            return self.task.compute_loss(module, batch, step)
 
     @torch.no_grad()
     def _estimate_statistics(self, epoch: int) -> None:
@@ -321,15 +325,11 @@ class TrainingLoop:
         if not layers:
             return
         average.eval()
-        spec, rank = self.optimization, self.accelerator.process_index
-        updates = min(self.per_epoch, math.ceil(STATISTICS_IMAGES / spec.batch_size))
+        updates = min(self.per_epoch, math.ceil(STATISTICS_IMAGES / self.optimization.batch_size))
         batches = iter(self.task.loader.epoch(epoch))
         with estimate_statistics(layers.values()):
-            for update, micro in itertools.product(range(updates), range(spec.accumulation)):
-                batch = {name: value.to(self.accelerator.device) for name, value in next(batches).items()}
-                with self.accelerator.autocast():
-                    step = StepKey(epoch, epoch * self.per_epoch + update, micro, rank)
-                    self.task.compute_loss(average, batch, step)
+            for update, micro in itertools.product(range(updates), range(self.optimization.accumulation)):
+                self._compute_loss(average, batches, epoch, epoch * self.per_epoch + update, micro)
 
     def _warn_about_short_average(self, decay: float) -> None:
         """Warn where the moving average still consists of the first weights when training ends."""
