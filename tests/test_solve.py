@@ -64,6 +64,12 @@ def test_the_objective_chooses_the_deployment_prior_and_leaves_the_model(picture
     torch.testing.assert_close(chosen.probabilities(images), named)
 
 
+def test_an_objective_of_a_loss_without_a_posterior_is_said_to_have_no_effect(pictures, tmp_path, caplog):  # noqa: F811
+    words = ["--tune", "head", "--loss", "cb_ce", "--objective", "accuracy"]
+    assert trained(pictures, resnet(tmp_path / "resnet"), tmp_path / "run", *words).results.trade_off is None
+    assert "objective accuracy has no effect" in caplog.text
+
+
 def test_a_loop_chooses_on_its_validation_split_and_calibrate_chooses_again(pictures, tmp_path, capsys):  # noqa: F811
     words = ["--tune", "head", "--solver", "loop", "--validation_fraction", "0.4", "--objective", "macro_f1"]
     run = trained(pictures, resnet(tmp_path / "resnet"), tmp_path / "run", *words)

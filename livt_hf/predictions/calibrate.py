@@ -112,6 +112,13 @@ def set_objective(model: PreTrainedModel, objective: str) -> None:
     _set_calibration(model, dataclasses.replace(model.head.calibration, objective=objective))
 
 
+def warn_about_objective(head: LongTailHead, objective: str | None) -> None:
+    """Warn about an objective of a head without a posterior, which no deployment prior can be chosen for."""
+    if objective is not None:
+        message, about = "objective %s has no effect: %s.", {"arguments": ("objective",)}
+        logger.warning(message, objective, head.no_posterior, extra=about)
+
+
 def calibrate_if_possible(
     model: PreTrainedModel,
     images: Dataset,
@@ -122,9 +129,7 @@ def calibrate_if_possible(
 ) -> Calibration | None:
     """Calibrate a trained model on a split, or warn and leave it as it is where the split has too few images."""
     if model.head.no_posterior is not None:
-        if objective is not None:
-            message, about = "objective %s has no effect: %s.", {"arguments": ("objective",)}
-            logger.warning(message, objective, model.head.no_posterior, extra=about)
+        warn_about_objective(model.head, objective)
         return None
     if len(images) < MIN_IMAGES:
         logger.warning(

@@ -18,7 +18,7 @@ from livt_hf.errors import Interrupted
 from livt_hf.files import replacing
 from livt_hf.long_tail.calibration import MIN_IMAGES
 from livt_hf.long_tail.config import LongTailConfig
-from livt_hf.predictions.calibrate import calibrate_logits
+from livt_hf.predictions.calibrate import calibrate_logits, warn_about_objective
 from livt_hf.runs import Run
 from livt_hf.training.device import StopOnSignal, compute_on_main_process
 from livt_hf.training.exact_head import ExactHead, assign_folds, fit_exact_head
@@ -81,7 +81,9 @@ def _solve(
     if held_out is not None:
         save_held_out_head(loop.run, *head.first_fold, head.out_of_fold[: len(held_out)][torch.from_numpy(held_out)])
     seen = ~head.unseen[: loader.num_images]
-    if module.head.no_posterior is None and int(seen.sum()) >= MIN_IMAGES:
+    if module.head.no_posterior is not None:
+        warn_about_objective(module.head, objective)
+    elif int(seen.sum()) >= MIN_IMAGES:
         logits, truth = head.out_of_fold[: loader.num_images][seen], torch.from_numpy(labels)[seen]
         seen_groups = None if groups is None else groups[seen.numpy()]
         chosen_on: dict[str, Any] = dict(split="train, out of fold", objective=objective, groups=seen_groups)
