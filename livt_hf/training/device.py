@@ -18,19 +18,16 @@ from livt_hf.precision import has_fast_cpu_bf16
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Each gives a process a part of the model; the loop, its checkpoints and its evaluations take whole ones.
-_SPLITTING = DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM
-
 # For Accelerate: the others wait while the first process looks at every image, not torch's 10 or 30 minutes.
 LONG_TIMEOUT = [InitProcessGroupKwargs(timeout=timedelta(days=1))]
 
 
 def check_distribution(kind: DistributedType) -> None:
-    """Raise an error for launchers that split the model over processes.
+    """Raise an error for launchers that split the model: the loop, its checkpoints and evaluations take whole ones.
 
     On a CPU, Accelerate makes DDP of what was asked for; its environment variables still name it.
     """
-    for splitting in _SPLITTING:
+    for splitting in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         if kind == splitting or parse_flag_from_env(f"ACCELERATE_USE_{splitting.value}"):
             raise LiVTError(
                 f"{splitting.value} is not supported: every model of the paper fits one GPU, so use DDP, that is "

@@ -31,8 +31,9 @@ def warn_about_seen_images(pretrained: str, dataset: str, num_folds: int) -> Non
     if start.finished and locate_dataset(start.arguments["dataset"]) == locate_dataset(dataset):
         logger.warning(
             "the pretraining has seen test images of all folds, though not their labels; to rule that out, pretrain "
-            "and fine-tune fold by fold with --fold 1/%d and so on",
+            "and fine-tune one by one with fold 1/%d and so on",
             num_folds,
+            extra={"arguments": ("fold",)},
         )
 
 

@@ -26,8 +26,9 @@ def add_lora(model: PreTrainedModel, rank: int) -> None:
     linear = [name for name, layer in model.named_modules() if _is_linear(layer) and layer is not classifier]
     if not linear:
         raise LiVTError(
-            f"{type(model).__name__} has no linear layer besides its classifier, so LoRA has nothing to add to; use "
-            "--tune head or --tune full."
+            f"{type(model).__name__} has no linear layer besides its classifier, so LoRA has nothing to add to; set "
+            "tune to head or full.",
+            argument="tune",
         )
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), model)
     for parameter in classifier.parameters():
