@@ -179,6 +179,8 @@ def test_every_image_is_predicted_once_by_the_model_that_did_not_see_its_group(r
     assert summary["folds"]["mean"]["accuracy"] == pytest.approx(np.mean(each))
     assert summary["folds"]["deviation"]["accuracy"] == pytest.approx(np.std(each, ddof=1))
     assert run.results.folds == summary["folds"]
+    for name in ("updates", "seconds", "preparation_seconds"):
+        assert getattr(run.results, name) == sum(getattr(run.fold(number).results, name) for number in (1, 2))
     page = (run.folder / "report" / "report.html").read_text()
     assert "mean ± std" in page and ">pooled<" in page
     with refusal("model"):  # there is no model to evaluate

@@ -24,6 +24,8 @@ from livt_hf.training.results import summarize_class_counts
 
 logger = logging.getLogger(__name__)
 
+SUMMED = ("updates", "seconds", "preparation_seconds")  # fields of `Results` that are those of all folds together
+
 
 def warn_about_seen_images(pretrained: str, dataset: str, num_folds: int) -> None:
     """Warn of a pretraining on the images that are tested."""
@@ -74,6 +76,5 @@ def join_fold_results(run: Run, report: EvaluationReport, num_folds: int) -> Res
         trained_on=None,  # by all folds together on all images
         num_train_images=round(statistics.mean(fold.num_train_images for fold in folds)),
         class_counts=summarize_class_counts(counts),
-        updates=sum(fold.updates for fold in folds),
-        seconds=sum(fold.seconds for fold in folds),
+        **{name: sum(getattr(fold, name) or 0 for fold in folds) for name in SUMMED},
     )
