@@ -191,9 +191,10 @@ def parts(tmp_path_factory) -> Path:
     return small_set(tmp_path_factory.mktemp("framing"), "parts")
 
 
-def tried(table: Path, folder: Path, **options):
+def tried(table: Path, folder: Path, classes: range = range(4), **options):
     path = str(resnet(folder / "start"))
     train = load_long_tailed(str(table), group_column="part")["train"]
+    train = train.select(np.flatnonzero(np.isin(train["label"], classes)))
     torch.manual_seed(0)
     model = AutoModelForImageClassification.from_pretrained(path)
     return try_framings(model, AutoImageProcessor.from_pretrained(path), train, Accelerator(cpu=True), **options)
@@ -202,6 +203,10 @@ def tried(table: Path, folder: Path, **options):
 def test_a_trial_takes_as_many_images_as_its_limit_and_its_time_allow(parts, tmp_path):
     assert tried(parts, tmp_path, max_images=60).num_images == 60
     assert tried(parts, tmp_path, seconds=1e-9) is None
+
+
+def test_there_is_no_trial_of_images_that_are_all_of_one_class(parts, tmp_path):
+    assert tried(parts, tmp_path, classes=range(1)) is None
 
 
 def test_a_trial_leaves_random_numbers_and_weights_alone(parts, tmp_path):

@@ -141,12 +141,14 @@ def describe_trial(trial: FramingTrial) -> str:
 
 
 def _compare(features: list[np.ndarray], train: Dataset, metric: str, seed: int) -> tuple[str, float, float] | None:
-    """Return the metric, the gain of the second features over the first and its standard error."""
+    """Return the metric, the gain of the second features over the first and its standard error; None of one class."""
     labels = labels_of(train).targets(range(len(train)), number_of_classes(train))
     groups = group_codes(train) if "group" in train.column_names else None
     several = labels.ndim == 2
-    # Only classes that occur among the images that are tried.
-    labels = labels[:, labels.any(0)] if several else np.unique(labels, return_inverse=True)[1]
+    # Only labels that some of the images that are tried have, and some have not.
+    labels = labels[:, labels.any(0) & ~labels.all(0)] if several else np.unique(labels, return_inverse=True)[1]
+    if (labels.shape[1] if several else labels.max() + 1) < 2:
+        return None
     options = dict(loss="bce" if several else "ce", groups=groups, strengths=_TRIED, seed=seed)
     try:
         first, second = (fit_exact_head(part, labels, **options).out_of_fold for part in features)
