@@ -67,6 +67,14 @@ class EvaluationReport:
         """Return the metrics of the default rule."""
         return self.metrics[self.summary["default_rule"]]
 
+    @cached_property
+    def units(self) -> np.ndarray:
+        """Return the number of test images of each class or, where images belong together, of their groups. (C,)"""
+        if self.groups is None:
+            return np.array([row["images"] for row in self.per_class])
+        pairs = np.unique(np.stack([self.labels, self.groups]), axis=1)
+        return np.bincount(pairs[0], minlength=len(self.per_class))
+
 
 class Evaluator:
     """Measures a record with labels.

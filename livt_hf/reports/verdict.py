@@ -83,10 +83,7 @@ def find_weak_classes(report: EvaluationReport) -> list[dict]:
 
 def count_correct(report: EvaluationReport, rows: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
     """Return right predictions and test images of classes, in groups of images where images belong together."""
-    images = np.array([row["images"] for row in rows])
-    if report.groups is not None:
-        pairs = np.unique(np.stack([report.labels, report.groups]), axis=1)
-        images = np.bincount(pairs[0], minlength=len(report.per_class))[[row["class"] for row in rows]]
+    images = report.units[[row["class"] for row in rows]]
     return np.array([row["accuracy"] or 0 for row in rows]) * images, images
 
 
