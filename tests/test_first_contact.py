@@ -57,7 +57,8 @@ def _folders(pictures, tmp_path, monkeypatch):
         (evaluate, "owner/nosuchmodel", "model", "--dataset"),
     ],
 )
-def test_a_first_command_rejects(command, words, argument, value):
+def test_a_first_command_rejects(monkeypatch, command, words, argument, value):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between the client's retries
     with refusal(argument, value):
         command.main(words.split())
 
