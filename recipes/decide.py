@@ -18,11 +18,11 @@ from livt_hf.cli.console import run_command
 from livt_hf.cli.inherit import resolve_settings
 from livt_hf.cli.settings import DecideSettings
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.decisions import load_prior, rule_for_objective
+from livt_hf.predictions.decisions import read_rule, rule_for_objective
 from livt_hf.predictions.evaluate import Evaluator
 from livt_hf.predictions.logit_files import is_logit_file, read_logit_file
 from livt_hf.predictions.record import FOLDER, Predictions, PredictionsInfo, Source, read_parts, write_part
-from livt_hf.predictions.rules import DecisionRule, rule_for_prior
+from livt_hf.predictions.rules import DecisionRule
 from livt_hf.predictions.tables import AnswersWriter, TableWriter, check_output
 from livt_hf.text import format_percent
 
@@ -72,7 +72,7 @@ def open_table(settings: DecideSettings, rule: DecisionRule) -> AbstractContextM
 def choose_rule(info: PredictionsInfo, settings: DecideSettings) -> DecisionRule:
     """Return the rule of the options, by default that of the record."""
     if settings.prior is not None:
-        return rule_for_prior(settings.prior, load_prior(settings.prior, info).tolist())
+        return read_rule(settings.prior, info)
     if settings.objective is None:
         return info.default_rule
     if settings.choose_on is None:

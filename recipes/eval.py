@@ -52,15 +52,15 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import check_writable, replacing, write_values
 from livt_hf.long_tail.priors import numbers_by_name
 from livt_hf.precision import TRIAL_IMAGES, agree_on_precision, resolve_precision, similarity_posterior
-from livt_hf.predictions.decisions import load_prior
+from livt_hf.predictions.decisions import read_rule
 from livt_hf.predictions.evaluate import EvaluationReport, Evaluator, accuracy_under_prior
 from livt_hf.predictions.logit_files import is_logit_file, read_logit_file
 from livt_hf.predictions.metrics import long_tail_metrics, shot_groups
 from livt_hf.predictions.predict import describe_images, predict
 from livt_hf.predictions.probes import extract, extract_frozen_features, knn_scores, linear_probe_scores
 from livt_hf.predictions.record import FOLDER, PredictionsInfo, Source, iterate_blocks, open_source
-from livt_hf.predictions.rules import ESTIMATED, LABELS, DecisionRule, prior_label, rule_for_prior
-from livt_hf.predictions.shifts import build_shifted_sets, estimate_record_prior, measure_shift
+from livt_hf.predictions.rules import ESTIMATED, LABELS, DecisionRule, prior_label
+from livt_hf.predictions.shifts import ShiftedSet, build_shifted_sets, estimate_record_prior, measure_shift
 from livt_hf.predictions.tables import TableWriter, check_table_path
 from livt_hf.pretrained import load_backbone
 from livt_hf.reports import markdown_table
@@ -91,34 +91,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     shot_groups([1], **thresholds_of(settings))
     if is_logit_file(settings.model):
         evaluate_file(settings, accelerator, folder)
-        return
-    if settings.probe or is_pretraining(settings.model):
+    elif settings.probe or is_pretraining(settings.model):
         probe(settings, accelerator, folder)
-        return
+    else:
+        evaluate_model(settings, accelerator, folder)
+
+
+def evaluate_model(settings: EvalSettings, accelerator: Accelerator, folder: Path) -> None:
+    """Run a classifier over the images of a split and measure its logits."""
     model = load_classifier(settings.model, **settings.foreign.to_dict()).to(accelerator.device)
     info = PredictionsInfo.from_model(model, settings.model)
     check_options(info, settings, known_counts(model) is not None)
-    prior = None if settings.prior is None else load_prior(settings.prior, info)
-    info = info if prior is None else replace(info, default_rule=rule_for_prior(settings.prior, prior.tolist()))
+    info = use_prior(info, settings)
     data = load_splits(settings, accelerator)
+    images = data[settings.split]
     check_classes_match(model, data["train"])
     check_split_unseen(settings.model, settings.data, settings.split, data)
     counts = training_counts(model, data["train"])
-    shifted = []
-    if settings.test_imbalance is not None:
-        labels = labels_of(data[settings.split]).values
-        shifted = build_shifted_sets(settings.test_imbalance, labels, counts, settings.seed)
-    loader = make_loader(settings, data[settings.split], accelerator)
-    images = describe_images(data[settings.split], settings.split)
+    shifted = choose_shifts(settings, labels_of(images).values, counts)
+    loader = make_loader(settings, images, accelerator)
     posterior = partial(info.scores, rule=info.default_rule)
-    precision = choose_precision(settings, model, data[settings.split], accelerator, posterior)
-    info = replace(info, precision=precision)
+    info = replace(info, precision=choose_precision(settings, model, images, accelerator, posterior))
     with new_folder(folder, accelerator) as writing:
-        predict(model, loader, accelerator, writing / FOLDER, info, images)
+        predict(model, loader, accelerator, writing / FOLDER, info, describe_images(images, settings.split))
         if not accelerator.is_main_process:
             return
-        predictions = open_source(writing / FOLDER)
-        report = write_evaluation(settings, predictions, info, counts, prior, shifted, writing, data[settings.split])
+        facts, predictions = describe(settings, info.precision), open_source(writing / FOLDER)
+        report = write_evaluation(settings, facts, predictions, info, counts, shifted, writing, images)
     print_evaluation(settings, report, info, folder)
 
 
@@ -135,32 +134,41 @@ def evaluate_file(settings: EvalSettings, accelerator: Accelerator, folder: Path
             "class_counts",
         )
     predictions = read_logit_file(settings.model, given.class_counts, given.trained_with or "ce")
-    info, split = predictions.info, predictions.column("split")
-    check_options(info, settings, counts_known=True)
-    prior = None if settings.prior is None else load_prior(settings.prior, info)
-    info = info if prior is None else replace(info, default_rule=rule_for_prior(settings.prior, prior.tolist()))
-    predictions = replace(predictions, info=info)
+    check_options(predictions.info, settings, counts_known=True)
+    info = use_prior(predictions.info, settings)
     counts = np.asarray(info.long_tail.class_counts)
-    shifted = []
-    if settings.test_imbalance is not None:
-        shifted = build_shifted_sets(settings.test_imbalance, predictions.labels, counts, settings.seed)
-    settings = settings.replace(dataset=settings.model, split=settings.split if split is None else str(split[0]))
+    shifted = choose_shifts(settings, predictions.labels, counts)
     if not accelerator.is_main_process:
         return
+    predictions, split = replace(predictions, info=info), predictions.column("split")
+    facts = describe(settings, info.precision) | {"dataset": settings.model}
+    facts |= {} if split is None else {"split": str(split[0])}
     with new_folder(folder, accelerator) as writing:
         predictions.save(writing / FOLDER)
-        report = write_evaluation(settings, predictions, info, counts, prior, shifted, writing)
+        report = write_evaluation(settings, facts, predictions, info, counts, shifted, writing)
     print_evaluation(settings, report, info, folder)
     print("Pictures of images and measures of features need the model itself: livt eval MODEL.")
 
 
+def use_prior(info: PredictionsInfo, settings: EvalSettings) -> PredictionsInfo:
+    """Return the facts of a record with the rule of the prior asked for, if any, as the default rule."""
+    return info if settings.prior is None else replace(info, default_rule=read_rule(settings.prior, info))
+
+
+def choose_shifts(settings: EvalSettings, labels: np.ndarray, counts: np.ndarray) -> list[ShiftedSet]:
+    """Return the shifted test sets asked for."""
+    if settings.test_imbalance is None:
+        return []
+    return build_shifted_sets(settings.test_imbalance, labels, counts, settings.seed)
+
+
 def write_evaluation(
     settings: EvalSettings,
+    facts: dict,
     predictions: Source,
     info: PredictionsInfo,
     counts: np.ndarray,
-    prior: Tensor | None,
-    shifted: Sequence,
+    shifted: list[ShiftedSet],
     folder: Path,
     dataset: Dataset | None = None,
 ) -> EvaluationReport:
@@ -168,15 +176,18 @@ def write_evaluation(
     rules, estimated = choose_rules(predictions, info, settings)
     evaluator = Evaluator(predictions, counts, **thresholds_of(settings))
     seen = {} if dataset is None else seen_in_calibration(info, dataset)
-    report = evaluator.evaluate(rules, **describe(settings, info.precision), **estimated, **seen)
-    if prior is not None:
+    report = evaluator.evaluate(rules, **facts, **estimated, **seen)
+    if settings.prior is not None:
+        prior = torch.tensor(info.default_rule.prior, dtype=torch.float64)
         accuracy = accuracy_under_prior(report.metrics, prior)
         report.summary["under_prior"] = {"prior": prior_label(settings.prior), "accuracy": accuracy}
     if shifted:
         report.summary["shifted"] = [measure_shift(evaluator, one) for one in shifted]
     write_report(folder, report, dataset)
     if settings.predictions is not None:
-        write_table(settings.predictions, predictions, rules)
+        with TableWriter(settings.predictions, rules) as table:
+            for block in iterate_blocks(predictions):
+                table.write(block)
     if ESTIMATED in report.summary["rules"]:
         values = estimated["estimated_prior"]["prior"]
         write_values(folder / "prior.json", numbers_by_name(values, info.class_names))
@@ -185,8 +196,7 @@ def write_evaluation(
 
 def print_evaluation(settings: EvalSettings, report: EvaluationReport, info: PredictionsInfo, folder: Path) -> None:
     """Print the numbers of an evaluation and where its files are."""
-    print(format_summary(report, info))
-    print(f"Report: {folder / PAGE}")
+    print(f"{format_summary(report, info)}\nReport: {folder / PAGE}")
     if settings.predictions is not None:
         print(f"Predictions: {settings.predictions}")
     if ESTIMATED in report.summary["rules"]:
@@ -227,11 +237,15 @@ def thresholds_of(settings: EvalSettings) -> dict[str, int]:
 
 def describe(settings: EvalSettings, precision: str | None) -> dict:
     """Return what evaluation.json says of the evaluation itself."""
-    named = {"model": settings.model, "dataset": settings.data.dataset, "split": settings.split}
-    named |= {"precision": precision}
-    options = {name: value for name, value in settings.to_dict().items() if value != settings.options()[name].default}
-    command = shell_line(["livt", "eval", settings.model, *format_words(options | {"model": None})])
-    return named | {"command": command, "thresholds": thresholds_of(settings)} | provenance()
+    options = {name: value for name, value in settings.non_defaults().items() if name != "model"}
+    return {
+        "model": settings.model,
+        "dataset": settings.data.dataset,
+        "split": settings.split,
+        "precision": precision,
+        "command": shell_line(["livt", "eval", settings.model, *format_words(options)]),
+        "thresholds": thresholds_of(settings),
+    } | provenance()
 
 
 @contextlib.contextmanager
@@ -333,13 +347,6 @@ def choose_rules(
             "some labelled images and pass --prior FILE."
         )
     return rules, {"estimated_prior": numbers}
-
-
-def write_table(path: str, predictions: Source, rules: list[DecisionRule]) -> None:
-    """Write what each rule says of each image."""
-    with TableWriter(path, rules) as table:
-        for block in iterate_blocks(predictions):
-            table.write(block)
 
 
 def format_summary(report: EvaluationReport, info: PredictionsInfo) -> str:

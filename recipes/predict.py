@@ -33,10 +33,10 @@ from livt_hf.data.decoding import image_suffixes
 from livt_hf.data.labels import BOX, CORNERS
 from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
-from livt_hf.predictions.decisions import load_prior
+from livt_hf.predictions.decisions import read_rule
 from livt_hf.predictions.predict import Predictor, as_table, find_images
 from livt_hf.predictions.record import LOGITS, Predictions, PredictionsInfo
-from livt_hf.predictions.rules import DecisionRule, rule_for_prior
+from livt_hf.predictions.rules import DecisionRule
 from livt_hf.predictions.tables import SEPARATOR, AnswersWriter, TableWriter, check_output
 from livt_hf.threads import configure_threads
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure_threads(predictor.device, settings.threads)
     info, rule = predictor.info, predictor.info.default_rule
     if settings.prior is not None:
-        rule = rule_for_prior(settings.prior, load_prior(settings.prior, info).tolist())
+        rule = read_rule(settings.prior, info)
     thresholds = info.thresholds(rule) if info.multi_label else None
     print(explain_scores(info, rule, thresholds), file=sys.stderr)
     shown = min(settings.top_k, len(predictor.labels))

@@ -1,6 +1,7 @@
 """`livt decide`, and the outputs of other frameworks: what is decided later is what is decided at once."""
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,8 @@ def test_eval_writes_a_report_on_a_file_of_logits(tmp_path, capsys, monkeypatch)
     words = [str(ultralytics(tmp_path, logits, labels)), "--class_counts", str(tmp_path / "counts.json")]
     evaluate([*words, "--prior", "training", "--report", str(tmp_path / "report")])
     summary = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    again = shlex.split(summary["command"])
+    assert summary["dataset"] == again[2] == words[0] and "--dataset" not in again  # which a file cannot be given
     metrics, predicted = summary["rules"]["given"], logits.argmax(1)
     assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, predicted))
     assert metrics["macro_f1"] == pytest.approx(f1_score(labels, predicted, average="macro"))

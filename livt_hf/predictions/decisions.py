@@ -29,6 +29,11 @@ def load_prior(prior: str, info: PredictionsInfo) -> Tensor:
     return as_prior(values, info.num_classes, multi_label=info.multi_label)
 
 
+def read_rule(prior: str, info: PredictionsInfo) -> DecisionRule:
+    """Return the posterior rule under the class frequencies that a command is given, as by `load_prior`."""
+    return rule_for_prior(prior, load_prior(prior, info).tolist())
+
+
 class Decisions(NamedTuple):
     """The class of each image, -1 where its logits are not numbers, and the score of that class. (N,)"""
 
