@@ -57,7 +57,7 @@ def resolve_training(
     return settings, run
 
 
-def warn_about_ignored_options(settings: TrainingSettings, explicit: Mapping[str, Any]) -> None:
+def warn_about_ignored_options(settings: Any, explicit: Mapping[str, Any]) -> None:
     """Warn about options that were named although an exact solution ignores them."""
     named = [f"--{name} {explicit[name]}" for name in _STEP_OPTIONS if name in explicit]
     if settings.solvable and named:
