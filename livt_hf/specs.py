@@ -8,7 +8,7 @@ import functools
 import operator
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
@@ -27,11 +27,11 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 FractionAboveZero = Annotated[float, Gt(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 
-_BOUNDS: dict[type, tuple[str, Callable[[Any, Any], bool], str]] = {
-    Ge: ("ge", operator.ge, "at least"),
-    Gt: ("gt", operator.gt, "above"),
-    Le: ("le", operator.le, "at most"),
-    Lt: ("lt", operator.lt, "less than"),
+_BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
+    Ge: (operator.ge, "at least"),
+    Gt: (operator.gt, "above"),
+    Le: (operator.le, "at most"),
+    Lt: (operator.lt, "less than"),
 }
 
 
@@ -109,11 +109,9 @@ class Option(NamedTuple):
         """Raise a `LiVTError` if a value is not what the declaration allows."""
         if value is None:
             return
-        kinds = {int: (Integral, "a whole number"), float: (Real, "a number"), bool: (bool, "true or false")}
-        if self.kind in kinds:
-            kind, wanted = kinds[self.kind]
-            if not isinstance(value, kind) or self.kind is not bool and isinstance(value, bool):
-                raise LiVTError(f"{self.name} is {shorten(value)}; it must be {wanted}.", argument=self.name)
+        wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(self.kind)
+        if wanted and not matches_type(value, self.kind):
+            raise LiVTError(f"{self.name} is {shorten(value)}; it must be {wanted}.", argument=self.name)
         for holds, text, bound in self.bounds:
             if not holds(value, bound):  # written this way so that NaN fails the check
                 raise LiVTError(f"{self.name} is {value}; it must be {text} {bound}.", argument=self.name)
@@ -151,26 +149,18 @@ class Spec:
     @classmethod
     def build(cls, **values: Any) -> Self:
         """Build a spec from options, those of its parts named directly."""
-        own = {name: values.pop(name) for name, one in cls.options().items() if one.part is None and name in values}
-        for declared in dataclasses.fields(cls):
-            if is_part(declared):
+        for declared in filter(is_part, dataclasses.fields(cls)):
+            if not isinstance(values.get(declared.name), Spec):
                 spec, defaults = declared.metadata["spec"], declared.metadata["defaults"]
-                if isinstance(values.get(declared.name), Spec):
-                    own[declared.name] = values.pop(declared.name)
-                else:
-                    inner = {name: values.pop(name) for name in spec.names() if name in values}
-                    own[declared.name] = spec.build(**defaults | inner)
-        return cls(**own, **values)  # what is left is unknown, and Python says so
+                inner = {name: values.pop(name) for name in spec.names() if name in values}
+                values[declared.name] = spec.build(**defaults | inner)
+        return cls(**values)  # an unknown one is an error of Python
 
     def replace(self, **values: Any) -> Self:
         """Return a copy with other values; options of parts are named directly."""
-        own = {}
-        for declared in dataclasses.fields(self):
-            current = getattr(self, declared.name)
-            if is_part(declared) and not isinstance(values.get(declared.name), Spec):
-                inner = {name: values.pop(name) for name in current.names() if name in values}
-                own[declared.name] = current.replace(**inner)
-        return dataclasses.replace(self, **own, **values)
+        replaced = {name for value in values.values() if isinstance(value, Spec) for name in value.names()}
+        kept = {name: value for name, value in self.to_dict().items() if name not in replaced}
+        return self.build(**kept | values)
 
     def non_defaults(self, part: str | None = None) -> dict[str, Any]:
         """Return the options, or those of a part, that are not at their defaults."""
@@ -217,13 +207,8 @@ def _read_hint(hint: Any) -> tuple[Any, list]:
     if get_origin(hint) is not Annotated:
         return hint, []
     kind, *constraints = get_args(hint)
-    return kind, list(_read_bounds(constraints))
-
-
-def _read_bounds(constraints: Sequence) -> Iterator[tuple[Callable, str, Any]]:
-    for constraint in constraints:
-        attribute, holds, text = _BOUNDS[type(constraint)]
-        yield holds, text, getattr(constraint, attribute)
+    bounds = [(*_BOUNDS[type(one)], getattr(one, type(one).__name__.lower())) for one in constraints]
+    return kind, bounds
 
 
 def expand_user(path: Any) -> Any:
