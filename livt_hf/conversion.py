@@ -90,7 +90,10 @@ def from_official(
         if class_counts is not None or id2label is not None:
             raise LiVTError(f"{path} holds a pretraining, which has no classes; leave class_counts and id2label out.")
         official = {name: tensor for name, tensor in official.items() if not name.startswith("head.")}
-        model = LiViTForPreTraining(pretraining_config("base", **(_decoder_sizes(official) | config)))
+        width, inner = len(official["decoder_embed.weight"]), len(official["decoder_blocks.0.mlp.fc1.weight"])
+        decoder = dict(decoder_hidden_size=width, decoder_intermediate_size=inner, decoder_num_attention_heads=16)
+        decoder["decoder_num_hidden_layers"] = _depth(official, "decoder_blocks.")
+        model = LiViTForPreTraining(pretraining_config("base", **(decoder | config)))
     else:
         head = dict(loss="bal_bce", tau=1.0, test_prior=None, class_counts=class_counts)
         head["pooling"] = "mean" if "fc_norm.weight" in official else "cls"
@@ -245,15 +248,6 @@ def _sizes(official: dict[str, Tensor], path, known) -> dict[str, int]:
     )
 
 
-def _decoder_sizes(official: dict[str, Tensor]) -> dict[str, int]:
-    return dict(
-        decoder_hidden_size=len(official["decoder_embed.weight"]),
-        decoder_num_hidden_layers=_depth(official, "decoder_blocks."),
-        decoder_num_attention_heads=16,
-        decoder_intermediate_size=len(official["decoder_blocks.0.mlp.fc1.weight"]),
-    )
-
-
 def _depth(official: dict[str, Tensor], prefix: str) -> int:
     return len({name.split(".")[1] for name in official if name.startswith(prefix)})
 
@@ -332,12 +326,10 @@ def _timm_preprocessing(processor: BaseImageProcessor) -> dict:
     crop_pct = crop / edge
     if math.floor(crop / crop_pct) != edge:  # timm divides and rounds down
         crop_pct = math.nextafter(crop_pct, 0)
-    interpolation = Resampling(processor.resample).name.lower()
-    mean, std = tuple(processor.image_mean), tuple(processor.image_std)
     return dict(
-        mean=mean,
-        std=std,
-        interpolation=interpolation,
+        mean=tuple(processor.image_mean),
+        std=tuple(processor.image_std),
+        interpolation=Resampling(processor.resample).name.lower(),
         crop_pct=crop_pct,
         crop_mode="squash" if squashes else "center",
     )

@@ -34,7 +34,6 @@ TOLERANCE = 1e-4
 _LARGEST = 2**30  # bytes of weights in one ONNX file; its format ends at 2 GiB
 
 Runner = Callable[[Tensor], Tensor]
-BATCH = ({0: torch.export.Dim("batch")},)  # any number of images
 
 
 class ServingGraph(nn.Module):
@@ -79,8 +78,8 @@ def get_output_size(processor: BaseImageProcessor) -> tuple[int, int]:
 
 def process_colours(processor: BaseImageProcessor, colours: Tensor) -> Tensor:
     """Return what a processor makes of single-colour images, which resizing and cropping leave as they are. (N, 3)"""
-    height, width = get_output_size(processor)
-    images = [Image.new("RGB", (width, height), tuple(colour)) for colour in colours.tolist()]
+    size = get_output_size(processor)[::-1]
+    images = [Image.new("RGB", size, tuple(colour)) for colour in colours.tolist()]
     return processor(images, return_tensors="pt")["pixel_values"].mean(dim=(2, 3))
 
 
@@ -94,18 +93,21 @@ def trace(graph: nn.Module, batch: Tensor) -> torch.export.ExportedProgram:
 
     torch notes the lines of code that each operation came from, with the paths of this machine. They are left out.
     """
-    program = torch.export.export(graph, (batch,), dynamic_shapes=BATCH)
+    program = torch.export.export(graph, (batch,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
     return program
 
 
-def write_onnx(graph: nn.Module, batch: Tensor, path: Path, names: tuple[str, str], external_data: bool) -> None:
+def write_onnx(graph: nn.Module, batch: Tensor, path: Path, *names: str) -> None:
     """Write a graph as ONNX, with the names of its input and its output."""
-    torch.onnx.export(
-        trace(graph, batch), f=path, input_names=names[:1], output_names=names[1:], dynamo=True,
-        external_data=external_data, verbose=False,
-    )  # fmt: skip
+    large = _weight_bytes(graph) > _LARGEST  # these are written beside it
+    options = dict(input_names=names[:1], output_names=names[1:], external_data=large, verbose=False)
+    torch.onnx.export(trace(graph, batch), f=path, dynamo=True, **options)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def save_torch_export(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
@@ -127,9 +129,9 @@ class _Logits(nn.Module):
 
 def is_web_model(model: PreTrainedModel) -> bool:
     """Return True for models whose logits transformers.js can compute from one ONNX file."""
-    cosine = isinstance(get_classifier(model), CosineClassifier)
-    small = sum(parameter.nbytes for parameter in model.parameters()) < _LARGEST
-    return small and not cosine and not isinstance(model, TimmWrapperForImageClassification)
+    unknown = isinstance(model, TimmWrapperForImageClassification)
+    unknown = unknown or isinstance(get_classifier(model), CosineClassifier)
+    return _weight_bytes(model) < _LARGEST and not unknown
 
 
 def save_web_model(folder: Path, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
@@ -144,8 +146,8 @@ def save_web_model(folder: Path, model: PreTrainedModel, processor: BaseImagePro
     write_values(path, to_portable_processor(read_record(path)))
     (folder / "onnx").mkdir()
     pixels = processor(Image.new("RGB", get_output_size(processor)[::-1]), return_tensors="pt")["pixel_values"]
-    names = "pixel_values", "logits"
-    write_onnx(_Logits(model).eval(), pixels.repeat(2, 1, 1, 1), folder / "onnx" / "model.onnx", names, False)
+    path = folder / "onnx" / "model.onnx"
+    write_onnx(_Logits(model).eval(), pixels.repeat(2, 1, 1, 1), path, "pixel_values", "logits")
 
 
 def save_onnx(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
@@ -153,8 +155,7 @@ def save_onnx(graph: ServingGraph, images: Tensor, folder: Path) -> Runner:
     import onnxruntime
 
     path = folder / "model.onnx"
-    weights = sum(parameter.nbytes for parameter in graph.parameters())
-    write_onnx(graph, images, path, ("images", graph.output), external_data=weights > _LARGEST)
+    write_onnx(graph, images, path, "images", graph.output)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 

@@ -80,7 +80,7 @@ class CheckpointReader:
         values = _drop_settings_of_other_labels(source if config is None else config.to_dict(), path)
         target = _target_config(values, overrides, path)
         whole = cls.encoder_class is not None and _keeps_classifier(source, target, overrides)
-        read = cls._read_encoder if cls.encoder_class is None else cls._read_whole if whole else cls._add_classifier
+        read = cls._read_encoder if cls.encoder_class is None else cls._read if whole else cls._add_classifier
         result = read(path, source, target, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         getattr(model, model.base_model_prefix, model).resize_positions(target.image_size)
@@ -93,23 +93,15 @@ class CheckpointReader:
         """Load the encoder at the checkpoint's resolution; only norms that its pooling lacked may be new."""
         norm = "fc_norm" if target.pooling == "mean" else "layernorm"
         new = set() if _source_pooling(source) == target.pooling else {f"{norm}.weight", f"{norm}.bias"}
-        return cls._read(path, source, target, new, **kwargs)
-
-    @classmethod
-    def _read_whole(cls, path, source: dict, target: LiViTConfig, **kwargs):
-        """Load a classifier whose head fits."""
-        return cls._read(path, source, target, set(), **kwargs)
+        return cls._read(path, source, target, new=new, **kwargs)
 
     @classmethod
     def _add_classifier(cls, path, source: dict, target: LiViTConfig, **kwargs):
         """Load the encoder of a checkpoint under a fresh classifier."""
         labels = [get_label_names(values) for values in (source, target.to_dict())]
         if _has_our_head(source) and labels[0] != labels[1]:
-            logger.warning(
-                "%s has a classifier of %d labels; the one of these %d labels is new and untrained.",
-                path,
-                *map(len, labels),
-            )
+            message = "%s has a classifier of %d labels; the one of these %d labels is new and untrained."
+            logger.warning(message, path, *map(len, labels))
         elif target.long_tail.class_counts is None and get_label_names(target.to_dict()) == get_label_names({}):
             logger.warning(
                 "%s has no classifier, so this one has two untrained classes; pass class_counts, id2label or "
@@ -126,7 +118,7 @@ class CheckpointReader:
         return (model.eval(), info) if with_info else model.eval()
 
     @classmethod
-    def _read(cls, path, source: dict, target: LiViTConfig, new: set[str], output_loading_info=False, **kwargs):
+    def _read(cls, path, source: dict, target: LiViTConfig, output_loading_info=False, new=frozenset(), **kwargs):
         """Load at the checkpoint's resolution and check that exactly `new` was not in the file."""
         config = copy.deepcopy(target)
         config.image_size = source["image_size"]
@@ -280,14 +272,12 @@ def is_adapter(path) -> bool:
 
 def _keeps_classifier(source: dict, target: LiViTConfig, overrides: dict) -> bool:
     """Return True if the classifier of a checkpoint is that of the model to build."""
-    saved = merge_config_values(source, {})
-    cosine, counts = saved.get("normalised_classifier", False), saved.get("class_counts")
-    if not _has_our_head(source) or _source_pooling(source) != target.pooling:
-        return False
-    if cosine != target.long_tail.normalised_classifier:
-        return False
-    other_counts = "class_counts" in overrides or target.long_tail.class_counts != counts
-    return is_same_labels(get_label_names(source), get_label_names(target.to_dict()), other_counts)
+    saved, head = merge_config_values(source, {}), target.long_tail
+    same_head = _has_our_head(source) and _source_pooling(source) == target.pooling
+    same_head &= saved.get("normalised_classifier", False) == head.normalised_classifier
+    other_counts = "class_counts" in overrides or head.class_counts != saved.get("class_counts")
+    names = get_label_names(source), get_label_names(target.to_dict())
+    return same_head and is_same_labels(*names, other_counts)
 
 
 def _replace_stale_settings(model: PreTrainedModel, saved: dict, overrides: dict) -> None:
