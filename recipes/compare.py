@@ -23,9 +23,8 @@ from livt_hf.errors import LiVTError
 from livt_hf.files import write_values
 from livt_hf.pretrained import read_config
 from livt_hf.recipes.ablations import Variant, summarise, table_rows
-from livt_hf.recipes.sweep import Plan, print_commands, run_plan
+from livt_hf.recipes.sweep import Plan, run_plan, write_table
 from livt_hf.recipes.train import mixing_options, plan_scratch_training
-from livt_hf.reports import markdown_table, sweep_plot
 from livt_hf.reports.comparison import describe_difference
 from livt_hf.results import Results
 from livt_hf.training.lora import check_lora
@@ -56,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_lora(or_else=" Or compare the others: --ways scratch head full")
     variants = [build_variant(way, settings, train) for way in ways]
     plan = StrategyPlan(build_sweep(settings), variants, data_options(settings))
-    if settings.dry_run:
-        print_commands(plan)
-    else:
-        run_plan(plan)
+    run_plan(plan)
+    if not settings.dry_run:
         write_report(settings, plan)
 
 
@@ -89,28 +86,17 @@ def build_variant(way: str, settings: CompareSettings, train: Dataset) -> Varian
 def write_report(settings: CompareSettings, plan: Plan) -> None:
     """Write the table, the picture and compare.json, and print which strategy was best."""
     results, first = plan.results(), plan.first_stages()
-    rows = summarise(results)
-    for row in rows:
-        second = results[row["variant"]]
-        row["epochs"] = " + ".join(f"{runs[0].epochs:g}" for runs in (first[row["variant"]], second) if runs)
-        row["minutes"] = statistics.fmean(map(minutes_spent, second)) + sum(
-            map(minutes_spent, first[row["variant"]])
-        ) / len(second)
-    folder = settings.folder
-    table = [
-        line | {"epochs": row["epochs"], "minutes": f"{row['minutes']:.1f}"}
-        for line, row in zip(table_rows(rows), rows, strict=True)
-    ]
-    summary = {
-        "title": f"Ways to train on {Path(settings.data.dataset).name}",
-        "minutes": settings.minutes,
-        "rows": rows,
-    }
-    write_values(folder / "compare.json", summary)
-    (folder / "table.md").write_text(markdown_table(table) + "\n", encoding="utf-8")
-    sweep_plot(rows, folder / "plot.png", "way", title=f"{summary['title']}, {settings.minutes:g} minutes each")
-    print(f"{summary['title']}, {settings.minutes:g} minutes each, percent\n\n{markdown_table(table)}\n")
-    print(f"{format_verdict(results)}\nPicture: {folder / 'plot.png'}")
+    rows, lines = summarise(results), []
+    for row, line in zip(rows, table_rows(rows), strict=True):
+        runs, pretrainings = results[row["variant"]], first[row["variant"]]
+        row["epochs"] = " + ".join(f"{stage[0].epochs:g}" for stage in (pretrainings, runs) if stage)
+        row["minutes"] = sum(map(minutes_spent, [*pretrainings, *runs])) / len(runs)
+        lines.append(line | {"epochs": row["epochs"], "minutes": f"{row['minutes']:.1f}"})
+    folder, title = settings.folder, f"Ways to train on {Path(settings.data.dataset).name}"
+    write_values(folder / "compare.json", {"title": title, "minutes": settings.minutes, "rows": rows})
+    title = f"{title}, {settings.minutes:g} minutes each"
+    table = write_table(folder, rows, lines, "way", title)
+    print(f"{title}, percent\n\n{table}\n\n{format_verdict(results)}\nPicture: {folder / 'plot.png'}")
 
 
 def minutes_spent(run: Results) -> float:

@@ -11,7 +11,6 @@ Variants that share a pretraining share one MGP run. The same command resumes a 
 finished runs. It ends with a table, a plot and sweep.json in the output folder. `livt sweep` lists the ablations.
 """
 
-import itertools
 import re
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any, TextIO
 from tqdm.auto import tqdm
 
 from livt_hf.cli.console import run_command
-from livt_hf.cli.inherit import inherit_from_checkpoint, settings_from_run
+from livt_hf.cli.inherit import INHERIT, inherit_from_checkpoint, settings_from_run
 from livt_hf.cli.options import CONFIGS, format_words, parse_words
 from livt_hf.cli.resume import check_same_settings
 from livt_hf.cli.training_settings import STAGES, SweepSettings, TrainingSettings
@@ -177,15 +176,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name:14s} {sweep.title}: {'; '.join(variant.label for variant in sweep.variants)}")
         return
     if settings.pretrained is not None and settings.model_size is None:
-        inherited = inherit_from_start("finetune", {"dataset": settings.dataset, "pretrained": settings.pretrained})
+        inherited = inherit_from_checkpoint({"dataset": settings.dataset, "pretrained": settings.pretrained})
         settings = settings.replace(model_size=inherited.get("model_size"))
     sweep = find_sweep(settings.sweep)
     variants = select_variants(sweep, settings.only)
     plan = Plan(settings, variants)
-    if settings.dry_run:
-        print_commands(plan)
-    else:
-        run_plan(plan)
+    run_plan(plan)
+    if not settings.dry_run:
         report(settings, sweep, plan, variants)
 
 
@@ -196,16 +193,13 @@ def find_sweep(name: str) -> Sweep:
     return SWEEPS[name]
 
 
-def print_commands(plan: Plan) -> None:
-    """Print the commands of a plan."""
-    for folder in itertools.chain(*plan.rounds()):
-        print(shell_line(["livt", *plan.runs[folder].words(folder)]))
-
-
 def run_plan(plan: Plan) -> None:
-    """Run what is not finished of a plan."""
+    """Run what is not finished of a plan, or print its commands where the settings ask for a dry run."""
     for folders in plan.rounds():
-        run_all({folder: plan.runs[folder] for folder in folders}, plan.settings)
+        if plan.settings.dry_run:
+            print("\n".join(shell_line(["livt", *plan.runs[folder].words(folder)]) for folder in folders))
+        else:
+            run_all({folder: plan.runs[folder] for folder in folders}, plan.settings)
 
 
 def run_all(runs: dict[Path, Planned], settings: SweepSettings) -> None:
@@ -260,15 +254,10 @@ def resolve_again(planned: Planned, run: Run) -> TrainingSettings:
     """Return the settings that a started run would have now. Few images may have lowered the batch of a config."""
     cls = STAGES[planned.stage]
     explicit = cls.explicit_options(planned.options)
-    settings = cls.resolve(explicit, CONFIGS, inherit_from_start(planned.stage, explicit))
+    settings = cls.resolve(explicit, CONFIGS, INHERIT[planned.stage](explicit))
     if settings.to_dict().get("tune") and "batch_size" not in explicit:
         return settings.replace(batch_size=settings_from_run(cls, run)["batch_size"])
     return settings
-
-
-def inherit_from_start(stage: str, explicit: dict) -> dict:
-    """Return the options that a run of a stage inherits from the checkpoint it starts from."""
-    return inherit_from_checkpoint(explicit) if stage == "finetune" else {}
 
 
 def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Variant]) -> None:
@@ -278,14 +267,20 @@ def report(settings: SweepSettings, sweep: Sweep, plan: Plan, variants: list[Var
     pretraining = plan.first_stages() if any(variant.pretrain for variant in variants) else None
     paper = {variant.label: plan.paper(sweep, variant) for variant in variants}
     rows = summarise(results, paper.get, pretraining)
-    table = markdown_table(table_rows(rows))
     folder = settings.folder / settings.sweep
     folder.mkdir(parents=True, exist_ok=True)
     record = {"title": sweep.title, "budget": budget(results, plan), "command": command(settings), "rows": rows}
     write_values(folder / "sweep.json", record)
-    (folder / "table.md").write_text(table + "\n", encoding="utf-8")
-    sweep_plot(rows, folder / "plot.png", sweep.axis, title=f"{sweep.title} ({settings.name})")
+    table = write_table(folder, rows, table_rows(rows), sweep.axis, f"{sweep.title} ({settings.name})")
     print(f"{sweep.title} on {settings.dataset}, percent\n\n{table}\n\nPlot: {folder / 'plot.png'}")
+
+
+def write_table(folder: Path, rows: list[dict], lines: list[dict], axis: str, title: str) -> str:
+    """Write table.md and plot.png of the rows of a comparison, and return the table."""
+    table = markdown_table(lines)
+    (folder / "table.md").write_text(table + "\n", encoding="utf-8")
+    sweep_plot(rows, folder / "plot.png", axis, title=title)
+    return table
 
 
 def budget(results: dict[str, list[Results]], plan: Plan) -> str:

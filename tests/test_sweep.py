@@ -434,7 +434,7 @@ def test_the_recorded_command_names_no_path_of_this_machine(monkeypatch, tmp_pat
 
 def test_the_recorded_command_of_a_sweep_from_any_checkpoint_is_one_that_runs(sweep, checkpoint, monkeypatch):
     asked = []
-    monkeypatch.setattr(recipe, "print_commands", lambda plan: asked.append(plan.settings))
+    monkeypatch.setattr(recipe, "run_plan", lambda plan: asked.append(plan.settings))
     sweep("tau", "--dataset", "cifar100-lt", "--pretrained", checkpoint("base", hidden_size=24), "--dry_run")
     assert recipe.SweepSettings.parse(shlex.split(recipe.command(asked[0]))[2:]).sweep == "tau"
 
