@@ -58,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_posterior(model)
     if settings.objective is not None and is_multi_label(model):
         raise LiVTError("objective chooses one class per image; leave it out of images with several.", "objective")
+    images = None
     if settings.split is None and settings.objective is not None and model.config.long_tail.trade_off is not None:
         set_objective(model, settings.objective)
-        results = serve_again(settings, model)
         done = f"{settings.model} is served for objective {settings.objective}, without looking at an image.\n"
     else:
         settings = settings.replace(split=settings.split or "validation")
@@ -69,16 +69,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         loader = eval_loader(images, load_processor(settings.model), batches)
         objective = settings.objective or model.config.long_tail.objective
         calibration = calibrate(model, loader, accelerator, images, settings.split, objective)
-        results = measure_again(settings, model, images, accelerator)
         low, high = min(calibration.offsets), max(calibration.offsets)
         done = (
             f"Calibrated {settings.model} on {calibration.num_images:,} images of {settings.data.dataset} "
             f"({settings.split}): scale {calibration.scale:.2f}, odds {calibration.odds:.2f}, offsets from {low:+.2f} "
             f"to {high:+.2f}.\n"
         )
+    run = Run(Path(settings.model))
+    results = update_results(settings, run, model, images, accelerator) if run.finished else None
     write_calibration(config, model)
     if results is not None:
-        Run(Path(settings.model)).write_results(results)
+        run.write_results(results)
         done += format_rules(results)
     print(f"{done}Next, measure it again:\n  {shell_line(['livt', 'eval', '--model', settings.model])}")
     if settings.split == "test":
@@ -90,74 +91,50 @@ def load_images(settings: CalibrateSettings, model: PreTrainedModel) -> Dataset:
     if settings.split == "train" or settings.split == "all" and was_trained_on(settings.model, settings.data.dataset):
         raise LiVTError("a model is too sure of the images it was trained on; calibrate it on others.")
     data = load_evaluation_data(settings.data, settings.split)
-    check_split(settings, list(data))
+    if settings.split not in data:
+        raise LiVTError(
+            f"{settings.data.dataset} has no split {settings.split!r}; it has {', '.join(data)}. Name one with "
+            "--split that the model was not trained on, and that its results are not measured on; or give such images "
+            "with --dataset FOLDER --split all; or train again with --validation_fraction 0.1, which holds such "
+            "images out and calibrates on them."
+        )
     check_split_unseen(settings.model, settings.data, settings.split, data)
     check_classes_match(model, data[settings.split])
     return data[settings.split]
 
 
-def serve_again(settings: CalibrateSettings, model: PreTrainedModel) -> Results | None:
-    """Return the results of a finished run whose predictions are decided anew for another objective."""
-    run = Run(Path(settings.model))
-    if not run.finished:
-        return None
-    info, kept = PredictionsInfo.from_model(model, str(run.folder)), run.folder / FOLDER
-    results = update_results(run.results, model)
-    if not kept.is_dir():
-        others = {rule: metrics for rule, metrics in results.rules.items() if rule != TEST_PRIOR}
-        return dataclasses.replace(results, rules=others)
-    replace_info(kept, info)
-    if UNIFORM not in results.rules:  # its test images are those it was calibrated on
-        return results
-    return dataclasses.replace(results, rules=compute_record_metrics(kept, np.asarray(known_counts(model))))
-
-
-def update_results(results: Results, model: PreTrainedModel) -> Results:
-    """Return results with what they say of the calibration and of the objective."""
-    calibration = model.config.long_tail.calibration
-    return dataclasses.replace(
-        results,
-        default_rule=PredictionsInfo.from_model(model).default_rule.name,
-        calibrated_on=calibration["num_images"],
-        calibration_split=calibration["split"],
-        trade_off=model.config.long_tail.trade_off,
-    )
-
-
-def check_split(settings: CalibrateSettings, splits: list[str]) -> None:
-    if settings.split not in splits:
-        raise LiVTError(
-            f"{settings.data.dataset} has no split {settings.split!r}; it has {', '.join(splits)}. Name one with "
-            "--split "
-            "that the model was not trained on, and that its results are not measured on; or give such images with "
-            "--dataset FOLDER --split all; or train again with --validation_fraction 0.1, which holds such images "
-            "out and calibrates on them."
-        )
-
-
-def measure_again(
-    settings: CalibrateSettings, model: PreTrainedModel, images: Dataset, accelerator: Accelerator
-) -> Results | None:
-    """Return the results of a finished run with the numbers of its calibrated model: they are what its card will say.
+def update_results(
+    settings: CalibrateSettings, run: Run, model: PreTrainedModel, images: Dataset | None, accelerator: Accelerator
+) -> Results:
+    """Return the results of a run with the numbers of its model as it is served now: they are what its card will say.
 
     They are decided anew from the predictions that the run kept. A run of 0.2 kept none and is measured on its images.
     Where these are gone, or the calibration was fitted on them, the numbers stay that a calibration does not change:
-    those of the order of the logits.
+    those of the order of the logits. Without `images` the objective alone has changed.
     """
-    run = Run(Path(settings.model))
-    if not run.finished:
-        return None
-    info, counts = PredictionsInfo.from_model(model, str(run.folder)), np.asarray(known_counts(model))
-    results = update_results(run.results, model)
+    info, kept = PredictionsInfo.from_model(model, str(run.folder)), run.folder / FOLDER
+    counts, head = np.asarray(known_counts(model)), model.config.long_tail
+    results = dataclasses.replace(
+        run.results,
+        default_rule=info.default_rule.name,
+        calibrated_on=head.calibration["num_images"],
+        calibration_split=head.calibration["split"],
+        trade_off=head.trade_off,
+    )
     named = {"model": settings.model, "plugin": settings.plugin}
     own = EvalSettings.resolve(named, inherited=inherit_from_run(named))
-    kept = run.folder / FOLDER
-    seen = settings.split == own.split and settings.data == own.data or has_images_of(kept, images)
+    if kept.is_dir():
+        replace_info(kept, info)
+    elif images is None:
+        others = {rule: metrics for rule, metrics in results.rules.items() if rule != TEST_PRIOR}
+        return dataclasses.replace(results, rules=others)
+    if images is None and UNIFORM not in results.rules:  # its test images are those it was calibrated on
+        return results
     try:
-        if seen:
+        is_test = settings.split == own.split and settings.data == own.data
+        if images is not None and (is_test or has_images_of(kept, images)):
             raise LiVTError("its test images are among those it was calibrated on.")
         if kept.is_dir():
-            replace_info(kept, info)
             return dataclasses.replace(results, rules=compute_record_metrics(kept, counts))
         data = load_dataset(own.data)
         check_split_unseen(own.model, own.data, own.split, data)
@@ -165,8 +142,6 @@ def measure_again(
             raise LiVTError("its test images are those it was calibrated on.")
     except LiVTError as error:
         print(f"It is not measured again, and its results keep only what calibration does not change: {error}")
-        if kept.is_dir():
-            replace_info(kept, info)
         decided = ("macro_precision", "macro_recall", "macro_f1") if info.multi_label else ()
         rule = PER_LABEL if info.multi_label else ARGMAX
         metrics = {name: value for name, value in results.rules.get(rule, {}).items() if name not in decided}
