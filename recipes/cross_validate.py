@@ -42,13 +42,8 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         settings: the options of all folds.
         run: the cross-validation to resume.
     """
-    single = {
-        "push_to_hub": settings.hub.push_to_hub,
-        "hours": settings.optimization.hours,
-        "fold": settings.data.fold,
-    }
-    for name, value in single.items():
-        if value:
+    for name in ("push_to_hub", "hours", "fold"):
+        if value := settings.to_dict()[name]:
             message = f"{name} {value} is for one model and folds trains several; leave {name} out."
             raise LiVTError(message, argument=name)
     if run is not None and run.fold(1).started:
@@ -72,9 +67,8 @@ def cross_validate(settings: FinetuneSettings, run: Run | None) -> None:
         accelerator = make_accelerator(fold.optimization, settings.checkpoints.trackers)
         accelerator.print(f"Fold {number} of {settings.folds}", file=sys.stderr)
         if settings.checkpoints.max_hours is not None:
-            fold = fold.replace(
-                max_hours=max(0.0, settings.checkpoints.max_hours - (time.monotonic() - started) / 3600)
-            )
+            left = settings.checkpoints.max_hours - (time.monotonic() - started) / 3600
+            fold = fold.replace(max_hours=max(0.0, left))
         resumed = own if own is not None and own.started else None
         if resumed is not None:
             fold = keep_automatic_options(fold.replace(output_dir=str(own.folder)), own)

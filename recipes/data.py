@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from PIL import Image
 
-from livt_hf.classifiers import load_processor
+from livt_hf.classifiers import load_classifier, load_processor
 from livt_hf.cli.console import run_command, spell_flags
 from livt_hf.cli.copies import describe_near_copies
 from livt_hf.cli.options import format_words
@@ -53,11 +53,10 @@ def main(argv: list[str] | None = None) -> None:
         print(line)
     if settings.check_images:
         print_broken(data, broken)
-    readable = {
-        split: part.select(np.setdiff1d(np.arange(len(part)), list(broken[split]))) for split, part in data.items()
-    }
-    for split, part in readable.items():
-        if not len(part):
+    readable = {}
+    for split, part in data.items():
+        readable[split] = part.select(np.setdiff1d(np.arange(len(part)), list(broken[split])))
+        if not len(readable[split]):
             raise LiVTError(f'no image of the split "{split}" can be read: repair or replace them.')
     output = Path(settings.output) if settings.output else data_folder(settings.data.dataset)
     likely_groups = print_likely_groups(settings.data, readable)
@@ -93,8 +92,8 @@ def print_broken(data: Mapping[str, Dataset], broken: Mapping[str, Mapping[int, 
         if findings:
             share = f"{len(findings)} of {len(data[split]):,}"
             print(f"Broken images in {split}, {share}:{format_findings(findings.values())}")
-    fine = "All images can be read."
-    print("Repair or remove them, or leave them out with --on_broken skip." if any(broken.values()) else fine)
+    advice = "Repair or remove them, or leave them out with --on_broken skip."
+    print(advice if any(broken.values()) else "All images can be read.")
 
 
 def format_next_training(settings: InspectDataSettings, options: Mapping[str, Any], num_images: int) -> str:
@@ -143,7 +142,6 @@ def compute_features(images: Dataset, pretrained: str) -> np.ndarray:
     """Return the features of images by a frozen classifier, which are cached as those of a training are."""
     from accelerate import Accelerator
 
-    from livt_hf.classifiers import load_classifier, load_processor
     from livt_hf.training.frozen import FrozenBackbone
 
     return FrozenBackbone(load_classifier(pretrained), load_processor(pretrained), Accelerator()).features(images)[0]
@@ -193,10 +191,7 @@ def draw(data: Mapping[str, Dataset], folder: Path, seed: int = 0, framing: Fram
         pictures = (Image.fromarray(image.permute(1, 2, 0).numpy()) for image in read_images(train, chosen))
         images = [dim_outside(picture, framing) for picture in pictures]
         rows.append((f"{shorten(names[c], 26)}\n{counts['train'][c]:,} images", BLACK, images))
-    return [
-        class_counts_chart(counts, folder / "classes.png", names),
-        labelled_rows(rows, folder / "samples.png"),
-    ]
+    return [class_counts_chart(counts, folder / "classes.png", names), labelled_rows(rows, folder / "samples.png")]
 
 
 def sample(train: Dataset, counts: np.ndarray, seed: int) -> dict[int, list[int]]:

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif settings.output is not None:
         write_record(settings.output, source, rule)
     if is_labelled:
-        print(f"{describe_split(first)}, {measure(source, info, rule)} (decision rule: {rule.label})")
+        splits = first.column("split")
+        which = "All images" if splits is None or not len(splits) else f"Split {splits[0]}"
+        print(f"{which}, {measure(source, info, rule)} (decision rule: {rule.label})")
     else:
         print(f"Decision rule: {rule.label}")
     if settings.output is not None:
@@ -86,18 +88,11 @@ def choose_rule(info: PredictionsInfo, settings: DecideSettings) -> DecisionRule
 
 def write_record(folder: str, source: Source, rule: DecisionRule) -> None:
     """Write a record whose default rule is the given one."""
-    total = sum(map(len, read_parts(source)))
-    start = 0
+    total, start = sum(map(len, read_parts(source))), 0
     for part in read_parts(source):
         decided = Predictions(part.table, dataclasses.replace(part.info, default_rule=rule))
         write_part(folder, decided, start, total)
         start += len(part)
-
-
-def describe_split(first: Predictions) -> str:
-    """Return which images are measured."""
-    splits = first.column("split")
-    return f"Split {splits[0]}" if splits is not None and len(splits) else "All images"
 
 
 def measure(source: Source, info: PredictionsInfo, rule: DecisionRule) -> str:

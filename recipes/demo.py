@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if settings.port is not None:
         check_port(settings.port)
-    for path in settings.models:
-        if settings.plugin is None:
-            load_plugin(inherit_plugin(Path(path)))
+    for path in settings.models if settings.plugin is None else ():
+        load_plugin(inherit_plugin(Path(path)))
     with private_files():
         models = []
         for path in settings.models:
