@@ -58,7 +58,8 @@ def option(
         choices: allowed values, or a function that lists them.
         common: show the option in `--help`; `--help_all` shows all.
         is_path: the value may be a path; `~` is expanded.
-        is_model: the value names a trained model; the folder of `livt train` stands for its fine-tuning.
+        is_model: the value names a trained model, perhaps by its path; the folder of `livt train` stands for its
+            fine-tuning.
         affects_split: an option of the data decides which images are trained and tested on; default: all that may
             not change on resume.
         may_change_on_resume: the option changes neither the data nor the mathematics of a run.
@@ -67,7 +68,7 @@ def option(
         pattern: regular expression of the values of such an option; another word after it is not its value.
         group: title of the group in `--help`; default: that of the spec.
     """
-    facts = dict(locals())
+    facts = dict(locals()) | {"is_path": is_path or is_model}
     del facts["default"]
     return dataclasses.field(default=default, metadata=facts)
 

@@ -336,6 +336,12 @@ def test_the_command_line_shows_the_argument_of_an_error_as_a_flag(message, argu
     assert render_flags(LiVTError(message, argument)) == rendered
 
 
+@pytest.mark.parametrize("words", ["convert ~/model OUT", "data --pretrained=~/model", "predict ~/model IMAGE"])
+def test_a_model_may_be_named_below_the_home_folder(words):
+    command, *words = words.split()
+    assert str(Path.home() / "model") in settings_class(command).parse(words).to_dict().values()
+
+
 def test_the_command_line_shows_the_options_of_a_warning_as_flags(capsys, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])
     warn = functools.partial(logging.getLogger("livt_hf.data").warning, extra={"arguments": ("exclude", "group_from")})

@@ -58,10 +58,7 @@ class EvalSettings(CommandSettings):
     )
 
     model: str = option(
-        "auto",
-        "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning",
-        is_path=True,
-        is_model=True,
+        "auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", is_model=True
     )
     split: str = option("test", "split to measure on; all: every image, for a model that was trained on none of them")
     batch_size: Positive = option(256, "images per forward pass on each process")
@@ -91,9 +88,7 @@ class EvalSettings(CommandSettings):
         "folder for the report; default: report in the folder of a run, report-<model> in runs of any other model",
         is_path=True,
     )
-    compare: list[str] | None = option(
-        None, "two runs or report folders to put side by side", is_path=True, is_model=True
-    )
+    compare: list[str] | None = option(None, "two runs or report folders to put side by side", is_model=True)
     seed: int = option(0, "seed of the linear probe and of the images of shifted test sets")
     threads: Positive | None = option(None, _THREADS)
     data: DataSpec = part(DataSpec, _DATASET, dataset=None)
@@ -120,7 +115,7 @@ class CalibrateSettings(CommandSettings):
         "livt calibrate MODEL --dataset FOLDER --class_counts counts.json",
     )
 
-    model: str = option(REQUIRED, "run or checkpoint folder; its config.json is changed", is_path=True, is_model=True)
+    model: str = option(REQUIRED, "run or checkpoint folder; its config.json is changed", is_model=True)
     split: str | None = option(
         None,
         "labelled images that the model was not trained on; all: of another dataset; default: validation or, with "
@@ -148,7 +143,7 @@ class PredictSettings(CommandSettings):
         "livt predict MODEL detections.json --output classified.json",
     )
 
-    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", is_path=True, is_model=True)
+    model: str = option(REQUIRED, "run folder, checkpoint or Hub id", is_model=True)
     images: list[str] = option(
         REQUIRED,
         "files, folders or quoted patterns; or one file of boxes: a table, or COCO's or MegaDetector's .json",
@@ -255,7 +250,7 @@ class DemoSettings(CommandSettings):
         "livt demo RUN --port 7860 --no-browser",
     )
 
-    models: list[str] = option(REQUIRED, "run folders, checkpoints or Hub ids", is_path=True, is_model=True)
+    models: list[str] = option(REQUIRED, "run folders, checkpoints or Hub ids", is_model=True)
     images: str | None = option(
         None, "folder of example images; default: images of the run's test split", is_path=True
     )
@@ -287,7 +282,7 @@ class PublishSettings(CommandSettings):
         "livt publish RUN organisation/name --form timm --public --tag v1.0",
     )
 
-    run: str = option(REQUIRED, "folder of a finished run", is_path=True, is_model=True)
+    run: str = option(REQUIRED, "folder of a finished run", is_model=True)
     repo_id: str = option(REQUIRED, "organisation/name on the Hub")
     license: str | None = option(
         None,
@@ -401,6 +396,7 @@ class InspectDataSettings(CommandSettings):
         None,
         "look for near copies by the features of this classifier, a folder or a Hub id, and show what it sees of an "
         "image; default: by pixels, and a centre crop",
+        is_path=True,
     )
     data: DataSpec = part(DataSpec)
 
