@@ -566,6 +566,17 @@ def test_a_checkpoint_that_is_no_run_knows_its_size(tmp_path):
         inherit_from_checkpoint({"dataset": "glyphs", "pretrained": str(tmp_path / "nowhere")})
 
 
+def test_a_fine_tuned_backbone_is_tuned_further_by_the_config_of_backbones(tmp_path):
+    run = Run(tmp_path)
+    run.begin(FinetuneSettings.build(dataset="pictures", model_size="resnet18", tune="head").to_dict())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "timm_wrapper", "architecture": "resnet18"}))
+    for finished in (False, True):
+        if finished:
+            run.write_results(Results(stage="finetune", dataset="pictures"))
+        inherited = inherit_from_checkpoint({"dataset": "glyphs", "pretrained": str(tmp_path), "plugin": None})
+        assert inherited == {"model_size": "resnet18", "patch_size": None, "tune": "full"}
+
+
 def test_fine_tuning_keeps_the_image_size_of_its_checkpoint_unless_another_is_named(tmp_path):
     LiViTForPreTraining(pretraining_config("micro", image_size=8)).save_pretrained(tmp_path)
     train = Dataset.from_dict({"label": [0, 0, 1]}, features=Features(label=ClassLabel(names=["cat", "dog"])))

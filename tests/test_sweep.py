@@ -18,7 +18,7 @@ from recipe_runs import RECIPES, TINY, flat, make_pictures
 from livt_hf.cli.options import write_config
 from livt_hf.cli.resume import resolve_training
 from livt_hf.cli.training_settings import FinetuneSettings, PretrainSettings
-from livt_hf.configuration_livit import PRESETS
+from livt_hf.configuration_livit import PRESETS, LiViTConfig
 from livt_hf.errors import Interrupted, LiVTError
 from livt_hf.long_tail.loss_table import LOSSES
 from livt_hf.predictions.rules import ARGMAX, UNIFORM
@@ -223,6 +223,7 @@ class Runs:
         arguments = flat(settings)
         folder.mkdir()
         write_config(settings, folder / "arguments.yaml")
+        LiViTConfig.preset("micro").save_pretrained(folder)
         said = {"model_size": "micro", "num_train_images": 1234, "epochs": arguments.epochs, "seed": arguments.seed}
         accuracy = {"bal_bce": 0.6}.get(arguments.loss, 0.4) + arguments.seed / 10 if finetune else 0
         Run(folder).write_results(result(accuracy, **said))

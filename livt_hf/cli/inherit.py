@@ -92,9 +92,9 @@ def inherit_from_pretraining(explicit: dict) -> dict:
 
 
 def inherit_from_checkpoint(explicit: dict) -> dict:
-    """Return what fine-tuning takes over from its start: the model size and, of a pretraining, its data too."""
+    """Return what fine-tuning takes over from its start: the model size and, of a run, its data too."""
     inherited, start = inherit_from_pretraining(explicit), explicit.get("pretrained", "none")
-    if inherited or start == "none":
+    if start == "none" or inherited and Run(Path(start)).stage == "pretrain":
         return inherited
     from livt_hf.configuration_livit import get_size_name  # these import torch
     from livt_hf.pretrained import read_config
@@ -102,14 +102,14 @@ def inherit_from_checkpoint(explicit: dict) -> dict:
 
     config = read_config(start)
     if is_livit_compatible(config):
-        return {"model_size": get_size_name(config), "patch_size": config["patch_size"]}
+        return inherited or {"model_size": get_size_name(config), "patch_size": config["patch_size"]}
     family = config.get("architecture") or config.get("model_type")
     fixed = {"model_size": family, "patch_size": None, "pooling": "mean"}
     for name in fixed.keys() & explicit.keys():
         if explicit[name] != fixed[name]:
             raise LiVTError(f"{start} is a {family}, whose {name} cannot be changed; leave {name} out.", argument=name)
     # The configs of datasets are for a LiViT; `tune` names that of a pretrained backbone.
-    return {"model_size": family, "patch_size": None, "tune": "full"}
+    return inherited | {"model_size": family, "patch_size": None, "tune": "full"}
 
 
 def inherit_from_run(explicit: dict) -> dict:
