@@ -1,11 +1,11 @@
 """Convert a checkpoint to another form, with its image processor.
 
-livt convert FILE.pth OUT --dataset imagenet-lt   the authors' weights to LiViT, or to ViTMAE
-livt convert RUN OUT --to beit                    a LiViT to stock BEiT: plain transformers serves it
-livt convert RUN OUT --to timm                    a LiViT to timm.create_model("local-dir:OUT")
-livt convert MODEL OUT --to onnx                  any classifier to OUT/model.onnx: bytes of RGB in, logits out
-livt convert MODEL OUT --to onnx --prior FILE     with class probabilities under a prior instead
-livt convert MODEL OUT --to torch-export          the same as OUT/model.pt2, for torch.export.load
+livt convert FILE.pth OUT --dataset imagenet-lt    # the authors' weights to LiViT, or to ViTMAE
+livt convert RUN OUT --to beit                     # a LiViT to stock BEiT: plain transformers serves it
+livt convert RUN OUT --to timm                     # a LiViT to timm.create_model("local-dir:OUT")
+livt convert MODEL OUT --to onnx                   # any classifier to OUT/model.onnx: bytes of RGB in, logits out
+livt convert MODEL OUT --to onnx --prior FILE      # with class probabilities under a prior instead
+livt convert MODEL OUT --to torch-export           # the same as OUT/model.pt2, for torch.export.load
 """
 
 import logging

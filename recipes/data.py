@@ -1,6 +1,8 @@
 """Look at a dataset before training on it: counts, doubtful labels, broken images, copies, and two pictures.
 
 livt data                                     # the embedded glyphs
+livt data FOLDER --imbalance_factor 100
+livt data labels.csv --source IMAGES --group_column patient
 livt data FOLDER --group_from parent
 livt data FOLDER --pretrained timm/tf_efficientnet_lite0.in1k      # near copies by features
 """

@@ -1,7 +1,8 @@
 """Masked generative pretraining (MGP), the first stage of LiVT.
 
     livt pretrain                                                      # the embedded glyphs, two minutes on two cores
-    livt pretrain cifar100-lt --source FOLDER
+    livt pretrain FOLDER --model_size small --hours 8
+    livt --multi_gpu --num_processes 8 pretrain imagenet-lt --source FOLDER
     accelerate launch recipes/pretrain.py --config recipes/configs/pretrain-imagenet-lt.yaml --source FOLDER
 
 The run folder ends up holding a stock ViTMAE checkpoint, its image processor, log.jsonl, results.json and

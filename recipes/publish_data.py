@@ -2,6 +2,7 @@
 
     livt publish-data cifar100-lt org/name --imbalance_factor 50 --dry_run    # say what would be uploaded
     livt publish-data FOLDER org/name --license cc-by-4.0                     # a private repository, or --public
+    livt publish-data labels.csv org/name --license mit
 
 `datasets.load_dataset("org/name")` and `--dataset org/name` read it back.
 """

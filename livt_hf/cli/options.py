@@ -40,7 +40,6 @@ class CommandSettings(Spec):
     stage: ClassVar[str] = ""
     positionals: ClassVar[tuple[str, ...]] = ()
     required: ClassVar[tuple[str, ...]] = ()
-    examples: ClassVar[tuple[str, ...]] = ()
 
     plugin: str | None = option(
         None,
@@ -172,7 +171,7 @@ def _make_parser(cls: type[CommandSettings], show_all: bool = True) -> argparse.
         prog=f"livt {cls.stage}" if cls.stage else None,
         usage=" ".join(["%(prog)s", *(_spell_positional(cls, name) for name in cls.positionals), "[OPTIONS]"]),
         description=cls.__doc__,
-        epilog="\n".join(["examples:", *(f"  {line}" for line in cls.examples)]) if cls.examples else None,
+        epilog=_read_examples(cls.stage, None if show_all else 3),
         formatter_class=_Formatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -197,6 +196,14 @@ def _make_parser(cls: type[CommandSettings], show_all: bool = True) -> argparse.
     own.add_argument("--help", action="store_true", help="show the common options")
     own.add_argument("--help_all", action="store_true", help="show all options")
     return parser
+
+
+def _read_examples(stage: str, most: int | None) -> str | None:
+    """Return the first commands in the docstring of a recipe; to import it would take seconds."""
+    recipe = CONFIGS.parent / f"{stage.replace('-', '_')}.py"
+    docstring = recipe.read_text(encoding="utf-8").split('"""')[1] if recipe.exists() else ""
+    commands = re.findall(r"^ *(livt .*)$", docstring, re.MULTILINE)[:most]
+    return "\n  ".join(["examples:", *commands]) if commands else None
 
 
 def _spell_positional(cls: type[CommandSettings], name: str) -> str:

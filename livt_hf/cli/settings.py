@@ -51,11 +51,6 @@ class EvalSettings(CommandSettings):
 
     stage: ClassVar[str] = "eval"
     positionals: ClassVar[tuple[str, ...]] = ("model",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt eval                                         # the newest finished fine-tuning under runs/",
-        "livt eval RUN --prior prior.json --test_imbalance",
-        "livt eval org/any-classifier --dataset FOLDER --class_counts counts.json",
-    )
 
     model: str = option(
         "auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", is_model=True
@@ -108,12 +103,6 @@ class CalibrateSettings(CommandSettings):
 
     stage: ClassVar[str] = "calibrate"
     positionals: ClassVar[tuple[str, ...]] = ("model",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt calibrate RUN",
-        "livt calibrate RUN --objective macro_f1           # no images are needed where it is calibrated",
-        "livt calibrate RUN --dataset FOLDER --split all",
-        "livt calibrate MODEL --dataset FOLDER --class_counts counts.json",
-    )
 
     model: str = option(REQUIRED, "run or checkpoint folder; its config.json is changed", is_model=True)
     split: str | None = option(
@@ -136,12 +125,6 @@ class PredictSettings(CommandSettings):
 
     stage: ClassVar[str] = "predict"
     positionals: ClassVar[tuple[str, ...]] = ("model", "images")
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt predict MODEL IMAGE... 'folder/**/*.jpg'",
-        "livt predict MODEL FOLDER --prior training --output predictions.parquet",
-        "livt predict MODEL FOLDER --prior prior.json --class_counts counts.json",
-        "livt predict MODEL detections.json --output classified.json",
-    )
 
     model: str = option(REQUIRED, "run folder, checkpoint or Hub id", is_model=True)
     images: list[str] = option(
@@ -180,12 +163,6 @@ class DecideSettings(CommandSettings):
 
     stage: ClassVar[str] = "decide"
     positionals: ClassVar[tuple[str, ...]] = ("predictions",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt decide RUN --prior prior.json --output decided.parquet",
-        "livt decide PREDICTIONS --objective macro_f1",
-        "livt decide logits.csv --class_counts counts.json --prior uniform --output decided.csv",
-        "livt decide PREDICTIONS --boxes coco.json --output answers.json",
-    )
 
     predictions: str = option(
         REQUIRED,
@@ -244,11 +221,6 @@ class DemoSettings(CommandSettings):
 
     stage: ClassVar[str] = "demo"
     positionals: ClassVar[tuple[str, ...]] = ("models",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt demo RUN",
-        "livt demo RUN org/other-model --images FOLDER",
-        "livt demo RUN --port 7860 --no-browser",
-    )
 
     models: list[str] = option(REQUIRED, "run folders, checkpoints or Hub ids", is_model=True)
     images: str | None = option(
@@ -276,11 +248,6 @@ class PublishSettings(CommandSettings):
 
     stage: ClassVar[str] = "publish"
     positionals: ClassVar[tuple[str, ...]] = ("run", "repo_id")
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt publish RUN organisation/name --license mit",
-        "livt publish RUN organisation/name --dry_run",
-        "livt publish RUN organisation/name --form timm --public --tag v1.0",
-    )
 
     run: str = option(REQUIRED, "folder of a finished run", is_model=True)
     repo_id: str = option(REQUIRED, "organisation/name on the Hub")
@@ -316,11 +283,6 @@ class PublishDataSettings(CommandSettings):
     stage: ClassVar[str] = "publish-data"
     positionals: ClassVar[tuple[str, ...]] = ("dataset", "repo_id")
     required: ClassVar[tuple[str, ...]] = ("dataset",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt publish-data FOLDER organisation/name --license cc-by-nc-4.0",
-        "livt publish-data cifar100-lt organisation/name --imbalance_factor 50",
-        "livt publish-data labels.csv organisation/name --license mit --dry_run",
-    )
 
     repo_id: str = option(REQUIRED, "organisation/name on the Hub")
     license: str | None = option(
@@ -347,11 +309,6 @@ class ConvertSettings(CommandSettings):
 
     stage: ClassVar[str] = "convert"
     positionals: ClassVar[tuple[str, ...]] = ("source", "output")
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt convert checkpoint.pth FOLDER --dataset imagenet-lt",
-        "livt convert RUN FOLDER --to timm",
-        "livt convert RUN FOLDER --to onnx --prior training",
-    )
 
     source: str = option(REQUIRED, "a .pth file of the authors, or a run folder or Hub id", is_model=True)
     output: str = option(REQUIRED, "folder to write", is_path=True)
@@ -380,11 +337,6 @@ class InspectDataSettings(CommandSettings):
 
     stage: ClassVar[str] = "data"
     positionals: ClassVar[tuple[str, ...]] = ("dataset",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt data                                         # the embedded glyphs",
-        "livt data FOLDER --imbalance_factor 100",
-        "livt data labels.csv --source IMAGES --group_column patient",
-    )
 
     output: str | None = option(
         None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", is_path=True

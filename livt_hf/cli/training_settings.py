@@ -86,11 +86,6 @@ class PretrainSettings(TrainingSettings):
     """Pretrain a ViT on your images by masked generative pretraining (MGP), the first stage of LiVT."""
 
     stage: ClassVar[str] = "pretrain"
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt pretrain                                     # the embedded glyphs, two minutes on two cores",
-        "livt pretrain FOLDER --model_size small --hours 8",
-        "livt --multi_gpu --num_processes 8 pretrain imagenet-lt --source FOLDER",
-    )
 
     streaming: bool = option(False, "read the data as a stream, for datasets that do not fit on the disk")
     model: PretrainModelSpec = part(PretrainModelSpec)
@@ -104,11 +99,6 @@ class FinetuneSettings(TrainingSettings):
     """Fine-tune a classifier with a prior-aware loss (BFT), the second stage of LiVT."""
 
     stage: ClassVar[str] = "finetune"
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt finetune                                     # the newest finished pretraining under runs/",
-        "livt finetune FOLDER --pretrained org/any-classifier --tune head",
-        "livt finetune labels.csv --group_column patient --folds 5",
-    )
 
     folds: Annotated[int, Ge(2)] | None = option(
         None, "cross-validate: train this many models, each tested on images (and groups) that only it has not seen"
@@ -139,12 +129,6 @@ class TrainSettings(CommandSettings):
 
     stage: ClassVar[str] = "train"
     positionals: ClassVar[tuple[str, ...]] = ("dataset",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt train FOLDER --hours 0.5",
-        "livt train FOLDER --hours 0.5 --pretrained org/any-classifier",
-        "livt train FOLDER --hours 2 --pretrained none                      # from scratch: MGP, then BFT",
-        "livt train --resume runs/train-FOLDER/1",
-    )
 
     hours: NonNegative = option(1.0, "hours of training; evaluation comes on top")
     pretrained: str | None = option(
@@ -171,11 +155,6 @@ class CompareSettings(CommandSettings):
     stage: ClassVar[str] = "compare"
     positionals: ClassVar[tuple[str, ...]] = ("dataset",)
     required: ClassVar[tuple[str, ...]] = ("dataset",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt compare FOLDER --pretrained org/any-classifier --minutes 30",
-        "livt compare FOLDER --pretrained org/any-classifier --ways head full --seeds 0 1 2",
-        "livt compare cifar100-lt --source FOLDER --pretrained org/any-classifier --image_size 128",
-    )
 
     pretrained: str = option(REQUIRED, "checkpoint folder or Hub id of the backbone", is_path=True)
     ways: list[Literal["scratch", "head", "lora", "full"]] | None = option(
@@ -204,11 +183,6 @@ class SweepSettings(CommandSettings):
 
     stage: ClassVar[str] = "sweep"
     positionals: ClassVar[tuple[str, ...]] = ("sweep",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "livt sweep                                        # lists the ablations",
-        "livt sweep losses --dataset cifar100-lt --source FOLDER --seeds 0 1 2",
-        "livt sweep tau --dataset cifar100-lt --source FOLDER --finetune '--epochs 20' --jobs 2",
-    )
 
     sweep: str | None = option(None, "which ablation; without one they are listed")
     only: list[str] | None = option(None, "some of its variants, by their labels")
