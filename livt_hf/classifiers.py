@@ -69,12 +69,8 @@ def balance_by_counts(model: PreTrainedModel, class_counts: str, trained_with: s
     if is_multi_label(model):
         raise LiVTError("class counts balance a model of one label per image; leave --class_counts out.")
     own = None if head is None else head.settings.loss
-    if (
-        trained_with is not None
-        and head is not None
-        and head.settings.class_counts is None
-        and head.definition.balanced
-    ):
+    is_known = head is not None and head.settings.class_counts is None and head.definition.balanced
+    if trained_with is not None and is_known:
         raise LiVTError(f"{model.name_or_path} was trained with loss {own!r}; leave --trained_with out.")
     if Path(class_counts).is_dir():
         from livt_hf.data import load_long_tailed  # the readers of datasets, which serving does not need
@@ -167,13 +163,13 @@ def check_classes_match(model: PreTrainedModel, dataset: Dataset) -> None:
             f"the model has {len(known)} classes and the data {len(names)}{which}; fine-tune it on them first, or "
             "measure its features (livt eval --probe)."
         )
-    unnamed = known == [f"LABEL_{i}" for i in range(len(known))]
-    if not unnamed and known != names:
-        first = next(i for i in range(len(names)) if names[i] != known[i])
-        raise LiVTError(
-            f"class {first} is {known[first]!r} to the model and {names[first]!r} in the data; "
-            "bring the classes into the order of the model's id2label."
-        )
+    if known in (names, [f"LABEL_{i}" for i in range(len(known))]):
+        return
+    first = next(i for i in range(len(names)) if names[i] != known[i])
+    raise LiVTError(
+        f"class {first} is {known[first]!r} to the model and {names[first]!r} in the data; "
+        "bring the classes into the order of the model's id2label."
+    )
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -10,12 +10,11 @@ from PIL import Image
 from refusals import refusal
 from test_near_copies import draw_part
 
-from livt_hf.cli.copies import warn_about_near_copies
+from livt_hf.cli.copies import warn_about_copies
 from livt_hf.cli.training_settings import TrainSettings
 from livt_hf.data import load_dataset, load_long_tailed
 from livt_hf.data.first_look import find_doubtful_labels, find_similar_labels, suggest_groups
 from livt_hf.data.spec import DataSpec
-from livt_hf.data.splitting import is_made_split
 from livt_hf.recipes import train, train_backbone
 from livt_hf.recipes.data import main
 from livt_hf.runs import data_folder, dataset_name
@@ -62,7 +61,7 @@ def test_a_training_warns_of_near_copies_once_and_not_where_they_are_grouped(fac
         spec = DataSpec(dataset=str(factory), group_from=group_from)
         data = load_dataset(spec)
         with caplog.at_level(logging.WARNING):
-            warn_about_near_copies(data, spec, is_made_split(data, "test"))
+            warn_about_copies(data, spec)
         assert ("Near copies in two splits" in caplog.text) == warned
     assert (data_folder(str(factory)) / "near_copies.png").exists()
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from livt_hf.cli.console import WITHIN_TRAIN
 from livt_hf.data.benchmarks import PUBLIC
-from livt_hf.data.decoding import read_images, warn_about_duplicates
+from livt_hf.data.decoding import describe_copies, read_images
 from livt_hf.data.groups import NEAR_COPIES
 from livt_hf.data.near_copies import Leaks, describe_leaks, find_leaks, pixel_vectors, standardize
 from livt_hf.data.spec import DataSpec
@@ -61,17 +61,15 @@ def warn_about_copies(splits: Mapping[str, Dataset], spec: DataSpec, made: bool 
 
     `made` says that the dataset did not come with these splits; default: whether its test split was made.
     """
-    if WITHIN_TRAIN not in os.environ:  # `livt train` has said it
-        warn_about_duplicates(splits, spec.dataset)
-        warn_about_near_copies(splits, spec, is_made_split(splits, "test") if made is None else made)
-
-
-def warn_about_near_copies(splits: Mapping[str, Dataset], spec: DataSpec, made: bool) -> None:
-    """Warn of images that have near copies on the other side of a split."""
-    number = sum(map(len, splits.values()))
-    if spec.dataset in PUBLIC or spec.group_from == NEAR_COPIES or len(splits) < 2:
+    if WITHIN_TRAIN in os.environ or spec.dataset in PUBLIC:  # `livt train` has said it; benchmarks are known
         return
+    about = {"arguments": ("group_from", "group_column", "exclude")}
+    if message := describe_copies(splits):
+        logger.warning(message, extra=about)
+    if spec.group_from == NEAR_COPIES or len(splits) < 2:
+        return
+    number, made = sum(map(len, splits.values())), is_made_split(splits, "test") if made is None else made
     if number > MOST_IMAGES:
         logger.info("%s images are not searched for near copies here; `livt data` does", f"{number:,}")
     elif message := describe_near_copies(splits, made, data_folder(spec.dataset)):
-        logger.warning(message, extra={"arguments": ("group_from", "group_column", "exclude")})
+        logger.warning(message, extra=about)

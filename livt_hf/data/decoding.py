@@ -27,7 +27,6 @@ from datasets import Image as ImageColumn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm.auto import tqdm
 
-from livt_hf.data.benchmarks import PUBLIC
 from livt_hf.data.labels import BOX, BOX_MARGIN, MAX_NAMED, embedded_sizes, image_paths
 from livt_hf.errors import LiVTError
 
@@ -365,12 +364,6 @@ def describe_copies(splits: Mapping[str, Dataset]) -> str | None:
         f"{findings}\nLeave out one of each pair with exclude or, where the split is made here, keep both on one "
         "side with group_from near_copies; masks and blank images are better all left out."
     )
-
-
-def warn_about_duplicates(splits: Mapping[str, Dataset], name: str) -> None:
-    """Warn about identical images on both sides of a split; those of the benchmarks are known."""
-    if name not in PUBLIC and (message := describe_copies(splits)):
-        logger.warning(message, extra={"arguments": ("group_from", "exclude")})
 
 
 def stored_paths(dataset: Dataset) -> list[str]:
