@@ -19,7 +19,7 @@ from datasets import DatasetDict
 from livt_hf.cli.console import format_next_command, run_command
 from livt_hf.cli.copies import warn_about_copies
 from livt_hf.cli.inherit import CommandLine
-from livt_hf.cli.publish import check_publishing, publish_run
+from livt_hf.cli.publish import publish_run
 from livt_hf.cli.resume import resolve_training, start_run
 from livt_hf.cli.training_settings import FinetuneSettings
 from livt_hf.data import load_dataset
@@ -131,7 +131,6 @@ def main(argv: CommandLine = None) -> None:
     """Fine-tune one classifier, or one for each fold."""
     began = autotune.clock()
     settings, resumed = resolve_training(FinetuneSettings, argv)
-    check_publishing(settings)
     if settings.folds is not None:
         from livt_hf.recipes.cross_validate import cross_validate  # which calls `finetune` for each fold
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from livt_hf.cli.console import format_next_command, run_command
 from livt_hf.cli.inherit import CommandLine
-from livt_hf.cli.publish import check_publishing, publish_run
+from livt_hf.cli.publish import publish_run
 from livt_hf.cli.resume import resolve_training, start_run
 from livt_hf.cli.training_settings import PretrainSettings
 from livt_hf.data import class_counts, eval_loader, eval_processor, load_dataset, normalization
@@ -55,9 +55,8 @@ def pretrain(
     train, size = dataset["train"], choose_image_size(settings.model)
     if not settings.streaming:
         settings = settings.reduce_batch_size(len(train))
-    on_broken = (
-        settings.data.on_broken if settings.streaming else "error"
-    )  # stored data was cleaned when it was loaded
+    # Stored data was cleaned when it was loaded.
+    on_broken = settings.data.on_broken if settings.streaming else "error"
     held_out = select_eval_images(dataset, 2000, on_broken)
     processor = eval_processor(size, *normalization(settings.data.dataset), native=is_native(held_out, size))
     task = build_pretrain_task(
@@ -104,7 +103,6 @@ def main(argv: CommandLine = None) -> None:
     """Pretrain, print what came out, and publish it if asked to."""
     began = autotune.clock()
     settings, resumed = resolve_training(PretrainSettings, argv)
-    check_publishing(settings)
     accelerator = make_accelerator(settings.optimization, settings.checkpoints.trackers)
     run = pretrain(settings, accelerator, resumed, began)
     accelerator.end_training()

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from livt_hf.errors import LiVTError
 from livt_hf.results import Results
 from livt_hf.runs import Run
 
@@ -10,6 +11,8 @@ from livt_hf.runs import Run
 def check_publishing(settings: Any) -> None:
     """Raise the errors of publishing before training, not after days of it."""
     if settings.hub.push_to_hub:
+        if not settings.hub.hub_model_id:
+            raise LiVTError("push_to_hub needs hub_model_id organisation/name.", argument="hub_model_id")
         from livt_hf.hub import Publication
         from livt_hf.training.results import is_local, is_own
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from livt_hf.cli.inherit import INHERIT, CommandLine, Resolved, find_pretraining, inherit_plugin, settings_from_run
 from livt_hf.cli.options import CONFIGS, parse_words
+from livt_hf.cli.publish import check_publishing
 from livt_hf.cli.training_settings import FinetuneSettings, TrainingSettings
 from livt_hf.errors import LiVTError
 from livt_hf.runs import ARGUMENTS, PLAN, Run, new_run, runs_folder
@@ -52,8 +53,7 @@ def resolve_training(
         settings = settings.replace(pretrained=find_pretraining(settings))
         if holds_nothing_out(settings):
             settings = settings.replace(validation_fraction=0.0)
-    if settings.hub.push_to_hub and not settings.hub.hub_model_id:
-        raise LiVTError("push_to_hub needs hub_model_id organisation/name.", argument="hub_model_id")
+    check_publishing(settings)
     return settings, run
 
 
