@@ -239,7 +239,7 @@ def _target_config(values: dict, overrides: dict, path) -> LiViTConfig:
     kind = values.get("model_type")
     if kind == "beit" and "livit" in values:
         values = values | values["livit"]
-    elif kind is None and is_adapter(path):
+    elif kind is None and path is not None and Path(path, "adapter_config.json").exists():
         raise LiVTError(
             f"{path} holds an adapter (LoRA) and no model; load the model that it was trained on and pass both to "
             "peft.PeftModel.from_pretrained, or save what its merge_and_unload() returns."
@@ -263,11 +263,6 @@ def _target_config(values: dict, overrides: dict, path) -> LiViTConfig:
 def _has_our_head(source: dict) -> bool:
     classifier = any("Classification" in name for name in source.get("architectures") or ())
     return classifier and source["model_type"] in ("livit", "beit")
-
-
-def is_adapter(path) -> bool:
-    """Return True for a folder that holds an adapter of peft."""
-    return path is not None and Path(path, "adapter_config.json").exists()
 
 
 def _keeps_classifier(source: dict, target: LiViTConfig, overrides: dict) -> bool:

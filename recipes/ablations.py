@@ -269,11 +269,6 @@ def summarise(
     return rows
 
 
-def in_the_paper(row: dict) -> str:
-    """Return the accuracy of a row of the paper with the model it belongs to."""
-    return f"{row['accuracy']} (ViT-{row['model_size'][0].upper()})"
-
-
 def table_rows(rows: list[dict]) -> list[dict]:
     """Return the summary as a table of text: `mean ± std`, the paper's overall accuracy beside."""
 
@@ -292,6 +287,7 @@ def table_rows(rows: list[dict]) -> list[dict]:
             minutes = row.get("pretrain_minutes")
             line["MGP, minutes"] = "-" if minutes is None else f"{minutes:.1f}"
         if any(other["paper"] for other in rows):
-            line["paper"] = "-" if row["paper"] is None else in_the_paper(row["paper"])
+            paper = row["paper"]
+            line["paper"] = f"{paper['accuracy']} (ViT-{paper['model_size'][0].upper()})" if paper else "-"
         table.append(line)
     return table

@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     run = Run(Path(settings.model))
     results = update_results(settings, run, model, images, accelerator) if run.finished else None
-    write_calibration(config, model)
+    # The settings of the head alone are replaced: whatever form the checkpoint has, it keeps it.
+    write_values(config, read_record(config) | {"long_tail": dict(model.config.long_tail)})
     if results is not None:
         run.write_results(results)
         done += format_rules(results)
@@ -160,13 +161,6 @@ def has_images_of(record: Path, images: Dataset) -> bool:
     return any(
         str(Path(path).resolve()) in paths for column in recorded if column is not None for path in column if path
     )
-
-
-def write_calibration(path: Path, model: PreTrainedModel) -> None:
-    """Replace the settings of the head alone: whatever form the checkpoint has, it keeps it."""
-    config = read_record(path)
-    config["long_tail"] = dict(model.config.long_tail)
-    write_values(path, config)
 
 
 if __name__ == "__main__":

@@ -178,19 +178,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.pretrained is not None and settings.model_size is None:
         inherited = inherit_from_checkpoint({"dataset": settings.dataset, "pretrained": settings.pretrained})
         settings = settings.replace(model_size=inherited.get("model_size"))
-    sweep = find_sweep(settings.sweep)
+    if settings.sweep not in SWEEPS:
+        raise LiVTError(f"sweep is {settings.sweep!r}; choose one of {', '.join(SWEEPS)}.", argument="sweep")
+    sweep = SWEEPS[settings.sweep]
     variants = select_variants(sweep, settings.only)
     plan = Plan(settings, variants)
     run_plan(plan)
     if not settings.dry_run:
         report(settings, sweep, plan, variants)
-
-
-def find_sweep(name: str) -> Sweep:
-    """Return an ablation by its name."""
-    if name not in SWEEPS:
-        raise LiVTError(f"sweep is {name!r}; choose one of {', '.join(SWEEPS)}.", argument="sweep")
-    return SWEEPS[name]
 
 
 def run_plan(plan: Plan) -> None:
