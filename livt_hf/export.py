@@ -184,5 +184,5 @@ def export_model(
     images = example_images(processor, 5)
     off = max((run(batch) - graph(batch)).abs().max().item() for batch in images.split([4, 1]))
     if not off < TOLERANCE:
-        raise LiVTError(f"{folder} gives {graph.output} that differ by {off:.1e} from the model's; do not serve it.")
+        raise LiVTError(f"the file's {graph.output} differ by {off:.1e} from those of the model; do not serve it.")
     return off

@@ -144,6 +144,7 @@ def replace_text(path: Path, text: str) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to and rename it afterwards, so that a file or folder is whole or absent."""
     writing = path.with_name(f".writing-{path.name}")
+    shutil.rmtree(writing, ignore_errors=True)  # a folder that a killed process left
     try:
         yield writing
         os.replace(writing, path)

@@ -23,7 +23,7 @@ from livt_hf.conversion import OFFICIAL_CLASSES, from_official, save_timm, to_be
 from livt_hf.data import eval_processor, normalization
 from livt_hf.errors import LiVTError
 from livt_hf.export import EXPORTERS, export_model, get_output_size
-from livt_hf.files import read_record, read_values, write_values
+from livt_hf.files import read_record, read_values, replacing, write_values
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.plugins import find_module
 from livt_hf.predictions import PredictionsInfo
@@ -43,17 +43,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = Path(settings.output)
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise LiVTError(f"{folder} exists and is not empty; name a new folder.")
-    if settings.to == "livit":
-        convert_official(settings)
-    else:
-        if settings.to == "onnx" and not all(find_module(name) for name in ("onnxruntime", "onnxscript")):
-            raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
-        model = load_classifier(settings.source, **settings.foreign.to_dict())
-        (export if settings.to in EXPORTERS else write_form)(settings, model, load_processor(settings.source))
-    print(f"wrote {settings.output}")
+    if settings.to == "onnx" and not all(find_module(name) for name in ("onnxruntime", "onnxscript")):
+        raise LiVTError("ONNX needs more packages; install them with: pip install 'livt-hf[export]'")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as writing:
+        writing.mkdir()
+        if settings.to == "livit":
+            convert_official(settings, writing)
+        else:
+            model = load_classifier(settings.source, **settings.foreign.to_dict())
+            write = export if settings.to in EXPORTERS else write_form
+            write(settings, writing, model, load_processor(settings.source))
+    print(f"wrote {folder}")
 
 
-def write_form(settings: ConvertSettings, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
+def write_form(settings: ConvertSettings, folder: Path, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
     """Write the same weights under the names of another library."""
     if not isinstance(model, LiViTForImageClassification):
         raise LiVTError(
@@ -61,19 +65,18 @@ def write_form(settings: ConvertSettings, model: PreTrainedModel, processor: Bas
             "Pass --to onnx or torch-export, or load it with transformers as it is."
         )
     if settings.to == "timm":
-        save_timm(model, settings.output, processor)
+        save_timm(model, folder, processor)
     else:
-        to_beit(model).save_pretrained(settings.output)
-        processor.save_pretrained(settings.output)
-        path = Path(settings.output, "preprocessor_config.json")
+        to_beit(model).save_pretrained(folder)
+        processor.save_pretrained(folder)
+        path = folder / "preprocessor_config.json"
         write_values(path, to_portable_processor(read_record(path)))
 
 
-def export(settings: ConvertSettings, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
+def export(settings: ConvertSettings, folder: Path, model: PreTrainedModel, processor: BaseImageProcessor) -> None:
     """Write a graph that runs without this package."""
     for name in ("onnxscript", "onnx_ir"):  # which tell every rewritten node
         logging.getLogger(name).setLevel(logging.WARNING)
-    folder = Path(settings.output)
     prior = None if settings.prior is None else load_prior(settings.prior, PredictionsInfo.from_model(model))
     off = export_model(settings.to, folder, model, processor, prior)
     height, width = get_output_size(processor)
@@ -85,7 +88,7 @@ def export(settings: ConvertSettings, model: PreTrainedModel, processor: BaseIma
     )
 
 
-def convert_official(settings: ConvertSettings) -> None:
+def convert_official(settings: ConvertSettings, folder: Path) -> None:
     if not settings.source.endswith(".pth"):
         raise LiVTError(
             f"{settings.source} is not a .pth file of the authors, which --to livit is for; pass --to onnx or "
@@ -102,8 +105,8 @@ def convert_official(settings: ConvertSettings) -> None:
         model.config.id2label, model.config.label2id = names, {name: label for label, name in names.items()}
     if settings.foreign.class_counts is not None:
         model = balance_by_counts(model, **settings.foreign.to_dict())
-    model.save_pretrained(settings.output)
-    eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(settings.output)
+    model.save_pretrained(folder)
+    eval_processor(model.config.image_size, *normalization(dataset)).save_pretrained(folder)
     if classes is not None and dataset == "inat18":
         said = "in the authors' order" if order else "in order of numeric category ids"
         print(f"classes are {said}; the authors' order was read in their code and not verified on data")

@@ -21,7 +21,7 @@ import livt_hf
 from livt_hf import LiViTConfig, LiViTForImageClassification, balance
 from livt_hf.classifiers import load_processor
 from livt_hf.data import eval_processor
-from livt_hf.export import EXPORTERS, ServingGraph, export_model, get_output_size
+from livt_hf.export import EXPORTERS, ServingGraph, get_output_size
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.predict import Predictor
 from livt_hf.recipes.convert import main
@@ -168,8 +168,7 @@ def test_a_file_whose_outputs_are_not_those_of_the_model_is_refused(tmp_path, ti
             return lambda batch: graph(batch) + 1e-3
         return lambda batch: graph(batch) * (len(batch) > 1)
 
-    monkeypatch.setitem(EXPORTERS, "onnx", save)
-    model = LiViTForImageClassification(LiViTConfig(**tiny, class_counts=[5, 3, 2])).eval()
-    torch.nn.init.normal_(model.classifier.weight)
+    monkeypatch.setitem(EXPORTERS, "torch-export", save)
     with refusal(None, "differ by"):
-        export_model("onnx", tmp_path / "out", model, eval_processor(16, [0.5] * 3, [0.5] * 3))
+        main([str(saved_livit(tmp_path / "model", tiny)), str(tmp_path / "out"), "--to", "torch-export"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # nothing is left that could be served

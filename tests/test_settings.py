@@ -36,7 +36,7 @@ from livt_hf.cli.settings import (
 from livt_hf.cli.training_settings import CompareSettings, FinetuneSettings, PretrainSettings, TrainSettings
 from livt_hf.data.spec import DataSpec
 from livt_hf.errors import LiVTError
-from livt_hf.files import read_values
+from livt_hf.files import read_values, replacing
 from livt_hf.long_tail.loss_table import LOSSES
 from livt_hf.plugins import find_module, load_plugin
 from livt_hf.predictions.rules import ARGMAX, TEST_PRIOR, UNIFORM
@@ -347,6 +347,14 @@ def test_the_command_line_shows_the_options_of_a_warning_as_flags(capsys, monkey
     warn = functools.partial(logging.getLogger("livt_hf.data").warning, extra={"arguments": ("exclude", "group_from")})
     run_command(lambda: warn("Leave out b/exclude.png with exclude, or pass group_from %s.", "near_copies"))
     assert capsys.readouterr().err == "Leave out b/exclude.png with --exclude, or pass --group_from near_copies.\n"
+
+
+def test_what_a_killed_process_left_of_a_folder_is_not_mixed_into_the_next(tmp_path):
+    (tmp_path / ".writing-report" / "pictures").mkdir(parents=True)
+    with replacing(tmp_path / "report") as writing:
+        writing.mkdir()
+        (writing / "page.html").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["report", "page.html"]
 
 
 def test_a_spec_of_parts_is_built_replaced_and_written_by_the_names_of_all_options():
