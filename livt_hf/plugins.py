@@ -10,7 +10,7 @@ from pathlib import Path
 
 from livt_hf.errors import LiVTError
 
-_IMPORT_SYSTEM = (str(importlib.__file__), "<frozen importlib")
+_IMPORT_SYSTEM = (str(Path(str(importlib.__file__)).parent), "<frozen importlib")
 
 
 def find_module(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -26,33 +26,32 @@ def load_plugin(name: str | None) -> None:
     if name is None:
         return
     path = Path(name).expanduser()
-    if path.suffix != ".py":
-        if find_module(name) is None:
-            raise LiVTError(f"the plugin {name} is not an installed module; pass a module or a .py file.")
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            raise _explain_failure(name, error) from error
-        return
-    if not path.is_file():
+    is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
         raise LiVTError(f"the plugin {name} does not exist; pass a .py file or an installed module.")
     # The name is made of the path, so that two files called losses.py do not meet.
-    module = f"livt_plugin_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
-    if module not in sys.modules:
-        loader = importlib.machinery.SourceFileLoader(module, str(path))
-        sys.modules[module] = types.ModuleType(module)
-        sys.modules[module].__file__ = str(path)
-        try:
-            loader.exec_module(sys.modules[module])
-        except Exception as error:
-            del sys.modules[module]  # imported halfway
-            raise _explain_failure(name, error) from error
+    stem = path.resolve().as_posix().replace("/", "_").removesuffix(".py")
+    module = f"livt_plugin_{stem}" if is_file else name
+    if module in sys.modules:
+        return
+    try:
+        if is_file:
+            sys.modules[module] = types.ModuleType(module)
+            sys.modules[module].__file__ = str(path)
+            importlib.machinery.SourceFileLoader(module, str(path)).exec_module(sys.modules[module])
+        elif find_module(name) is None:  # of a.b, this imports a
+            raise LiVTError(f"the plugin {name} is not an installed module; pass a module or a .py file.")
+        else:
+            importlib.import_module(name)
+    except Exception as error:
+        sys.modules.pop(module, None)  # imported halfway
+        if isinstance(error, LiVTError):
+            raise
+        raise _explain_failure(name, error) from error
 
 
 def _explain_failure(name: str, error: Exception) -> LiVTError:
     """Return the error of a plugin with its own frames, without those of the package and of the import system."""
-    if isinstance(error, LiVTError):
-        return error
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith((__file__, *_IMPORT_SYSTEM)):
         frame = frame.tb_next

@@ -99,6 +99,16 @@ def test_a_broken_plugin_prints_its_own_frames_and_its_error_and_is_imported_aga
         load_plugin(str(plugin))
 
 
+def test_a_module_of_a_broken_package_prints_the_frames_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine_broken").mkdir()
+    (tmp_path / "mine_broken" / "__init__.py").write_text("1 / 0\n")
+    with refusal("plugin", "mine_broken.losses", "ZeroDivisionError") as error:
+        load_plugin("mine_broken.losses")
+    frames = [line.split('"')[1] for line in str(error.value).splitlines() if line.startswith('  File "')]
+    assert frames == [str(tmp_path / "mine_broken" / "__init__.py")]
+
+
 @pytest.fixture
 def saved_by_timm(tmp_path) -> Path:
     """A checkpoint as `save_for_hf` of timm 1.0.31 writes it, whatever version is installed."""
