@@ -41,9 +41,9 @@ def runs_folder() -> Path:
 def dataset_name(dataset: str) -> str:
     """Return the name of a dataset in the names of run folders: of a table such as labels.csv, that of its folder.
 
-    Of data/parts/annotations/instances_train.json it is `parts`.
+    Of data/parts/annotations/instances_train.json it is `parts`, of `.` the name of the folder.
     """
-    path = Path(dataset)
+    path = Path(os.path.abspath(dataset) if Path(dataset).name in ("", "..") else dataset)
     if path.suffix and _COMMON_NAME.fullmatch(path.name.partition(".")[0]):
         folders = [folder.name for folder in Path(os.path.abspath(path)).parents]
         return next((name for name in folders if name and not _COMMON_NAME.fullmatch(name)), path.name)
@@ -191,7 +191,7 @@ def new_run(name: str, output_dir: str | Path | None = None) -> Run:
 def next_run(group: Path) -> Run:
     """Make the folder of the next run of a group; making it reserves the number against other jobs."""
     group.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(entry.name) for entry in group.iterdir() if entry.name.isdigit()), default=0)
+    number = 1 + max((int(entry.name) for entry in group.iterdir() if entry.name.isdecimal()), default=0)
     while True:
         try:
             (group / str(number)).mkdir()
@@ -210,8 +210,8 @@ def claim_file(path: Path) -> Iterator[Path]:
         raise _holds_another(path.parent) from error
     try:
         yield path
-    except OSError:  # a full disk: leave the folder as it was
-        path.unlink()
+    except BaseException:  # a full disk, or Ctrl-C: leave the folder as it was
+        path.unlink(missing_ok=True)
         raise
 
 

@@ -128,6 +128,8 @@ def test_names_that_look_like_sites_or_bursts_suggest_groups(paths, option):
         ("parts/annotations", "annotations"),
         ("parts/scratches.csv", "scratches.csv"),
         ("cifar10-lt", "cifar10-lt"),
+        (".", Path.cwd().name),
+        ("..", Path.cwd().parent.name),
     ],
 )
 def test_runs_of_a_table_with_a_common_name_are_named_after_its_folder(dataset, name):
