@@ -35,11 +35,19 @@ _AS_OPTION = "--"  # before the name of a positional argument that was given as 
 
 @dataclass(frozen=True)
 class CommandSettings(Spec):
-    """Base of the settings of a command: its own options and, as parts, the specs that the library takes."""
+    """Base of the settings of a command: its own options and, as parts, the specs that the library takes.
+
+    Its name, positional and required options are named with the class: `class X(CommandSettings, stage="x")`.
+    """
 
     stage: ClassVar[str] = ""
     positionals: ClassVar[tuple[str, ...]] = ()
     required: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **facts: Any):
+        super().__init_subclass__()
+        for name, value in facts.items():
+            setattr(cls, name, value)
 
     plugin: str | None = option(
         None,

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
@@ -46,11 +46,8 @@ class ForeignModelSpec(Spec):
 
 
 @dataclass(frozen=True)
-class EvalSettings(CommandSettings):
+class EvalSettings(CommandSettings, stage="eval", positionals=("model",)):
     """Measure a model, by class frequency and under several decision rules; write a report."""
-
-    stage: ClassVar[str] = "eval"
-    positionals: ClassVar[tuple[str, ...]] = ("model",)
 
     model: str = option(
         "auto", "run folder, checkpoint or Hub id; auto: the newest finished fine-tuning", is_model=True
@@ -98,11 +95,8 @@ class EvalSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings(CommandSettings):
+class CalibrateSettings(CommandSettings, stage="calibrate", positionals=("model",)):
     """Calibrate the class probabilities of a trained model on images it was not trained on."""
-
-    stage: ClassVar[str] = "calibrate"
-    positionals: ClassVar[tuple[str, ...]] = ("model",)
 
     model: str = option(REQUIRED, "run or checkpoint folder; its config.json is changed", is_model=True)
     split: str | None = option(
@@ -120,11 +114,8 @@ class CalibrateSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictSettings(CommandSettings):
+class PredictSettings(CommandSettings, stage="predict", positionals=("model", "images")):
     """Classify image files."""
-
-    stage: ClassVar[str] = "predict"
-    positionals: ClassVar[tuple[str, ...]] = ("model", "images")
 
     model: str = option(REQUIRED, "run folder, checkpoint or Hub id", is_model=True)
     images: list[str] = option(
@@ -158,11 +149,8 @@ class PredictSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecideSettings(CommandSettings):
+class DecideSettings(CommandSettings, stage="decide", positionals=("predictions",)):
     """Decide saved predictions by another prior or for another objective, without an image."""
-
-    stage: ClassVar[str] = "decide"
-    positionals: ClassVar[tuple[str, ...]] = ("predictions",)
 
     predictions: str = option(
         REQUIRED,
@@ -216,11 +204,8 @@ class DecideSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoSettings(CommandSettings):
+class DemoSettings(CommandSettings, stage="demo", positionals=("models",)):
     """Try models in the browser, on this machine."""
-
-    stage: ClassVar[str] = "demo"
-    positionals: ClassVar[tuple[str, ...]] = ("models",)
 
     models: list[str] = option(REQUIRED, "run folders, checkpoints or Hub ids", is_model=True)
     images: str | None = option(
@@ -243,11 +228,8 @@ class DemoSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishSettings(CommandSettings):
+class PublishSettings(CommandSettings, stage="publish", positionals=("run", "repo_id")):
     """Publish a finished run on the Hub, with its model card."""
-
-    stage: ClassVar[str] = "publish"
-    positionals: ClassVar[tuple[str, ...]] = ("run", "repo_id")
 
     run: str = option(REQUIRED, "folder of a finished run", is_model=True)
     repo_id: str = option(REQUIRED, "organisation/name on the Hub")
@@ -277,12 +259,10 @@ class PublishSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishDataSettings(CommandSettings):
+class PublishDataSettings(
+    CommandSettings, stage="publish-data", positionals=("dataset", "repo_id"), required=("dataset",)
+):
     """Publish a long-tailed dataset on the Hub, with its card."""
-
-    stage: ClassVar[str] = "publish-data"
-    positionals: ClassVar[tuple[str, ...]] = ("dataset", "repo_id")
-    required: ClassVar[tuple[str, ...]] = ("dataset",)
 
     repo_id: str = option(REQUIRED, "organisation/name on the Hub")
     license: str | None = option(
@@ -304,11 +284,8 @@ class PublishDataSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertSettings(CommandSettings):
+class ConvertSettings(CommandSettings, stage="convert", positionals=("source", "output")):
     """Convert checkpoints: the authors' files, BEiT, timm, ONNX, torch.export."""
-
-    stage: ClassVar[str] = "convert"
-    positionals: ClassVar[tuple[str, ...]] = ("source", "output")
 
     source: str = option(REQUIRED, "a .pth file of the authors, or a run folder or Hub id", is_model=True)
     output: str = option(REQUIRED, "folder to write", is_path=True)
@@ -332,11 +309,8 @@ class ConvertSettings(CommandSettings):
 
 
 @dataclass(frozen=True)
-class InspectDataSettings(CommandSettings):
+class InspectDataSettings(CommandSettings, stage="data", positionals=("dataset",)):
     """Inspect a dataset before training on it: counts, labels, broken images, copies and two pictures."""
-
-    stage: ClassVar[str] = "data"
-    positionals: ClassVar[tuple[str, ...]] = ("dataset",)
 
     output: str | None = option(
         None, "folder of the pictures; default: data-<dataset> in runs or $LIVT_RUNS", is_path=True

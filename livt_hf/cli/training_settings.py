@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from annotated_types import Ge
 
@@ -34,10 +34,8 @@ _VALIDATION = {
 
 
 @dataclass(frozen=True)
-class TrainingSettings(CommandSettings):
+class TrainingSettings(CommandSettings, positionals=("dataset",)):
     """Base of the two stages."""
-
-    positionals: ClassVar[tuple[str, ...]] = ("dataset",)
 
     output_dir: str | None = option(
         None, "run folder; default: runs/<stage>-<dataset>-<model>/<n>", is_path=True, may_change_on_resume=True
@@ -82,10 +80,8 @@ class TrainingSettings(CommandSettings):
 
 
 @dataclass(frozen=True)
-class PretrainSettings(TrainingSettings):
+class PretrainSettings(TrainingSettings, stage="pretrain"):
     """Pretrain a ViT on your images by masked generative pretraining (MGP), the first stage of LiVT."""
-
-    stage: ClassVar[str] = "pretrain"
 
     streaming: bool = option(False, "read the data as a stream, for datasets that do not fit on the disk")
     model: PretrainModelSpec = part(PretrainModelSpec)
@@ -95,10 +91,8 @@ class PretrainSettings(TrainingSettings):
 
 
 @dataclass(frozen=True)
-class FinetuneSettings(TrainingSettings):
+class FinetuneSettings(TrainingSettings, stage="finetune"):
     """Fine-tune a classifier with a prior-aware loss (BFT), the second stage of LiVT."""
-
-    stage: ClassVar[str] = "finetune"
 
     folds: Annotated[int, Ge(2)] | None = option(
         None, "cross-validate: train this many models, each tested on images (and groups) that only it has not seen"
@@ -124,11 +118,8 @@ STAGES: dict[str, type[TrainingSettings]] = {"pretrain": PretrainSettings, "fine
 
 
 @dataclass(frozen=True)
-class TrainSettings(CommandSettings):
+class TrainSettings(CommandSettings, stage="train", positionals=("dataset",)):
     """Train a classifier on your images in a given time: both stages, or a pretrained backbone."""
-
-    stage: ClassVar[str] = "train"
-    positionals: ClassVar[tuple[str, ...]] = ("dataset",)
 
     hours: NonNegative = option(1.0, "hours of training; evaluation comes on top")
     pretrained: str | None = option(
@@ -149,12 +140,8 @@ class TrainSettings(CommandSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings(CommandSettings):
+class CompareSettings(CommandSettings, stage="compare", positionals=("dataset",), required=("dataset",)):
     """Compare training strategies on your images: from scratch, or a pretrained backbone's head, LoRA or all of it."""
-
-    stage: ClassVar[str] = "compare"
-    positionals: ClassVar[tuple[str, ...]] = ("dataset",)
-    required: ClassVar[tuple[str, ...]] = ("dataset",)
 
     pretrained: str = option(REQUIRED, "checkpoint folder or Hub id of the backbone", is_path=True)
     ways: list[Literal["scratch", "head", "lora", "full"]] | None = option(
@@ -178,11 +165,8 @@ class CompareSettings(CommandSettings):
 
 
 @dataclass(frozen=True)
-class SweepSettings(CommandSettings):
+class SweepSettings(CommandSettings, stage="sweep", positionals=("sweep",)):
     """Run one of the paper's ablations on a dataset."""
-
-    stage: ClassVar[str] = "sweep"
-    positionals: ClassVar[tuple[str, ...]] = ("sweep",)
 
     sweep: str | None = option(None, "which ablation; without one they are listed")
     only: list[str] | None = option(None, "some of its variants, by their labels")
