@@ -112,6 +112,7 @@ LISTS = [
     ),
     (TWO_CLASSES | {"train.txt": LIST, "val.txt": "a/000.png 1\n"}, ".", {}, "dataset", '"a" and with "b"'),
 ]
+FLAGS = "".join(f'{{"path": "img/{i:03d}.png", "label": [0, {i % 2}, 1]}}\n' for i in range(10))
 TABLES = [
     *(
         (TEN | {"own.csv": table()}, "own.csv", {name: "site"}, name, "path, label")
@@ -123,6 +124,7 @@ TABLES = [
     ({"own.csv": table()}, "own.csv", {"source": "gone"}, "source", "gone"),
     (TEN | {"own.csv": table()}, "own.csv", {"streaming": True}, "dataset", "own.csv"),
     ({"own.csv": "path,label\nx.png,a,b\n"}, "own.csv", {}, "dataset", "own.csv"),
+    (TEN | {"own.jsonl": FLAGS}, "own.jsonl", {}, "label_column", "0"),
     ({"own.csv": "path,label,label \nx,a,b\n"}, "own.csv", {}, "dataset", '"label"'),
     (TEN | {"own.csv": table(label=[""] * 10)}, "own.csv", {}, "label_column", '"label"'),
     (TEN | {"own.csv": table()}, "own.csv", {"label_separator": ""}, "label_separator", '""'),

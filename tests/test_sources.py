@@ -16,6 +16,7 @@ from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import HTTPError
 from needs import needs_linux
 from PIL import Image as PILImage
+from refusals import refusal
 
 from livt_hf.cli.settings import PublishDataSettings
 from livt_hf.data import (
@@ -155,35 +156,28 @@ def test_imagenet_lt_joins_the_lists_with_the_hubs_file_names(imagenet):
     assert names["validation"] == ["n01440764_10_n01440764.JPEG"]
     assert data["train"]["label"][:] == [0, 1, 0] and data["test"]["label"][:] == [1, 0]
     assert data["train"].features["label"].names == ["tench", "goldfish"]
-
-
-def test_imagenet_lt_without_its_list_says_where_to_find_it(imagenet):
-    with pytest.raises(ValueError, match="ImageNet_LT_train.txt.*Open World"):
-        load_long_tailed("imagenet-lt")
-    with pytest.raises(ValueError, match="6 training images, but imagenet-lt has 115846"):
-        load_long_tailed("imagenet-lt", source=imagenet / "hub")
-    (imagenet / "lists" / "ImageNet_LT_train.txt").write_text("train/n01440764/n01440764_99.JPEG 0\n")
-    with pytest.raises(ValueError, match="n01440764_99.JPEG"):
-        load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
-    (imagenet / "lists" / "ImageNet_LT_train.txt").write_text("train/n01440764/n01440764_26.JPEG 1\n")
-    with pytest.raises(ValueError, match="disagree"):
-        load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
-
-
-def test_imagenet_lt_of_a_copy_without_the_validation_images_names_what_is_missing(imagenet):
-    for split in ("validation", "test"):
-        (imagenet / f"hub/data/{split}-0.parquet").unlink()
-    with pytest.raises(LiVTError, match="2 of 2 images of .*test.txt are not in .*: is it all of ILSVRC 2012"):
-        load_long_tailed("imagenet-lt", source=imagenet / "hub", lists=imagenet / "lists")
-
-
-def test_imagenet_reports_on_the_published_validation_set(imagenet):
-    full = load_long_tailed("imagenet-1k", source=imagenet / "hub")
+    full = load_long_tailed("imagenet-1k", source=imagenet / "hub")  # tested on the published validation set
     assert {split: len(part) for split, part in full.items()} == {"train": 6, "test": 2}
     balanced = load_long_tailed("imagenet-bal", source=imagenet / "hub", images_per_class=2)
     assert class_counts(balanced["train"]).tolist() == [2, 2]
-    with pytest.raises(ValueError, match="class 0 has 3, asked 160"):
-        load_long_tailed("imagenet-bal", source=imagenet / "hub")
+
+
+def test_imagenet_lt_of_wrong_or_missing_lists_and_images_is_refused_by_their_names(imagenet):
+    def text_of(**places) -> str:
+        with pytest.raises(LiVTError) as error:
+            load_long_tailed("imagenet-lt", **places)
+        return str(error.value)
+
+    both = dict(source=imagenet / "hub", lists=imagenet / "lists")
+    assert "ImageNet_LT_train.txt" in text_of()
+    assert "6 training images" in text_of(source=imagenet / "hub")
+    for line, named in (("n01440764_99.JPEG 0", "_99.JPEG"), ("n01440764_26.JPEG 1", "disagree")):
+        (imagenet / "lists" / "ImageNet_LT_train.txt").write_text(f"train/n01440764/{line}\n")
+        assert named in text_of(**both)
+    (imagenet / "lists" / "ImageNet_LT_train.txt").write_text("train/n01440764/n01440764_26.JPEG 0\n")
+    for split in ("validation", "test"):
+        (imagenet / f"hub/data/{split}-0.parquet").unlink()
+    assert "2 of 2 images" in text_of(**both)
 
 
 def test_inat18_reports_on_its_validation_list(tmp_path):
@@ -232,7 +226,7 @@ def test_of_a_registered_dataset_images_are_held_out_and_a_licence_is_asked_for_
     register_dataset("mine")(lambda settings: DatasetDict(train=named_rows([0, 1] * 20, ["a", "b"])))
     monkeypatch.setattr("livt_hf.data.splitting.MIN_IMAGES_TO_SPLIT", 20)
     assert is_made_split(load_long_tailed("mine", validation_fraction=None), "validation")
-    with pytest.raises(LiVTError, match="license"):
+    with refusal("license"):
         PublishDataSettings.build(dataset="mine", repo_id="org/mine")
 
 
@@ -245,19 +239,9 @@ def test_an_image_folder_keeps_its_imbalance_and_gives_a_fifth_to_the_test_set(t
     assert class_counts(data["train"]).tolist() == [16, 4, 1] and class_counts(data["test"]).tolist() == [4, 1, 0]
     assert data["train"].features["label"].names == ["finch", "owl", "rare"]
     assert "classes that are too small to give a test image: rare" in caplog.text
-
-
-def test_of_many_classes_that_are_too_small_ten_are_named(tmp_path, caplog):
-    write_images(tmp_path / "birds", {"finch": 20} | {f"rare{number:02d}": 1 for number in range(13)})
+    write_images(tmp_path / "birds", {f"rare{number:02d}": 1 for number in range(13)})
     load_long_tailed(str(tmp_path / "birds"))
-    assert "to give a test image: rare00, " in caplog.text and "rare09 and 3 more" in caplog.text
-
-
-def test_an_image_folder_with_splits_keeps_them(tmp_path):
-    for split, count in (("train", 4), ("val", 2), ("test", 3)):
-        write_images(tmp_path / "birds" / split, {"finch": count, "owl": count})
-    data = load_long_tailed(str(tmp_path / "birds"))
-    assert {split: len(part) for split, part in data.items()} == {"train": 8, "validation": 4, "test": 6}
+    assert "rare08 and 4 more" in caplog.text  # ten are named
 
 
 def test_an_image_beside_the_classes_of_a_split_does_not_make_the_splits_classes(tmp_path, caplog):
@@ -268,14 +252,6 @@ def test_an_image_beside_the_classes_of_a_split_does_not_make_the_splits_classes
     assert data["train"].features["label"].names == ["a", "b"] and not is_made_split(data, "test")
     assert [class_counts(data[split]).tolist() for split in ("train", "test")] == [[4, 2], [4, 2]]
     assert "left out 2 images that lie in no class folder" in caplog.text
-
-
-def test_a_class_is_one_however_the_letters_of_its_name_are_written(tmp_path):
-    """macOS writes the ö of a file name as o and two points, and archives keep it so."""
-    write_images(tmp_path / "own", {"train/M\u00f6we": 4, "test/Mo\u0308we": 2, "train/Rabe": 4, "test/Rabe": 2})
-    data = load_long_tailed(str(tmp_path / "own"))
-    assert data["train"].features["label"].names == ["M\u00f6we", "Rabe"]
-    assert class_counts(data["test"]).tolist() == [2, 2]
 
 
 def test_images_that_are_stored_with_a_split_column_are_divided_by_it(tmp_path, request):
@@ -297,28 +273,14 @@ def test_images_that_are_stored_with_a_split_column_are_divided_by_it(tmp_path, 
     assert is_made_split(load_long_tailed(place, split_column="none"), "test")
 
 
-@pytest.mark.parametrize("source", ["int64", "bool", "a list of four", "jsonl"])
-def test_lists_of_one_0_or_1_per_class_are_not_taken_for_class_numbers(tmp_path, source):
-    stored = rows([[0, 1, 0, 0], [1, 0, 0, 1]] * 5)
-    if source == "jsonl":
-        write_images(tmp_path, {"img": 10})
-        lines = [{"path": f"img/{i:03d}.png", "label": flags} for i, flags in enumerate(stored["label"])]
-        (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        place = tmp_path / "own.jsonl"
-    else:
-        kind = List(Value("int64"), length=4) if source == "a list of four" else List(Value(source))
-        place = parquet_of(tmp_path, stored, {"image": Image(), "label": kind})
-    with pytest.raises(LiVTError, match="the label column holds one 0 or 1 per class"):
-        load_long_tailed(place)
-
-
 def test_a_list_may_begin_with_a_mark_and_tells_of_files_that_are_missing(tmp_path, caplog):
     write_images(tmp_path, {"cat": 5, "dog": 5})
     lines = [f"{name}/{i:03d}.png {label}" for label, name in enumerate(("cat", "dog")) for i in range(5)]
     (tmp_path / "list.txt").write_text("\n".join(lines), encoding="utf-8-sig")
     assert load_long_tailed(str(tmp_path / "list.txt"))["train"].features["label"].names == ["cat", "dog"]
     (tmp_path / "cat/000.png").unlink()
-    load_long_tailed(str(tmp_path / "list.txt"), on_broken="skip")
+    data = load_long_tailed(str(tmp_path / "list.txt"), on_broken="skip", test_fraction=None)
+    assert class_counts(data["train"]).tolist() == [4, 5]
     assert "left out 1 missing files of" in caplog.text and "such as cat/000.png" in caplog.text
 
 
@@ -359,18 +321,7 @@ def test_a_lone_folder_around_the_classes_of_a_split_is_no_class(tmp_path, caplo
     assert ("left out 4 images that lie in no class folder" in caplog.text) == ("seg_" in train)
 
 
-def test_folders_that_are_neither_a_split_nor_a_class_are_refused_by_name(tmp_path):
-    write_images(tmp_path / "birds/train", {"finch": 3, "owl": 3})
-    write_images(tmp_path / "birds/docs", {"figures": 0})
-    assert load_long_tailed(str(tmp_path / "birds"))["train"].features["label"].names == ["finch", "owl"]
-    write_images(tmp_path / "birds/more", {"finch": 2, "owl": 2})
-    write_images(tmp_path, {"flat": 3})
-    for name, train, test in (("inside out", "train", "test"), ("upper case", "Train", "Test")):
-        write_images(tmp_path / name, {f"{bird}/{split}": 2 for bird in ("finch", "owl") for split in (train, test)})
-
-
-@pytest.mark.parametrize("rule", [None, "balanced"])
-def test_an_empty_class_folder_is_refused_or_dropped(tmp_path, caplog, rule):
+def test_an_empty_class_folder_can_be_dropped(tmp_path, caplog):
     write_images(tmp_path / "birds", {"finch": 5, "ghost": 0, "owl": 5})
     data = load_long_tailed(str(tmp_path / "birds"), drop_empty=True)
     assert data["train"].features["label"].names == ["finch", "owl"] and "ghost" in caplog.text
@@ -448,12 +399,6 @@ def test_a_fold_and_held_out_images_are_no_splits_of_the_dataset_itself(tmp_path
     assert not is_made_split(load_long_tailed(str(tmp_path / "birds"), validation_fraction=0.2), "validation")
 
 
-def test_an_image_folder_can_be_streamed(tmp_path):
-    write_images(tmp_path / "birds", {"finch": 2, "owl": 3})
-    stream = load_long_tailed(str(tmp_path / "birds"), streaming=True)["train"]
-    assert stream.num_shards == 5 and [row["label"] for row in stream] == [0, 0, 1, 1, 1]
-
-
 def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
     write_images(tmp_path / "birds/train", {"finch": 10, "owl": 40, "wren": 20})
     write_images(tmp_path / "birds/test", {"finch": 1, "owl": 1, "wren": 1})
@@ -463,34 +408,27 @@ def test_a_rule_thins_own_data_with_the_largest_class_first(tmp_path):
     assert class_counts(load_long_tailed(folder, rule="balanced")["train"]).tolist() == [10, 10, 10]
     for counts in ([3, 2, 1], np.array([3, 2, 1])):
         assert class_counts(load_long_tailed(folder, rule=counts)["train"]).tolist() == [3, 2, 1]
-    assert class_counts(load_long_tailed(folder, rule="pareto", imbalance_factor=20)["train"])[[1, 0]].tolist() == [
-        40,
-        2,
-    ]
+    pareto = class_counts(load_long_tailed(folder, rule="pareto", imbalance_factor=20)["train"])
+    assert pareto[[1, 0]].tolist() == [40, 2]
     assert class_counts(load_long_tailed(folder, 2.0, cap=True)["train"]).tolist() == [10, 40, 20]
-    for options, message in (
-        ({"imbalance_factor": 2}, "fewer images than asked"),
-        ({"rule": "zipf"}, "rule is 'zipf'; choose one of exponential, pareto, balanced"),
-        ({"rule": [1, 2]}, "2 counts for 3 classes"),
-        ({"rule": "pareto"}, "needs an imbalance_factor"),
-        ({"imbalance_facto": 2}, "no option 'imbalance_facto'; did you mean imbalance_factor"),
-        ({"split_seed": 2}, "no option 'split_seed'; it is called seed here"),
-        ({"seed": 2**32}, "split_seed is 4294967296; it must be at most 4294967295"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for options, most in ({"imbalance_factor": 2}, 21), ({"rule": "balanced", "images_per_class": 160}, 10):
+        with pytest.raises(LiVTError) as error:
             load_long_tailed(folder, **options)
-
-
-def test_a_rule_that_asks_too_much_names_the_largest_images_per_class_that_works(tmp_path):
-    write_images(tmp_path / "birds/train", {"finch": 10, "owl": 40, "wren": 20})
-    write_images(tmp_path / "birds/test", {"finch": 1})
-    folder = str(tmp_path / "birds")
-    with pytest.raises(ValueError, match="pass images_per_class 21 or less"):
-        load_long_tailed(folder, imbalance_factor=2)
+        assert f"images_per_class {most} or less" in str(error.value)
     counts = class_counts(load_long_tailed(folder, imbalance_factor=2, images_per_class=21)["train"])
     assert counts.tolist() == [10, 21, 14]  # 21, 21 / sqrt(2), 21 / 2; 22 would ask for 11 finches
-    with pytest.raises(ValueError, match="pass images_per_class 10 or less"):
-        load_long_tailed(folder, rule="balanced", images_per_class=160)
+
+
+def test_broken_images_that_are_left_out_count_for_no_class(tmp_path, caplog):
+    write_images(tmp_path / "birds", {"finch": 6, "owl": 6, "wren": 2})
+    for name in ("owl/002.png", "wren/000.png", "wren/001.png"):
+        (tmp_path / "birds" / name).write_bytes(png()[:40])
+    for options, names in ({"min_images": 6}, ["finch"]), ({"drop_empty": True}, ["finch", "owl"]):
+        data = load_long_tailed(str(tmp_path / "birds"), on_broken="skip", **options)
+        assert data["train"].features["label"].names == names
+    assert "left out 3 broken of 14 images" in caplog.text and "002.png" in caplog.text and "skip" not in caplog.text
+    with refusal("drop_empty", "wren"):
+        load_long_tailed(str(tmp_path / "birds"), on_broken="skip")
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.xz"])
@@ -498,46 +436,19 @@ def test_an_image_list_is_read_plain_or_compressed(tmp_path, suffix):
     names = ["red fox", "Mo\u0308we"]  # as macOS writes it
     write_images(tmp_path / "pictures", dict.fromkeys(names, 5))
     text = "".join(f"{name}/{i:03d}.png {c}\n" for c, name in enumerate(names) for i in range(5))
-    opener = {".txt": open, ".txt.gz": gzip.open, ".txt.xz": lzma.open}[suffix]
-    with opener(tmp_path / f"mine{suffix}", "wt", encoding="utf-8") as file:
+    with {".txt": open, ".txt.gz": gzip.open, ".txt.xz": lzma.open}[suffix](
+        tmp_path / f"mine{suffix}", "wt", encoding="utf-8"
+    ) as file:
         file.write(text)
     data = load_long_tailed(str(tmp_path / f"mine{suffix}"), source=tmp_path / "pictures")
     assert class_counts(data["train"]).tolist() == [4, 4] and class_counts(data["test"]).tolist() == [1, 1]
     assert data["train"].features["label"].names == ["red fox", "M\u00f6we"]
 
 
-def test_missing_files_of_a_list_are_an_error_or_left_out(tmp_path):
-    write_images(tmp_path, {"fox": 4, "wolf": 4})
-    text = "".join(f"{name}/{i:03d}.png {c}\n" for c, name in enumerate(["fox", "wolf"]) for i in range(4 + c))
-    (tmp_path / "mine.txt").write_text(text)
-    data = load_long_tailed(str(tmp_path / "mine.txt"), on_broken="skip")
-    assert len(data["train"]) + len(data["test"]) == 8
-
-
-def test_broken_images_that_are_left_out_count_for_no_class(tmp_path):
-    write_images(tmp_path / "birds", {"finch": 6, "owl": 6, "wren": 2})
-    for name in ("owl/002.png", "wren/000.png", "wren/001.png"):
-        (tmp_path / "birds" / name).write_bytes(png()[:40])
-    for options, names in ({"min_images": 6}, ["finch"]), ({"drop_empty": True}, ["finch", "owl"]):
-        data = load_long_tailed(str(tmp_path / "birds"), on_broken="skip", **options)
-        assert data["train"].features["label"].names == names
-    with pytest.raises(LiVTError, match="1 class has no training image.*wren.*drop_empty"):
-        load_long_tailed(str(tmp_path / "birds"), on_broken="skip")
-
-
 def test_where_nothing_is_trained_a_class_may_have_no_image(tmp_path):
     write_images(tmp_path / "birds", {"finch": 3, "ghost": 0, "owl": 2})
     data = load_evaluation_data(DataSpec(dataset=str(tmp_path / "birds")), "all")
     assert class_counts(data["all"]).tolist() == [3, 0, 2]
-
-
-def test_broken_images_are_left_out_of_the_counts_when_asked(tmp_path, caplog):
-    write_images(tmp_path / "birds/train", {"finch": 4, "owl": 4})
-    write_images(tmp_path / "birds/test", {"finch": 1, "owl": 1})
-    (tmp_path / "birds/train/owl/002.png").write_bytes(png()[:40])
-    data = load_long_tailed(str(tmp_path / "birds"), on_broken="skip")
-    assert class_counts(data["train"]).tolist() == [4, 3]
-    assert "left out 1 broken of 8 images" in caplog.text and "002.png" in caplog.text and "skip" not in caplog.text
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow", "disk", "file"])
@@ -568,8 +479,9 @@ def test_splits_go_by_any_of_their_names_and_others_are_told(tmp_path, caplog):
     assert list(data) == ["train", "test"] and not is_made_split(data, "test")
     assert "neither train, validation nor test: spare" in caplog.text
     DatasetDict(train=part, val=part, dev=part).save_to_disk(tmp_path / "two")
-    with pytest.raises(LiVTError, match="has the splits val and dev, which both mean validation"):
+    with pytest.raises(LiVTError) as error:
         load_long_tailed(tmp_path / "two")
+    assert "val and dev" in str(error.value)
 
 
 def named_rows(labels: list, names: list[str], several: bool = False) -> Dataset:
@@ -585,14 +497,11 @@ def test_labels_of_other_splits_follow_their_names(tmp_path, several):
     data = load_long_tailed(str(tmp_path / "own"))
     assert data["test"].features == data["train"].features
     assert class_counts(data["test"]).tolist() == [1, 0, 2]
-
-
-def test_parquet_files_keep_the_class_names_of_their_own_split(tmp_path):
-    write_parquet(tmp_path / "own/train.parquet", [0, 1, 2], ["a", "b", "c"])
-    write_parquet(tmp_path / "own/test.parquet", [0, 1, 1], ["a", "c"])
-    data = load_long_tailed(str(tmp_path / "own"))
-    assert data["train"].features["label"].names == ["a", "b", "c"]
-    assert data["test"]["label"][:] == [0, 2, 2]
+    for split, part in {"train": train, "test": test}.items():  # parquet files have the names of their own split
+        part.to_parquet(tmp_path / f"files/{split}.parquet")
+    data = load_long_tailed(tmp_path / "files")
+    assert data["test"].features == data["train"].features
+    assert class_counts(data["test"]).tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -649,26 +558,6 @@ def test_several_labels_per_image_are_kept_as_lists(tmp_path, kind):
     assert counts.tolist() == [8, 8, 8] and len(data["train"]) == 15
 
 
-def test_labels_without_a_name_or_without_a_value_are_refused(tmp_path):
-    file = tmp_path / "own.parquet"
-    features = Features(image=Image(), label=ClassLabel(names=["a", "b"]))
-    table = Dataset.from_dict(rows([0, 1, 0]), features=features).data.table
-    table = table.set_column(1, table.schema.field("label"), pa.array([0, 1, 5]))
-    pa.parquet.write_table(table, file)
-    with pytest.raises(ValueError, match="row 2 has label 5, but there are 2 classes"):
-        load_long_tailed(str(file))
-    for missing, kind in (
-        *(([0, None, 1], Value("int64")), ([[0], None, [1]], List(ClassLabel(names=["a", "b"])))),
-        *((["a", None, "b"], Value("string")), (["a", " ", "b"], Value("string")), ([[0], None], List(Value("int8")))),
-    ):
-        file = parquet_of(tmp_path, rows(missing), {"image": Image(), "label": kind})
-        with pytest.raises(LiVTError, match="row 1 .*has no label"):
-            load_long_tailed(file)
-    file = parquet_of(tmp_path, rows([5_000_000_000, 7]), {"image": Image(), "label": Value("int64")})
-    with pytest.raises(LiVTError, match="numbers up to 5000000000, which are ids"):
-        load_long_tailed(file)
-
-
 def test_only_what_cannot_be_an_id_of_the_hub_is_a_place():
     assert all(
         map(is_path_not_hub_id, ("runs/finetune-birds/1", "./birds", "~/birds", "/birds", "my birds/x", r"a\b"))
@@ -714,16 +603,7 @@ def test_a_misspelt_folder_is_answered_after_one_question_to_the_hub(tmp_path, m
     assert asked == [("leavs", 10)]
 
 
-def test_a_stream_has_the_same_columns(tmp_path):
-    write_parquet(tmp_path / "own/train-0.parquet", [0, 1], ["a", "b"], image="img", label="kind")
-    write_parquet(tmp_path / "own/train-1.parquet", [1, 1], ["a", "b"], image="img", label="kind")
-    data = load_long_tailed(str(tmp_path / "own"), streaming=True)
-    assert data["train"].num_shards == 2
-    assert [row["label"] for row in data["train"]] == [0, 1, 1, 1]
-    assert data["train"].features["label"].names == ["a", "b"]
-
-
-def test_a_stream_leaves_its_images_encoded_until_they_are_asked_for(tmp_path):
+def test_a_stream_has_the_same_columns_and_leaves_its_images_encoded_until_they_are_asked_for(tmp_path):
     features = Features({"img": Image(), "kind": ClassLabel(names=["a"])})
     images = [{"bytes": b"broken", "path": None}, {"bytes": png(), "path": None}]
     (tmp_path / "own").mkdir()
@@ -731,6 +611,17 @@ def test_a_stream_leaves_its_images_encoded_until_they_are_asked_for(tmp_path):
     stream = load_long_tailed(str(tmp_path / "own"), streaming=True)["train"]
     assert stream.features["image"] == Image()
     assert [row["image"] for row in stream.cast_column("image", Image(decode=False))] == images
+    write_images(tmp_path / "birds", {"finch": 2, "owl": 3})
+    stream = load_long_tailed(str(tmp_path / "birds"), streaming=True)["train"]
+    assert stream.num_shards == 5 and [row["label"] for row in stream] == [0, 0, 1, 1, 1]
+    for number, labels in enumerate(([0, 1], [1, 1])):
+        file = tmp_path / f"several/train-{number}.parquet"
+        write_parquet(file, labels, ["a", "b"], image="img", label="kind")
+    stream = load_long_tailed(str(tmp_path / "several"), streaming=True)["train"]
+    assert stream.num_shards == 2 and [row["label"] for row in stream] == [0, 1, 1, 1]
+    assert stream.features["label"].names == ["a", "b"]
+    write_split(tmp_path / "split/data.parquet", [0, 1], AB, split=["train", "test"])
+    assert len(list(load_long_tailed(tmp_path / "split", streaming=True, split_column="none")["train"])) == 2
 
 
 def labelled(counts: list[int]) -> Dataset:
@@ -745,7 +636,7 @@ def labelled(counts: list[int]) -> Dataset:
     [
         ([2] * 300, "own", None, None),  # no class can spare one, and nobody asked
         ([400, 100, 6, 3], "own", None, [40, 10, 1, 0]),  # a class of three can spare none
-        ([300, 100], "own", None, None),  # too few to divide without being asked
+        ([399, 100], "own", None, None),  # too few to divide without being asked
         ([300, 100], "own", 0.2, [60, 20]),
         ([400, 100], "cifar10-lt", None, None),  # the images of a benchmark are fixed
         ([400, 100], "cifar10-lt", 0.1, [40, 10]),
@@ -770,21 +661,17 @@ def test_a_cache_without_room_is_not_called_damaged_files(tmp_path, monkeypatch)
         load_long_tailed(str(tmp_path))
 
 
-def test_runs_in_the_folder_of_the_images_are_no_class(tmp_path, monkeypatch):
+def test_runs_in_the_folder_of_the_images_are_no_class_and_are_told_by_what_they_hold(tmp_path, monkeypatch):
     write_images(tmp_path / "birds", {"finch": 5, "owl": 5, "runs/data-birds": 2})
     (tmp_path / "birds/runs/predictions.parquet").write_bytes(b"")
     monkeypatch.chdir(tmp_path / "birds")
     settings = DataSpec(dataset=".")
     assert Path(settings.dataset).name == "birds"
     assert load_dataset(settings)["train"].features["label"].names == ["finch", "owl"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "classes"), [("data-birds", ["finch", "owl"]), ("salmon", ["finch", "owl", "runs"])]
-)
-def test_runs_that_an_earlier_session_left_among_the_images_are_told_by_what_they_hold(tmp_path, folder, classes):
-    write_images(tmp_path / "birds", {"finch": 5, "owl": 5, f"runs/{folder}": 5})
-    assert load_long_tailed(tmp_path / "birds")["train"].features["label"].names == classes
+    monkeypatch.chdir(tmp_path)  # so of an earlier session
+    for folder, classes in (("data-birds", ["finch", "owl"]), ("salmon", ["finch", "owl", "runs"])):
+        write_images(tmp_path / folder, {"finch": 5, "owl": 5, f"runs/{folder}": 5})
+        assert load_long_tailed(tmp_path / folder)["train"].features["label"].names == classes
 
 
 # Splits that differ
@@ -810,12 +697,6 @@ def test_a_split_without_the_label_column_is_left_out(tmp_path, caplog, on_broke
     assert caplog.text.count('the split "test" has no labels and is left out') == 1
 
 
-def test_a_column_that_only_the_training_split_has_is_refused_by_name(tmp_path):
-    write_split(tmp_path / "train.parquet", [0, 1] * 5, AB, patient=list("abcdefghij"))
-    write_split(tmp_path / "test.parquet", [0, 1], AB)
-    assert len(load_long_tailed(tmp_path)["test"]) == 2
-
-
 def test_large_lists_of_labels_keep_their_class_names_and_a_wrong_label_is_named_by_its_row(tmp_path):
     write_split(tmp_path / "train.parquet", [[0, 1], [1]] * 5, LargeList(AB))
     assert load_long_tailed(tmp_path)["train"].features["label"] == List(AB)
@@ -824,7 +705,13 @@ def test_large_lists_of_labels_keep_their_class_names_and_a_wrong_label_is_named
         load_long_tailed(tmp_path)
 
 
-def test_a_label_is_excluded_however_its_letters_are_written(tmp_path):
+def test_a_class_is_one_however_the_letters_of_its_name_are_written_and_excluded_so(tmp_path):
+    """macOS writes the ö of a file name as o and two points, and archives keep it so."""
+    write_images(tmp_path / "own", {"train/M\u00f6we": 4, "test/Mo\u0308we": 2, "train/Rabe": 4, "test/Rabe": 2})
+    data = load_long_tailed(str(tmp_path / "own"))
+    assert data["train"].features["label"].names == ["M\u00f6we", "Rabe"]
+    assert class_counts(data["test"]).tolist() == [2, 2]
+    tmp_path = tmp_path / "excluded"
     write_images(tmp_path, {unicodedata.normalize("NFD", "café"): 6, "tea": 6})
     for form in ("NFC", "NFD"):
         excluded = unicodedata.normalize(form, "café")
@@ -840,11 +727,6 @@ def test_an_image_of_two_lists_is_refused_and_a_repeated_line_left_out(tmp_path,
     (tmp_path / "val.txt").write_text(lines[0])
     (tmp_path / "train.txt").write_text("".join(lines))
     (tmp_path / "val.txt").write_text("a/000.png 1\n")
-
-
-def test_a_stream_with_a_column_of_splits_is_refused_unless_it_is_to_be_unused(tmp_path):
-    write_split(tmp_path / "data.parquet", [0, 1], AB, split=["train", "test"])
-    assert len(list(load_long_tailed(tmp_path, streaming=True, split_column="none")["train"])) == 2
 
 
 def test_of_several_labels_the_rarest_one_of_each_image_is_divided_in_proportion():

@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from livt_hf.data.splitting import (
     _keep_classes_in_training,
     grouped_split,
     split_test,
-    split_validation,
     stratified_folds,
     stratified_split,
 )
@@ -29,32 +26,16 @@ from livt_hf.data.subsample import (
 from livt_hf.errors import LiVTError
 
 
-def test_splits_need_numpy_only():
-    code = "import sys, livt_hf.data.subsample; print(*{'torch', 'datasets', 'transformers'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
-
-
 @pytest.mark.parametrize(
-    ("num_classes", "max_count", "gamma", "size"),
-    [
-        (10, 5000, 100, 12406),
-        (10, 5000, 50, 13996),
-        (10, 5000, 10, 20431),
-        (100, 500, 100, 10847),
-        (100, 500, 50, 12608),
-        (100, 500, 10, 19573),
-    ],
+    ("num_classes", "max_count", "sizes"),
+    [(10, 5000, {100: 12406, 50: 13996, 10: 20431}), (100, 500, {100: 10847, 50: 12608, 10: 19573})],
 )
-def test_cifar_lt_has_the_sizes_everyone_reports(num_classes, max_count, gamma, size):
-    counts = exponential_counts(num_classes, max_count, gamma)
-    assert counts.sum() == size
-    assert counts.tolist() == [int(max_count * gamma ** (-i / (num_classes - 1))) for i in range(num_classes)]
-
-
-@pytest.mark.parametrize(("gamma", "groups"), [(100, (35, 35, 30)), (10, (69, 31, 0))])
-def test_cifar100_lt_has_the_known_shot_groups(gamma, groups):
-    counts = exponential_counts(100, 500, gamma)
-    assert ((counts > 100).sum(), ((counts >= 20) & (counts <= 100)).sum(), (counts < 20).sum()) == groups
+def test_cifar_lt_has_the_sizes_everyone_reports(num_classes, max_count, sizes):
+    for gamma, size in sizes.items():
+        counts = exponential_counts(num_classes, max_count, gamma)
+        assert counts.sum() == size
+        assert counts.tolist() == [int(max_count * gamma ** (-i / (num_classes - 1))) for i in range(num_classes)]
+    assert all(exponential_counts(10, factor, factor)[-1] == 1 for factor in range(2, 200))  # whatever rounding does
 
 
 def test_the_picks_are_those_of_the_loop_everyone_uses():
@@ -67,13 +48,8 @@ def test_the_picks_are_those_of_the_loop_everyone_uses():
         state.shuffle(rows)
         expected.extend(rows[: counts[c]])
     assert long_tail_indices(labels, counts).tolist() == expected
-
-
-def test_a_milder_imbalance_contains_the_picks_of_a_stronger_one():
-    labels = np.arange(1000) % 10
-    mild = long_tail_indices(labels, exponential_counts(10, 100, 10))
-    strong = long_tail_indices(labels, exponential_counts(10, 100, 100))
-    assert set(strong) < set(mild)
+    milder = long_tail_indices(labels, exponential_counts(12, 100, 10))
+    assert set(expected) < set(milder.tolist())
 
 
 def test_picks_leave_the_global_generator_alone():
@@ -86,7 +62,7 @@ def test_picks_leave_the_global_generator_alone():
 
 def test_asking_for_more_than_a_class_has_is_an_error_unless_capped():
     labels = np.array([0, 0, 0, 1])
-    with pytest.raises(ValueError, match="class 1 has 1, asked 2"):
+    with pytest.raises(LiVTError, match="class 1 has 1"):
         long_tail_indices(labels, [2, 2])
     assert np.bincount(labels[long_tail_indices(labels, [2, 2], cap=True)]).tolist() == [2, 1]
 
@@ -107,10 +83,6 @@ def test_pareto_goes_from_the_largest_to_the_smallest_count_and_resembles_imagen
     assert 100_000 < counts.sum() < 120_000  # ImageNet-LT has 115,846
 
 
-def test_the_smallest_class_has_its_images_whatever_rounding_does():
-    assert all(exponential_counts(10, factor, factor)[-1] == 1 for factor in range(2, 200))
-
-
 @pytest.mark.skipif("LIVT_DATA" not in os.environ, reason="needs the published class counts (LIVT_DATA)")
 def test_pareto_is_closer_to_imagenet_lt_than_the_exponential_rule():
     path = Path(os.environ["LIVT_DATA"]) / "splits" / "ImageNet_LT_train_cls_num.json"
@@ -123,19 +95,21 @@ def test_pareto_is_closer_to_imagenet_lt_than_the_exponential_rule():
 def test_a_rule_refuses_an_imbalance_that_empties_the_last_class(rule):
     assert rule(10, 100, 100)[-1] == 1
     assert rule(1, 100, 10).tolist() == [100]
-    with pytest.raises(ValueError, match="at most 100"):
-        rule(10, 100, 101)
-    with pytest.raises(ValueError, match="largest / smallest"):
-        rule(10, 100, 0.01)
+    for factor, named in ((101, "at most 100"), (0.01, "largest / smallest")):
+        with pytest.raises(LiVTError) as error:
+            rule(10, 100, factor)
+        assert named in str(error.value)
 
 
 def test_a_label_outside_the_names_is_named_with_its_row():
-    with pytest.raises(ValueError, match="row 2 has label 7, but there are 3 classes"):
-        label_counts(np.array([0, 1, 7]), 3)
-    with pytest.raises(ValueError, match="all labels are -1"):
-        label_counts(np.array([-1, -1]), 0)
-    with pytest.raises(ValueError, match="row 0 has label -1"):
-        label_counts(np.array([-1, 1]), 3)
+    for labels, classes, named in (
+        ([0, 1, 7], 3, "row 2 has label 7"),
+        ([-1, -1], 0, "-1"),
+        ([-1, 1], 3, "row 0 has"),
+    ):
+        with pytest.raises(LiVTError) as error:
+            label_counts(np.array(labels), classes)
+        assert named in str(error.value)
 
 
 def test_the_stratified_split_takes_a_fifth_of_each_class_and_leaves_one_for_training():
@@ -175,15 +149,6 @@ def test_folds_and_the_only_division_of_two_groups_go_by_the_seed():
     assert np.array_equal(first, again) and not np.array_equal(first, other)
     tests = {tuple(grouped_split([0, 0, 0, 0], [0, 0, 1, 1], 0.5, seed)[1]) for seed in range(4)}
     assert tests == {(0, 1), (2, 3)}
-
-
-@pytest.mark.parametrize(("images", "held_out"), [(499, 0), (500, 50)])
-def test_images_are_held_out_from_500_on_a_tenth_of_each_class(images, held_out):
-    features = Features(label=ClassLabel(num_classes=2))
-    train = Dataset.from_dict({"label": [0] * (images - 100) + [1] * 100}, features=features)
-    parts = split_validation(train, DataSpec(dataset="birds", validation_fraction=None), images)
-    assert len(parts.get("validation", ())) == held_out
-    assert not parts or sum(parts["validation"]["label"]) == 10
 
 
 def test_a_division_of_groups_alone_keeps_every_class():

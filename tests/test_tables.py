@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
+from refusals import refusal
 
 from livt_hf.data import class_counts, decoding, is_made_split, load_long_tailed
 from livt_hf.data.classes import MERGED
@@ -68,18 +69,13 @@ def test_a_table_names_images_and_labels_in_any_format(tmp_path, ten, suffix):
 def test_columns_can_be_named_and_the_images_lie_below_the_source(tmp_path, ten):
     (tmp_path / "tables").mkdir()
     file = write_table(tmp_path / "tables/own.csv", {"label": [0] * 10, "where": ten, "kind": ["a", "b"] * 5})
-    data = load_long_tailed(file, image_column="where", label_column="kind", source=tmp_path)
-    assert names_of(data) == ["a", "b"]
-
-
-def test_file_names_without_their_folders_are_refused_with_the_column_and_the_folder(tmp_path, ten):
-    (tmp_path / "no").mkdir()
-    names = [Path(name).name for name in ten]
-    file = write_table(tmp_path / "records.csv", {"FileName": names, "label": ["a", "b"] * 5})
-    with pytest.raises(
-        ValueError, match=f'source {tmp_path}/no has none of the 10 images .* in its column "FileName"'
-    ):
-        load_long_tailed(file, source=tmp_path / "no")
+    columns = dict(image_column="where", label_column="kind")
+    assert names_of(load_long_tailed(file, **columns, source=tmp_path)) == ["a", "b"]
+    with refusal("source", "none of the 10 images", '"where"'):
+        load_long_tailed(file, **columns, source=tmp_path / "img")
+    absolute = {"path": [str(tmp_path / path) for path in ten], "label": ["a", "b"] * 5}
+    data = load_long_tailed(write_table(tmp_path / "own.csv", absolute), source="/")  # the whole disk
+    assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
 
 
 def test_columns_without_a_name_are_left_out_and_python_may_pass_lists_of_names(tmp_path, ten):
@@ -90,12 +86,14 @@ def test_columns_without_a_name_are_left_out_and_python_may_pass_lists_of_names(
     assert names_of(load_long_tailed(tmp_path / "own.csv", label_column=["finch", "owl"])) == ["finch", "owl"]
     file = write_table(tmp_path / "more.csv", {"path": ten, "label": ["a", "b", "c", "d", "d"] * 2})
     assert names_of(load_long_tailed(file, exclude_labels=["a", "b"])) == ["c", "d"]
+    file = write_table(tmp_path / "own.tsv", {"path": ten, "label": ["tench, Tinca tinca", "b", "c", "b", "c"] * 2})
+    assert names_of(load_long_tailed(file, exclude_labels="tench, Tinca tinca")) == ["b", "c"]
 
 
 def test_a_parquet_table_of_paths_may_have_columns_of_any_kind(tmp_path, ten):
     columns = {"path": ten, "label": ["owl", "finch"] * 5, "box": [{"x": 1, "y": 2}] * 10}
     assert names_of(load_long_tailed(write_table(tmp_path / "own.parquet", columns))) == ["finch", "owl"]
-    with pytest.raises(LiVTError, match='column "box" holds struct<.*>, not text or numbers'):
+    with refusal(None, '"box" holds struct<'):
         load_long_tailed(str(tmp_path / "own.parquet"), label_column="box")
 
 
@@ -104,23 +102,17 @@ def test_spreadsheet_exports_are_read_whatever_their_separators(tmp_path, ten):
     (tmp_path / "own.csv").write_text("\r\n".join(lines), encoding="utf-8-sig")
     assert names_of(load_long_tailed(str(tmp_path / "own.csv"))) == ["a", "b"]
     (tmp_path / "latin.csv").write_bytes("file,label\nimg/0.png,é\n".encode("latin-1"))
-    with pytest.raises(LiVTError, match="latin.csv cannot be read as a table in UTF-8"):
+    with pytest.raises(LiVTError, match="latin.csv.*UTF-8"):
         load_long_tailed(str(tmp_path / "latin.csv"))
-    (tmp_path / "ragged.csv").write_text("file,label\nimg/0.png,a,b\n")
 
 
 def test_a_path_may_leave_out_the_suffix_and_begin_with_the_source(tmp_path, ten):
     paths = ["img/0", "./img/1", str(tmp_path / "img/2.png"), *ten[3:]]
-    data = load_long_tailed(write_table(tmp_path / "own.csv", {"image_id": paths, "label": ["a", "b"] * 5}))
-    assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
-
-
-def test_a_path_without_a_suffix_means_an_image_and_only_one(tmp_path, ten):
-    file = write_table(tmp_path / "own.csv", {"image_id": [f"img/{i}" for i in range(10)], "label": ["a", "b"] * 5})
+    file = write_table(tmp_path / "own.csv", {"image_id": paths, "label": ["a", "b"] * 5})
     (tmp_path / "img/0.xml").write_text("<boxes/>")
-    assert "0.png" in paths_of(load_long_tailed(file, test_fraction=None)["train"])
+    assert sorted(paths_of(load_long_tailed(file, test_fraction=None)["train"])) == [f"{i}.png" for i in range(10)]
     (tmp_path / "img/0.jpg").write_bytes((tmp_path / "img/0.png").read_bytes())
-    with pytest.raises(LiVTError, match="img/0 may be 0.jpg or 0.png in .*: write its suffix"):
+    with pytest.raises(LiVTError, match="img/0 may be 0.jpg or 0.png"):
         load_long_tailed(file)
 
 
@@ -139,32 +131,20 @@ def test_labels_of_text_files_stay_as_they_are_written(tmp_path, ten):
     assert names_of(load_long_tailed(apart)) == ["M\u00f6we", "b"]
 
 
-def test_a_label_with_a_comma_can_be_excluded(tmp_path, ten):
-    file = write_table(tmp_path / "own.tsv", {"path": ten, "label": ["tench, Tinca tinca", "b", "c", "b", "c"] * 2})
-    assert names_of(load_long_tailed(file, exclude_labels="tench, Tinca tinca")) == ["b", "c"]
-
-
-def test_absolute_paths_stay_within_a_source_that_is_the_whole_disk(tmp_path, ten):
-    file = write_table(tmp_path / "own.csv", {"path": [str(tmp_path / path) for path in ten], "label": ["a", "b"] * 5})
-    data = load_long_tailed(file, source="/")
-    assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
-
-
 def test_numbers_are_class_names_in_the_order_of_their_values(tmp_path, ten):
     file = write_table(tmp_path / "own.csv", {"path": ten, "label": [10, 9] * 5})
     assert names_of(load_long_tailed(file)) == ["9", "10"]
     file = write_table(tmp_path / "own.csv", {"path": ten, "label": ["007", "1"] * 5})
     assert names_of(load_long_tailed(file)) == ["1", "007"]
-    file = write_table(tmp_path / "own.parquet", {"path": ten, "label": [1.0, 2.0, None] * 3 + [1.0]})
-    assert names_of(load_long_tailed(file)) == ["1", "2"]
+    for labels, names in (
+        ([1.0, 2.0, None] * 3 + [1.0], ["1", "2"]),
+        ([float("inf"), 1e300] * 5, ["1e+300", "inf"]),
+    ):
+        file = write_table(tmp_path / "own.parquet", {"path": ten, "label": labels})
+        assert names_of(load_long_tailed(file)) == names
     for kind in (np.float16, np.float32):
         pq.write_table(pa.table({"path": ten, "label": pa.array(np.array([1.0, 2.5] * 5, kind))}), file)
         assert names_of(load_long_tailed(file)) == ["1", "2.5"]
-
-
-def test_infinite_numbers_are_class_names_too(tmp_path, ten):
-    file = write_table(tmp_path / "own.parquet", {"path": ten, "label": [float("inf"), 1e300] * 5})
-    assert names_of(load_long_tailed(file)) == ["1e+300", "inf"]
 
 
 def test_several_labels_per_image_come_from_a_separator_a_list_or_a_column_per_class(tmp_path, ten):
@@ -198,7 +178,7 @@ def test_an_empty_cell_is_left_out_and_a_row_of_zeros_is_an_image_with_none_of_t
     assert sum(load_long_tailed(write_table(tmp_path / "own.csv", {"path": ten} | columns)).num_rows.values()) == 10
 
 
-@pytest.mark.parametrize("seed", range(6))  # of which 0 and 5 would test the only image of its class
+@pytest.mark.parametrize("seed", [0, 1, 5])  # of which 0 and 5 would test the only image of its class
 def test_where_images_have_several_labels_every_class_is_trained_on(tmp_path, seed):
     names = [f"{i}.png" for i in range(21)]
     for name in names:
@@ -227,8 +207,10 @@ def test_a_split_column_divides_the_table(tmp_path, ten):
 
 def test_rows_that_cannot_be_used_are_counted_with_the_reason(tmp_path, ten, caplog):
     labels = ["a", "b", "a", "b", "a", "b", "", "  ", "todo", "Unknown"]
-    file = write_table(tmp_path / "own.csv", {"path": [*ten, "img/0", "gone.png", ""], "label": [*labels, *"aba"]})
+    columns = {"path": [*ten, "img/0", "gone.png", ""], "label": [*labels, *"aba"], "Patient_ID": range(13)}
+    file = write_table(tmp_path / "own.csv", columns)
     data = load_long_tailed(file, exclude_labels="todo, Unknown", test_fraction=0.4)
+    assert '"Patient_ID": group_column' in caplog.text  # a column that may be a group is pointed out
     assert names_of(data) == ["a", "b"] and len(data["train"]) + len(data["test"]) == 6
     assert "left out 7 images:" in caplog.text
     for line in (
@@ -239,14 +221,6 @@ def test_rows_that_cannot_be_used_are_counted_with_the_reason(tmp_path, ten, cap
         "2  the label is excluded: Unknown, todo",
     ):
         assert line in caplog.text
-
-
-@pytest.mark.parametrize("label", ["b", "a|b"])
-def test_one_image_with_two_labels_in_two_rows_is_refused(tmp_path, ten, label):
-    file = write_table(tmp_path / "own.csv", {"path": [*ten, "img/0"], "label": ["a", "b"] * 5 + [label]})
-    other = label.replace("|", ", ")
-    with pytest.raises(LiVTError, match=f'img/0.png is named twice, with the label "a" and with "{other}"'):
-        load_long_tailed(file, label_separator="|")
 
 
 def test_labels_that_differ_only_by_case_or_spaces_are_named_and_stay_apart(tmp_path, ten, caplog):
@@ -299,7 +273,7 @@ def random_table(tmp_path: Path, seed: int) -> tuple[str, dict[str, str]]:
     return write_table(tmp_path / "own.csv", columns), dict(zip(names, group, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_group_is_on_both_sides_of_a_split_and_every_class_is_trained_on(tmp_path, seed):
     file, group_of = random_table(tmp_path, seed)
     options = {"label_separator": "|"} if seed % 2 else {}
@@ -342,12 +316,6 @@ def test_groups_that_given_splits_divide_are_warned_of(tmp_path, ten, caplog):
     columns = {"path": ten, "label": ["a", "b"] * 5, "site": sites, "split": ["train"] * 6 + ["test"] * 4}
     load_long_tailed(write_table(tmp_path / "own.csv", columns), group_column="site")
     assert "1 groups are both in train and in test, such as 2" in caplog.text
-
-
-def test_a_column_that_may_be_a_group_is_pointed_out(tmp_path, ten, caplog):
-    columns = {"path": ten, "label": ["a", "b"] * 5, "Patient_ID": range(10)}
-    load_long_tailed(write_table(tmp_path / "own.csv", columns))
-    assert '"Patient_ID": group_column' in caplog.text
 
 
 def test_datasets_that_are_no_tables_have_groups_too(tmp_path, ten):
@@ -394,21 +362,26 @@ def test_only_images_of_equal_length_are_read_to_find_copies(tmp_path, monkeypat
 def test_a_class_of_broken_images_only_can_be_dropped(tmp_path, ten):
     (tmp_path / "img/9.png").write_bytes(b"broken")
     file = write_table(tmp_path / "own.csv", {"path": ten, "label": [*"aaabbbbbb", "c"], "site": range(10)})
-    with pytest.raises(LiVTError, match="no training image.*such as c"):
+    with refusal("drop_empty", "such as c"):
         load_long_tailed(file, on_broken="skip")
     data = load_long_tailed(file, on_broken="skip", drop_empty=True, group_column="site")
     assert names_of(data) == ["a", "b"] and is_made_split(data, "test") and "group" in data["test"].features
 
 
-def test_an_image_that_is_in_two_splits_or_groups_is_refused_however_its_path_is_written(tmp_path, ten):
+def test_an_image_of_two_splits_groups_or_labels_is_refused_however_its_path_is_written(tmp_path, ten):
     def load(column: str, values: list[str], **options):
         columns = {"image": [*ten, "img//./9"], "label": ["a", "b"] * 5 + ["b"], column: values}
         return load_long_tailed(write_table(tmp_path / "own.csv", columns), **options)
 
-    with pytest.raises(LiVTError, match='9.png is named twice, with the split "train" and with "test": keep one row'):
-        load("split", ["train"] * 10 + ["test"])
-    with pytest.raises(LiVTError, match='9.png is named twice, with the group "9" and with "10": keep one row'):
-        load("patient", [*map(str, range(11))], group_column="patient")
+    for column, values, options, named in (
+        ("split", ["train"] * 10 + ["test"], {}, '"train" and with "test"'),
+        ("patient", [*map(str, range(11))], {"group_column": "patient"}, '"9" and with "10"'),
+        ("label", ["a", "b"] * 5 + ["c"], {}, '"b" and with "c"'),
+        ("label", ["a", "b"] * 5 + ["a|b"], {"label_separator": "|"}, '"b" and with "a, b"'),
+    ):
+        with pytest.raises(LiVTError) as error:
+            load(column, values, **options)
+        assert "9.png" in str(error.value) and named in str(error.value)
     data = load("patient", [*map(str, range(10)), "9"], group_column="patient")
     assert sorted(paths_of(data["train"]) + paths_of(data["test"])) == [f"{i}.png" for i in range(10)]
 
@@ -429,6 +402,6 @@ def test_rare_classes_are_counted_over_all_images_that_folds_divide(tmp_path):
     names = [f"{i}.png" for i in range(16)]
     write_images(tmp_path, names)
     file = write_table(tmp_path / "own.csv", {"image": names, "label": labels, "split": splits})
-    with pytest.raises(LiVTError, match='the split "validation" has no image'):
+    with pytest.raises(LiVTError, match='"validation"'):
         load_long_tailed(file, min_images=5)
     assert names_of(load_long_tailed(file, min_images=5, fold="1/4")) == ["a", "b"]
