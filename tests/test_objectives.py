@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 
-from livt_hf.errors import LiVTError
 from livt_hf.long_tail.objectives import (
     OBJECTIVES,
     choose_exponents,
@@ -50,6 +50,8 @@ def test_scores_by_hand():
 
 
 def test_the_trade_off_curve_by_hand():
+    with refusal("objective", "auroc"):
+        choose_exponents(*two_kinds(1), PRIOR, ["auroc"])
     for row in choose_exponents(*two_kinds(1), PRIOR)["balanced"].curve:
         right = row["exponent"] < 0.7075
         assert row["accuracy"] == pytest.approx(1 if right else 0.8)
@@ -113,9 +115,3 @@ def test_images_of_other_class_frequencies_choose_as_natural_ones():
         assert even[name].exponent == natural[name].exponent and even[name].expected == natural[name].expected
         for one, other in zip(even[name].curve, natural[name].curve, strict=True):
             assert one == pytest.approx(other)
-
-
-def test_an_unknown_objective_is_rejected():
-    with pytest.raises(LiVTError) as error:
-        choose_exponents(*two_kinds(1), PRIOR, ["auroc"])
-    assert error.value.argument == "objective" and "auroc" in str(error.value)

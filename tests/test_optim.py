@@ -33,24 +33,22 @@ def expected_exponent(name: str) -> int:
     return 0
 
 
-def test_layer_decay_of_three_quarters_on_twelve_layers_for_every_parameter(twelve_layers):
-    groups = by_parameter(twelve_layers, layer_decay_groups(twelve_layers, 0.05, 0.75))
-    assert set(groups) == {name for name, _ in twelve_layers.named_parameters()}
+def test_rates_and_weight_decays_of_twelve_layers_for_every_parameter(twelve_layers, tiny):
+    found = layer_decay_groups(twelve_layers, 0.05, 0.75)
+    groups, parameters = by_parameter(twelve_layers, found), dict(twelve_layers.named_parameters())
+    assert set(groups) == set(parameters) and len(found) == 28
     for name, group in groups.items():
+        free = parameters[name].ndim == 1 or name.endswith(("cls_token", "position_embeddings"))
+        assert group["weight_decay"] == (0.0 if free else 0.05), name
         assert group["lr_scale"] == pytest.approx(0.75 ** expected_exponent(name)), name
     assert groups["vit.layers.0.mlp.fc1.weight"]["lr_scale"] == pytest.approx(0.03167635)
     assert groups["vit.embeddings.cls_token"]["lr_scale"] == pytest.approx(0.02375726)
-
-
-def test_vectors_tokens_and_positions_have_no_weight_decay(twelve_layers):
+    twelve_layers.vit.embeddings.requires_grad_(False)  # frozen parameters are in no group
     groups = by_parameter(twelve_layers, layer_decay_groups(twelve_layers, 0.05, 0.75))
-    for name, parameter in twelve_layers.named_parameters():
-        free = parameter.ndim == 1 or name in ("vit.embeddings.cls_token", "vit.embeddings.position_embeddings")
-        assert groups[name]["weight_decay"] == (0.0 if free else 0.05), name
-
-
-def test_twelve_layers_make_28_groups(twelve_layers):
-    assert len(layer_decay_groups(twelve_layers, 0.05, 0.75)) == 28
+    assert set(groups) == {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert groups["classifier.weight"]["lr_scale"] == 1
+    pooled = LiViTForImageClassification(LiViTConfig(**tiny, num_labels=3, pooling="cls"))
+    assert by_parameter(pooled, layer_decay_groups(pooled, 0.05, 0.75))["vit.layernorm.weight"]["lr_scale"] == 1
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.75])
@@ -64,19 +62,6 @@ def test_muon_moves_the_matrices_of_the_blocks_and_nadamw_vectors_tables_and_wha
         matrices = {name for name, p in model.named_parameters() if p.ndim > 1 and "position" not in name}
         matrices -= {"vit.embeddings.cls_token", "classifier.weight"}
         assert {name for name, group in groups.items() if not group["use_fallback"]} == matrices
-
-
-def test_frozen_parameters_are_in_no_group(twelve_layers):
-    twelve_layers.vit.embeddings.requires_grad_(False)
-    groups = by_parameter(twelve_layers, layer_decay_groups(twelve_layers, 0.05, 0.75))
-    assert set(groups) == {name for name, parameter in twelve_layers.named_parameters() if parameter.requires_grad}
-    assert groups["classifier.weight"]["lr_scale"] == 1
-
-
-def test_cls_pooling_puts_the_final_norm_with_the_head(tiny):
-    model = LiViTForImageClassification(LiViTConfig(**tiny, num_labels=3, pooling="cls"))
-    groups = by_parameter(model, layer_decay_groups(model, 0.05, 0.75))
-    assert groups["vit.layernorm.weight"]["lr_scale"] == 1
 
 
 def test_pretraining_decays_weights_but_neither_vectors_nor_frozen_tables(tiny):
@@ -102,13 +87,7 @@ def test_the_schedule_at_chosen_updates():
     assert [rate(step) for step in (0, 1, 5, 10)] == pytest.approx([0.0, 0.2, 1.0, 2.0])
     assert rate(35) == pytest.approx(0.5 + 1.5 * (1 + math.cos(math.pi / 4)) / 2)
     assert [rate(step) for step in (60, 110, 500)] == pytest.approx([1.25, 0.5, 0.5])
-
-
-def test_a_schedule_without_warmup_starts_at_the_peak():
     assert warmup_cosine(0, warmup=0, total=10, peak=2.0, floor=0.0) == 2.0
-
-
-def test_a_schedule_that_is_all_warmup_ends_at_the_peak():
     assert warmup_cosine(10, warmup=10, total=10, peak=2.0, floor=0.0) == 2.0
 
 

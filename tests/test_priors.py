@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
+from refusals import refusal
 
 from livt_hf import LiViTConfig
-from livt_hf.errors import LiVTError
 from livt_hf.long_tail.calibration import Calibration
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.long_tail.label_shift import PriorEstimate, estimate_prior
 from livt_hf.long_tail.losses import LOSSES
-from livt_hf.long_tail.priors import as_prior, class_prior, log_odds, read_numbers, read_prior, shift_prior
+from livt_hf.long_tail.priors import as_prior, class_prior, log_odds, read_numbers, read_prior
 
 CLASSES = 10
 COUNTS = [round(5000 * 100 ** (-i / (CLASSES - 1))) for i in range(CLASSES)]  # imbalance factor 100
@@ -80,29 +80,6 @@ def test_classes_that_are_all_less_likely_than_label_smoothing_made_them_keep_th
     torch.testing.assert_close(served, fitted / fitted.sum())
 
 
-def test_argmax_z_is_the_difference_of_log_odds_and_short_of_bayes():
-    log_density, labels = gaussian_classes(UNIFORM)
-    z = perfect_logits(log_density, head())
-    p = (log_density + PI.log()).softmax(-1)
-    closed_form = torch.logit(p) - torch.logit(PI)
-    assert torch.equal(z.argmax(-1), closed_form.argmax(-1))
-    assert accuracy(z, labels) < accuracy(log_density, labels) - 0.005
-
-
-def test_argmax_z_of_a_softmax_head_is_bayes_under_the_uniform_prior():
-    log_density, labels = gaussian_classes(UNIFORM)
-    z = perfect_logits(log_density, head("bal_ce"))
-    assert torch.equal(z.argmax(-1), log_density.argmax(-1))
-
-
-def test_the_wrong_sign_falls_far_below_bayes():
-    log_density, labels = gaussian_classes(UNIFORM)
-    log_posterior = head().training_posterior(perfect_logits(log_density, head()))
-    right = accuracy(shift_prior(log_posterior, PI, UNIFORM), labels)
-    wrong = accuracy(shift_prior(log_posterior, UNIFORM, PI), labels)
-    assert wrong < right - 0.1
-
-
 def test_without_a_prior_the_config_s_test_prior_is_served():
     log_density, _ = gaussian_classes(UNIFORM, 50)
     reversed_prior = PI.flip(0).tolist()
@@ -116,22 +93,16 @@ def test_without_a_prior_the_config_s_test_prior_is_served():
 def test_losses_without_posteriors_say_why_they_refuse(loss):
     rule, logits = head(loss), torch.zeros(2, CLASSES)
     if loss in ("focal", "ldam", "ib", "lade", "cb_ce", "cb_bce", "nt_bce", "bal_nt_bce"):
-        with pytest.raises(ValueError, match=f"no probabilities .*loss '{loss}': its .*rank by the logits"):
+        with refusal(None, f"'{loss}'"):
             rule.posterior(logits)
     else:
         torch.testing.assert_close(rule.posterior(logits).sum(-1), torch.ones(2))
 
 
-def test_nt_bce_with_lambda_one_has_posteriors():
+def test_options_give_a_posterior_or_take_it_away_and_there_is_none_without_counts():
     assert head("nt_bce", nt_lambda=1).posterior(torch.zeros(2, CLASSES)).shape == (2, CLASSES)
-
-
-def test_deferred_reweighting_takes_the_posterior_away():
     assert "class weights" in head("ce", drw_start=0.8).no_posterior and head("ce").no_posterior is None
-
-
-def test_probabilities_without_counts_ask_for_them():
-    with pytest.raises(ValueError, match="does not know its training prior, so pass class_counts"):
+    with refusal(None, "class_counts"):
         LongTailHead(LiViTConfig(loss="ce", num_labels=3)).posterior(torch.zeros(2, 3))
 
 
@@ -172,7 +143,7 @@ def test_a_class_that_looks_absent_keeps_the_share_of_one_image_added_per_class(
 
 
 @pytest.mark.parametrize("truth", ["uniform", "training"])
-@pytest.mark.parametrize("number", [10, 30, 100, 1000])
+@pytest.mark.parametrize("number", [10, 100, 1000])
 def test_chance_is_not_offered_as_a_prior(number, truth):
     """Without the noise of few images in it, 10 images of a uniform prior got an offer in 92 % of the cases."""
     log_density, _ = gaussian_classes(SERVING[truth], 20 * number, spread=0.8)
@@ -222,33 +193,35 @@ def test_an_uncertain_scale_makes_an_uncertain_estimate():
     assert variations[1] > 1.1 * variations[0]
 
 
-def test_numbers_by_name_are_put_into_the_order_of_the_classes(tmp_path):
-    (tmp_path / "counts.json").write_text('{"cat": 1, "newt": 3}')
-    assert read_numbers(str(tmp_path / "counts.json"), ["newt", "cat"], "counts") == [3, 1]
-    assert read_prior(str(tmp_path / "counts.json"), ["newt", "cat"]) == [0.75, 0.25]
+def test_a_file_of_numbers_has_them_by_name_or_in_the_order_of_the_classes(tmp_path):
+    for name, content in (("named.yaml", "cat: 1\nnewt: 3\n"), ("ordered.json", "[3, 1]")):
+        (tmp_path / name).write_text(content)
+        assert read_numbers(str(tmp_path / name), ["newt", "cat"], "counts") == [3, 1]
+        assert read_prior(str(tmp_path / name), ["newt", "cat"]) == [0.75, 0.25]
+    (tmp_path / "shares.json").write_text("[0.5, 0.7]")  # of images that have each of several labels
+    assert read_prior(str(tmp_path / "shares.json"), ["newt", "cat"], multi_label=True) == [0.5, 0.7]
+    with refusal(None, "1 to 3"):
+        read_prior(str(tmp_path / "ordered.json"), ["newt", "cat"], multi_label=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "value"),
+    ("name", "content", "values"),
     [
-        ("a.json", '{"cat": 1, "cat": 2, "newt": 3}', "'cat' stands there twice"),
-        ("a.yaml", "cat: 1\nnewt: 3\ncat: 1\n", "'cat' stands there twice"),
-        ("a.json", '{"cat": NaN, "newt": 3}', "holds nan"),
-        ("a.json", f"[1, 1{'0' * 400}]", "holds 1000"),
-        ("a.json", '{"cat": -1, "newt": 3}', "none negative"),
-        ("a.json", "[0, 0]", "not all zero"),
-        ("a.json", "[true, 1]", "must hold 2 numbers"),
+        ("a.json", '{"cat": 1, "cat": 2, "newt": 3}', ["'cat'", "twice"]),
+        ("a.yaml", "cat: 1\nnewt: 3\ncat: 1\n", ["'cat'", "twice"]),
+        ("a.json", '{"cat": NaN, "newt": 3}', ["nan"]),
+        ("a.json", f"[1, 1{'0' * 400}]", ["1000"]),
+        ("a.json", '{"cat": -1, "newt": 3}', ["negative"]),
+        ("a.json", "[0, 0]", ["zero"]),
+        ("a.json", "[true, 1]", ["2 numbers"]),
+        ("a.json", "[6, 3, 1]", ["2 numbers"]),
+        ("a.yaml", "newt: 1\ncow: 3\n", ["['cat']", "['cow']"]),
     ],
 )
-def test_a_file_that_holds_no_prior_is_refused(tmp_path, name, content, value):
+def test_a_file_that_holds_no_prior_is_refused(tmp_path, name, content, values):
     (tmp_path / name).write_text(content)
-    with pytest.raises(LiVTError, match=f"{name}.*{value}"):
+    with refusal(None, name, *values):
         read_prior(str(tmp_path / name), ["cat", "newt"])
-
-
-def test_a_prior_by_names_is_refused_where_no_names_are_known():
-    with pytest.raises(LiVTError, match="2 numbers as a list"):
-        as_prior({"cat": 0.5, "newt": 0.5}, 2)
 
 
 def test_bounds_hold_the_estimate_and_most_of_the_truth():
@@ -271,8 +244,9 @@ def test_a_row_of_zeros_says_nothing():
     posterior = (log_density + PI.log()).softmax(-1)
     with_zeros = torch.cat([posterior, torch.zeros(5, CLASSES, dtype=posterior.dtype)])
     torch.testing.assert_close(estimate_prior(with_zeros, PI).prior, estimate_prior(posterior, PI).prior)
-    with pytest.raises(ValueError, match="zero"):
-        estimate_prior(torch.zeros(3, CLASSES), PI)
+    for wrong, value in ((posterior[:3] * 0, "zero"), (posterior[:2] * math.nan, "NaN"), (posterior[:0], (0, 10))):
+        with refusal(None, value):
+            estimate_prior(wrong, PI)
 
 
 def test_blocks_of_images_do_not_change_the_estimate(monkeypatch):
@@ -281,13 +255,6 @@ def test_blocks_of_images_do_not_change_the_estimate(monkeypatch):
     whole = estimate_prior(posterior, PI)
     monkeypatch.setattr("livt_hf.long_tail.label_shift._BLOCK", 1_000 * CLASSES)
     torch.testing.assert_close(estimate_prior(posterior, PI).prior, whole.prior)
-
-
-def test_em_refuses_nan_and_empty_posteriors():
-    with pytest.raises(ValueError, match="NaN"):
-        estimate_prior(torch.full((2, CLASSES), float("nan")), PI)
-    with pytest.raises(ValueError, match=r"\(images, classes\), got shape \(0, 10\)"):
-        estimate_prior(torch.zeros(0, CLASSES), PI)
 
 
 # Several labels per image
@@ -309,12 +276,9 @@ def test_multi_label_serving_multiplies_odds_by_the_ratio_of_prior_odds():
     torch.testing.assert_close(served, torch.tensor([[o / (1 + o) for o in odds]]))
 
 
-def test_multi_label_probabilities_are_not_normalised_over_labels():
+def test_multi_label_probabilities_are_not_normalised_over_labels_and_have_no_uniform_prior():
     assert multi_label().posterior(torch.full((1, 3), 9.0)).sum() > 2
-
-
-def test_multi_label_uniform_serving_is_refused():
-    with pytest.raises(ValueError, match="'uniform' has no meaning where an image may have several labels"):
+    with refusal(None, "'uniform'"):
         multi_label().posterior(torch.zeros(1, 3), "uniform")
 
 
@@ -327,15 +291,16 @@ def test_class_prior_and_log_odds_agree():
 
 
 @pytest.mark.parametrize(
-    ("prior", "complaint"),
+    ("prior", "value"),
     [
-        ("balanced", "prior='balanced' is not known"),
-        ([0.5, 0.5], r"shape \(2,\); it needs one number for each of 3 classes"),
-        ([0.5, 0.6, -0.1], "spans -0.1 to 0.6"),
-        ([0.5, float("nan"), 0.5], "spans"),
-        ([0.5, 0.4, 0.3], "sums to 1.2; divide it by its sum"),
+        ("balanced", "'balanced'"),
+        ([0.5, 0.5], "(2,)"),
+        ([0.5, 0.6, -0.1], "-0.1 to 0.6"),
+        ([0.5, float("nan"), 0.5], "nan"),
+        ([0.5, 0.4, 0.3], "1.2"),
+        ({"cat": 0.5, "newt": 0.3, "dog": 0.2}, "3 numbers as a list"),
     ],
 )
-def test_a_prior_that_is_none_is_refused(prior, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_a_prior_that_is_none_is_refused(prior, value):
+    with refusal(None, value):
         as_prior(prior, 3)

@@ -17,10 +17,7 @@ def test_an_image_gets_the_same_numbers_in_any_batch():
     together = keyed_uniform(0, 3, [5, 9, 1000], 7)
     assert np.array_equal(together[1], keyed_uniform(0, 3, [9], 7)[0])
     assert np.array_equal(together[::-1], keyed_uniform(0, 3, [1000, 9, 5], 7))
-
-
-def test_more_numbers_begin_with_the_same_ones():
-    assert np.array_equal(keyed_uniform(0, 0, [4], 20)[:, :5], keyed_uniform(0, 0, [4], 5))
+    assert np.array_equal(together[1:2, :5], keyed_uniform(0, 3, [9], 5))  # more numbers begin with the same ones
 
 
 def test_seed_epoch_and_image_each_change_the_numbers():
@@ -48,19 +45,11 @@ def test_keyed_rng_seeds_by_the_key_and_leaves_no_trace():
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     undisturbed = draw()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    with keyed_rng(0, 5):
+    with pytest.raises(KeyError), keyed_rng(0, 5):
         first = draw()
+        raise KeyError
     assert draw() == undisturbed
     with keyed_rng(0, 5):
         assert draw() == first
     with keyed_rng(0, 6):
         assert draw() != first
-
-
-def test_keyed_rng_restores_after_an_error():
-    torch.manual_seed(1)
-    undisturbed = torch.rand(1).item()
-    torch.manual_seed(1)
-    with pytest.raises(KeyError), keyed_rng(0):
-        raise KeyError
-    assert torch.rand(1).item() == undisturbed
