@@ -152,6 +152,16 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert not different
 
 
+class Trap:
+    """A pickle that leaves a file behind when it is opened."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
 # Ways for a process to go wrong, applied before a recipe starts.
 
 

@@ -67,7 +67,7 @@ def train(model, labels, folder, batch_size: int, accumulation: int, **columns) 
         use_cpu=True,
         disable_tqdm=True,
     )
-    columns |= {"pixel_values": PIXELS, "labels": labels}
+    columns |= {"pixel_values": PIXELS} | ({} if labels is None else {"labels": labels})
     data = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     trainer = InOrder(model, arguments, train_dataset=data)
     trainer.create_optimizer()
@@ -104,13 +104,14 @@ def test_trainer_has_the_losses_gradients_and_weights_of_a_plain_loop(build, tmp
     assert not torch.equal(trained.classifier.weight, build().classifier.weight)
 
 
-def test_trainer_accumulates_the_gradients_of_a_pretraining_on_images_with_labels(tiny, tmp_path):
+@pytest.mark.parametrize("labels", [HARD, None])
+def test_trainer_accumulates_the_gradients_of_a_pretraining_on_images_with_labels_or_without(tiny, tmp_path, labels):
     sizes = dict(decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_intermediate_size=64)
     model, found = LiViTForPreTraining(pretraining_config("micro", **tiny, **sizes)), []
     start, noise = copy.deepcopy(model.state_dict()), torch.rand(IMAGES, model.num_patches)
     for batch_size, accumulation in ((8, 1), (2, 4)):
         model.load_state_dict(start)
-        found.append(train(model, HARD, tmp_path, batch_size, accumulation, noise=noise)[0])
+        found.append(train(model, labels, tmp_path, batch_size, accumulation, noise=noise)[0])
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
