@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Image, List
 from PIL import Image as PILImage
-from recipe_runs import TINY, RecipeRun
+from recipe_runs import TINY
 
 from livt_hf import LiViTConfig, LiViTForImageClassification
 from livt_hf.classifiers import load_classifier
 from livt_hf.hub import Publication, prepare_publication
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.metrics import MultiLabelMetrics, best_thresholds
+from livt_hf.precision import FLOAT32
 from livt_hf.predictions import Predictions
 from livt_hf.predictions.calibrate import calibrate
 from livt_hf.predictions.rules import PER_LABEL, UNIFORM
@@ -47,21 +49,30 @@ def options(tmp_path_factory) -> list[str]:
     return [str(word) for word in (*words, "--mixup", 0, "--cutmix", 0)]
 
 
-def test_fine_tuning_on_several_labels_an_image_reports_mean_average_precision(options, tmp_path):
-    run = RecipeRun("finetune", tmp_path / "run", *options).finish()
-    metrics, config = run.results.metrics, LiViTForImageClassification.from_pretrained(run.folder).config
-    assert 0 < metrics["map"] <= 1 and UNIFORM not in run.results.rules
-    assert config.problem_type == "multi_label_classification" and config.long_tail.num_images == 76  # 96 less a fifth
+@pytest.fixture(scope="module")
+def folder(options, tmp_path_factory) -> Path:
+    """Return the folder of a run whose thresholds are chosen on validation images."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "1")
+        finetune.main([*options, "--validation_fraction", "0.3", "--output_dir", str(folder)])
+    return folder
+
+
+def test_fine_tuning_on_several_labels_an_image_reports_mean_average_precision(folder):
+    results, config = Run(folder).results, LiViTForImageClassification.from_pretrained(folder).config
+    assert 0 < results.metrics["map"] <= 1 and UNIFORM not in results.rules
+    assert config.problem_type == "multi_label_classification"
+    assert config.long_tail.num_images == results.num_train_images == pytest.approx(0.7 * 0.8 * 96, abs=2)
     assert config.long_tail.test_prior is None  # a uniform one has no meaning here
+    assert results.precision == Predictions.load(folder / "predictions").info.precision == FLOAT32
     assert max(config.long_tail.class_counts) < sum(config.long_tail.class_counts)
 
 
 def test_thresholds_are_chosen_on_validation_kept_with_the_model_and_used_everywhere(
-    options, tmp_path, monkeypatch, capsys
+    folder, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    folder = tmp_path / "run"
-    finetune.main([*options, "--validation_fraction", "0.3", "--output_dir", str(folder)])
     model, record = load_classifier(str(folder)), Predictions.load(folder / "predictions")
     thresholds = record.info.thresholds()
     assert thresholds.tolist() == model.config.long_tail.calibration["thresholds"] != [0.5] * 3
@@ -89,15 +100,13 @@ def test_thresholds_are_chosen_on_validation_kept_with_the_model_and_used_everyw
 
 
 def test_a_model_of_several_labels_is_published_with_its_report_and_without_the_biases_of_single_ones(
-    options, tmp_path, monkeypatch
+    folder, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     drawn = []
     monkeypatch.setattr(
         "livt_hf.hub.publishing.class_distribution", lambda *said, biases: drawn.append((said, biases))
     )
-    folder = tmp_path / "run"
-    finetune.main([*options, "--epochs", "1", "--output_dir", str(folder)])
     evaluate(["--model", str(folder), "--threads", "1"])
     published = prepare_publication(folder, tmp_path / "out", Publication("org/colours", license="mit"))
     assert (published / "report" / "evaluation.json").exists()

@@ -3,14 +3,13 @@
 import dataclasses
 import doctest
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from refusals import refusal
 
 from livt_hf.errors import LiVTError
 from livt_hf.long_tail.config import LongTailConfig
@@ -90,9 +89,8 @@ def test_saving_again_completes_a_record_and_spares_its_finished_parts(tmp_path)
     predictions.save(tmp_path / "record", rows_per_part=20)
     assert [part.stat().st_mtime_ns for part in (parts[0], parts[2])] == before
     assert Predictions.load(tmp_path / "record").table.equals(predictions.table)
-    with pytest.raises(LiVTError, match="another record") as error:
+    with refusal("path", "another record"):
         made(seed=1).save(tmp_path / "record", rows_per_part=20)
-    assert error.value.argument == "path"
     parts[2].unlink()
     with pytest.raises(LiVTError, match="40 of 50"):
         Predictions.load(tmp_path / "record")
@@ -219,9 +217,8 @@ def test_thresholds_chosen_under_the_own_prior_do_not_hold_under_another_one():
     ],
 )
 def test_from_arrays_rejects(changes, argument, value):
-    with pytest.raises(LiVTError) as error:
+    with refusal(argument, value):
         Predictions.from_arrays(**(dict(logits=[[0.0, 1.0]], class_names=["a", "b"]) | changes))
-    assert error.value.argument == argument and value in str(error.value)
 
 
 @pytest.mark.parametrize(("logits", "warnings"), [([[0.25, 0.75]], 1), ([[-1.0, 2.0]], 0)])
@@ -233,19 +230,11 @@ def test_logits_that_look_like_probabilities_are_warned_of(caplog, logits, warni
 
 
 def test_a_column_is_not_added_twice_and_other_classes_are_not_joined():
-    with pytest.raises(LiVTError, match="path") as error:
+    with refusal("path", "path"):
         made().with_column("path", ["x"] * 50)
-    assert error.value.argument == "path"
     for parts in ([], [made(), made(class_names=list("wxyz"))]):
-        with pytest.raises(LiVTError) as error:
+        with refusal("parts"):
             Predictions.concatenate(parts)
-        assert error.value.argument == "parts"
-
-
-def test_no_prior_without_class_counts():
-    with pytest.raises(LiVTError, match="class_counts") as error:
-        made(class_counts=None).posterior("uniform")
-    assert error.value.argument == "prior"
 
 
 def damaged_info(change):
@@ -286,16 +275,5 @@ def test_a_damaged_or_foreign_file_is_one_sentence(tmp_path, damage):
 def test_labels_that_are_no_classes_are_damage(tmp_path):
     wrong = dataclasses.replace(made(5), table=pa.table({"label": [9] * 5, "logits": made(5).table["logits"]}))
     wrong.save(tmp_path / "record")
-    with pytest.raises(LiVTError) as error:
+    with refusal("path"):
         Predictions.load(tmp_path / "record")
-    assert error.value.argument == "path"
-
-
-def test_predicting_imports_neither_training_nor_reports_nor_publishing():
-    code = "import sys, livt_hf.recipes.predict; print(*(name for name in sys.modules if name.startswith('livt_hf')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = set(done.stdout.split())
-    allowed = {"livt_hf.training.device", "livt_hf.training.spec", "livt_hf.hub.spec"}  # threads; options of a command
-    parts = ("livt_hf.training.", "livt_hf.reports", "livt_hf.hub.", "livt_hf.demo", "livt_hf.predictions.evaluate")
-    assert not {name for name in modules - allowed if name.startswith(parts)}
-    assert "livt_hf.data.load" not in modules and len(modules) <= 53  # it was 80 before serving had its own modules

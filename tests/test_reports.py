@@ -93,6 +93,8 @@ def test_no_class_label_overlaps_another_with_few_and_with_thousands_of_classes(
     reports.accuracy_by_frequency(table, "x.png")
     reports.confused_classes(pairs[:20], "x.png")
     assert len(figures) == 3
+    reports.confused_classes([], "x.png")  # of a model without an error
+    assert figures.pop().texts[0].get_text() == "no test image is taken for another class"
     for figure in figures:
         for ax in figure.axes:
             assert overlapping(ax.get_xticklabels() if ax.xaxis.get_visible() else []) == []
@@ -120,15 +122,6 @@ def test_the_trade_off_marks_the_chosen_point_on_both_curves(figures):
     chosen = [line.get_xydata() for line in figures[0].axes[0].lines if line.get_marker() == "D"][:2]
     np.testing.assert_allclose(chosen, [[[50, 60]], [[50, 50]]])
     assert [line.get_label() for line in figures[1].axes[0].lines] == ["test images (check)"]
-
-
-def test_the_reliability_diagram_states_the_ece_and_mce_of_the_metrics(figures):
-    metrics, _ = measured(10, images_per_class=50)
-    reports.reliability_diagram(metrics.bins, "x.png", title="ten classes")
-    computed = metrics.compute()
-    words = figures[0].axes[0].get_title(loc="left")
-    assert f"ECE {100 * computed['ece']:.1f} %" in words
-    assert f"MCE {100 * computed['mce']:.1f} %" in words
 
 
 def test_every_picture_is_written_where_it_is_asked_for(tmp_path):
@@ -174,14 +167,10 @@ def test_a_contact_sheet_shows_each_image_pixel_for_pixel_and_its_caption(tmp_pa
         assert (canvas == colour).all(-1).sum() == 128 * 128
     assert [text.get_text().strip() for text in figures[0].axes[0].texts] == ["red", "green", "$blue_1$"]
     assert not figures[0].axes[0].texts[2].get_parse_math()
-
-
-def test_floats_bytes_and_pil_images_are_shown_alike(figures):
-    floats = np.full((4, 4, 3), 0.5)
+    floats = np.full((4, 4, 3), 0.5)  # floats, bytes and pictures are shown alike
     images = [floats, np.full((4, 4, 3), 128, np.uint8), Image.new("RGB", (4, 4), (128,) * 3), floats + 7]
     reports.contact_sheet(images, [""] * 4, "x.png")
-    canvas = figures[0].axes[0].images[0].get_array()
-    assert (canvas == 128).all(-1).sum() == 3 * 128 * 128
+    assert (figures[1].axes[0].images[0].get_array() == 128).all(-1).sum() == 3 * 128 * 128
 
 
 def test_reconstructions_stand_in_columns_under_their_titles(tmp_path, figures):
@@ -203,6 +192,17 @@ def test_the_best_and_the_worst_classes_are_those_of_highest_and_lowest_accuracy
     assert reports.best_and_worst_classes(rows, 1) == ([2], [3])
     assert reports.best_and_worst_classes(rows, 5) == ([2, 4], [3, 0])
     assert reports.best_and_worst_classes(rows[:1], 5) == ([0], [])
+    rows = accuracies((0, 2), (0, 12), (3, 3), (9, 9), (1, 2), (1, 2))  # of equal ones those with more test images
+    assert reports.best_and_worst_classes(rows, 1) == ([3], [1])
+    assert reports.best_and_worst_classes(rows, 2) == ([3, 2], [1, 0])
+    rows = accuracies((0, 1), (1, 1), (0, 12), (2, 4), (0, 1))  # one test image counts where there is no other
+    assert reports.best_and_worst_classes(rows) == ([3], [2])
+    assert reports.best_and_worst_classes(accuracies((0, 1), (1, 1), (0, 1))) == ([1], [0, 2])
+    # No class is among both, and none without a right image is a best one.
+    assert reports.best_and_worst_classes(accuracies(*[(0, 12)] * 6), 5) == ([], [0, 1, 2, 3, 4])
+    assert reports.best_and_worst_classes(accuracies(*[(12, 12)] * 6), 3) == ([0, 1, 2], [])
+    best, worst = reports.best_and_worst_classes(accuracies(*[(6, 12)] * 6), 5)
+    assert not set(best) & set(worst) and len(best + worst) == 6
 
 
 def test_five_of_the_best_classes_are_shown_also_beside_fewer_that_err(figures):
@@ -212,37 +212,17 @@ def test_five_of_the_best_classes_are_shown_also_beside_fewer_that_err(figures):
     assert words == [*(f"best {place}" for place in range(1, 6)), "worst 1", "worst 2"]
 
 
-def test_among_classes_of_equal_accuracy_those_with_the_most_test_images_come_first():
-    rows = accuracies((0, 2), (0, 12), (3, 3), (9, 9), (1, 2), (1, 2))
-    assert reports.best_and_worst_classes(rows, 1) == ([3], [1])
-    assert reports.best_and_worst_classes(rows, 2) == ([3, 2], [1, 0])
-
-
-def test_a_class_with_one_test_image_is_ranked_only_where_there_is_no_other():
-    rows = accuracies((0, 1), (1, 1), (0, 12), (2, 4), (0, 1))
-    assert reports.best_and_worst_classes(rows) == ([3], [2])
-    assert reports.best_and_worst_classes(accuracies((0, 1), (1, 1), (0, 1))) == ([1], [0, 2])
-
-
-def test_no_class_is_among_the_best_and_the_worst_and_none_without_a_right_image_is_a_best_one():
-    assert reports.best_and_worst_classes(accuracies(*[(0, 12)] * 6), 5) == ([], [0, 1, 2, 3, 4])
-    assert reports.best_and_worst_classes(accuracies(*[(12, 12)] * 6), 3) == ([0, 1, 2], [])
-    best, worst = reports.best_and_worst_classes(accuracies(*[(6, 12)] * 6), 5)
-    assert not set(best) & set(worst) and len(best + worst) == 6
-
-
-def test_the_words_of_a_reliability_diagram_hide_none_of_its_bars(figures):
+def test_the_words_of_a_reliability_diagram_have_its_ece_and_mce_and_hide_none_of_its_bars(figures):
+    metrics, _ = measured(10, images_per_class=50)
+    reports.reliability_diagram(metrics.bins, "x.png", title="ten classes")
+    computed, words = metrics.compute(), figures.pop().axes[0].get_title(loc="left")
+    assert f"ECE {100 * computed['ece']:.1f} %" in words and f"MCE {100 * computed['mce']:.1f} %" in words
     bins = [{"low": i / 15, "high": (i + 1) / 15, "images": 7, "accuracy": 1.0, "confidence": 1.0} for i in range(15)]
     reports.reliability_diagram(bins, "x.png", title="bars everywhere")
     figure = figures[0]
     words = [figure.legends[0], *(text for text in figure.findobj(Text) if text.get_text())]
     bars = [bar for ax in figure.axes for bar in ax.patches]
     assert not [1 for word in words for bar in bars if word.get_window_extent().overlaps(bar.get_window_extent())]
-
-
-def test_a_faultless_model_has_a_picture_of_confusions_that_says_so(figures):
-    reports.confused_classes([], "x.png")
-    assert figures[0].texts[0].get_text() == "no test image is taken for another class"
 
 
 def write_log(path, rows, end=""):
