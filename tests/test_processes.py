@@ -128,15 +128,9 @@ def test_a_signal_to_one_process_stops_all(start):
 
 
 def test_what_cannot_be_shared_out_is_refused_and_leaves_no_folder(start):
-    odd = start("finetune", "odd", "--batch_size", 15, processes=2)
-    assert odd.wait() == 1
-    assert "batch_size 15 is no multiple of 2 processes x 1 accumulation steps: use 14 or 16." in odd.printed
-    large = start("finetune", "large", "--batch_size", 128, processes=2)
-    assert large.wait() == 1
-    assert "batch_size is 128, but there are only 64 images: use at most 64." in large.printed
-    for run in (odd, large):
-        assert "Traceback" not in run.printed
-        assert not run.folder.exists()
+    run = start("finetune", "odd", "--batch_size", 15, processes=2)
+    assert run.wait() == 1 and not run.folder.exists()
+    assert "batch_size 15" in run.printed and "14 or 16" in run.printed and "Traceback" not in run.printed
 
 
 def forget_the_cpu() -> None:

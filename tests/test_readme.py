@@ -6,7 +6,6 @@ import re
 import pytest
 from documents import PAGES, README, ROOT
 
-from livt_hf.recipes.ablations import REPORTED
 from livt_hf.recipes.benchmarks import peers
 from livt_hf.recipes.paper import tables
 
@@ -74,44 +73,11 @@ def test_result_files_become_tables_between_the_markers(tmp_path, monkeypatch):
     assert render(full) == full
 
 
-def test_some_variants_of_several_sweeps_become_one_short_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    row = {"seeds": 3, "posterior_accuracy": 60.0, "paper": None} | {name: 50.0 for name in REPORTED}
-    row |= {f"{name}_deviation": 0.5 for name in REPORTED}
-    for name in ("losses", "head"):
-        rows = [row | {"variant": variant} for variant in ("ce", "bce", "bal_bce")]
-        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    marker = "<!-- short Birds, from scratch: losses ce bal_bce; Birds, a head: head ce -->\n"
-    table = tables.render(f"{marker}<!-- /short -->\n", tmp_path).splitlines()[3:-1]
-    assert table == [
-        "| Birds, from scratch | ce | 50.0 ± 0.5 | 50.0 | 50.0 | 50.0 | 60.0 |",
-        "|  | bal_bce | 50.0 ± 0.5 | 50.0 | 50.0 | 50.0 | 60.0 |",
-        "| Birds, a head | ce | 50.0 ± 0.5 | 50.0 | 50.0 | 50.0 | 60.0 |",
-    ]
-
-
 def test_no_measured_number_of_a_page_is_typed_by_hand():
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         text = re.sub(r"<!-- (\w+)[^>]*-->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
         assert re.findall(r"\d+\.\d+ %|\d points", text) == [], page
-
-
-def test_a_sentence_takes_its_numbers_from_result_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    rows = [
-        {"variant": "ce", "accuracy": 43.86, "posterior_accuracy": 56.53},
-        {"variant": "bal_ce", "accuracy": 56.25, "posterior_accuracy": 56.25},
-    ]
-    (tmp_path / "head.json").write_text(json.dumps({"rows": rows}))
-    marker = (
-        "<!-- text {head[ce][accuracy]:.1f}, {head[bal_ce - ce][accuracy]:.1f},\n"
-        "{head[ce][posterior_accuracy - accuracy]:.0f} points -->\n"
-    )
-    full = tables.render(f"{marker}<!-- /text -->\n", tmp_path)
-    assert full == f"{marker}43.9, 12.4, 13 points\n<!-- /text -->\n" and tables.render(full, tmp_path) == full
-    long = "a " * 67 + "{head[ce][accuracy]:.1f} %"  # a number and its % stay on one line
-    assert "a\n43.9 %\n" in tables.render(f"<!-- text {long} -->\n<!-- /text -->\n", tmp_path)
 
 
 def test_other_tools_are_compared_over_seeds(tmp_path, monkeypatch):
@@ -127,7 +93,6 @@ def test_other_tools_are_compared_over_seeds(tmp_path, monkeypatch):
     assert "| livt train | 61.0 ± 1.4 |\n| Trainer, cross-entropy | 50.0 \\* |" in short
     full = tables.render("<!-- peers -->\n<!-- /peers -->\n", tmp_path)
     assert "| a | 2 | livt train | 2 | 61.0 ± 1.4 | 60.0 ± 0.0 | 1.00 ± 0.00 | 5.0 ± 0.0 | 120 ± 0 | - |" in full
-    assert (
-        "| 0.040 |\n| a | 2 | LogisticRegression on frozen features | 1 | 40.0 |" in full
-    )  # not in the order of names
+    # Not in the order of names.
+    assert "| 0.040 |\n| a | 2 | LogisticRegression on frozen features | 1 | 40.0 |" in full
     assert "| a | 2 | Trainer, cross-entropy | 1 | 50.0 | 60.0 | 1.00 | 5.0 | 120 | 0.040 |" in full

@@ -3,21 +3,18 @@
 import contextlib
 import json
 import multiprocessing
-import os
 import random
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from needs import needs_linux
 from recipe_runs import (
-    RECIPES,
     TINY,
     RecipeRun,
     assert_same_weights,
@@ -195,7 +192,6 @@ def test_a_run_that_is_under_way_is_not_resumed_by_a_second_process(start, unint
     ("stage", "number", "more"),
     [
         ("pretrain", signal.SIGTERM, []),
-        ("pretrain", signal.SIGTERM, ["--num_workers", "1"]),
         ("finetune", signal.SIGINT, ["--num_workers", "1"]),
         pytest.param("finetune", signal.SIGINT, ["--num_workers", "1"], id="spawn", marks=pytest.mark.slow),
     ],
@@ -223,47 +219,3 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(start, uninterrup
     killed = start("pretrain", "early", sabotage=(kill_at, "replace", "/checkpoints", 1))
     assert killed.wait() == -signal.SIGKILL
     assert_same_run(start("pretrain", "early", "--resume").finish().folder, uninterrupted["pretrain"])
-
-
-def test_a_finished_run_and_another_setting_are_not_resumed(start, uninterrupted):
-    again = start("pretrain", "uninterrupted", "--resume", output=uninterrupted["pretrain"].with_suffix(".no"))
-    assert again.wait() == 1
-    assert "is finished; there is nothing to resume" in again.printed
-    killed = start("finetune", "other", sabotage=(kill_at, "replace", "/checkpoints", 2))
-    killed.wait()
-    other = start("finetune", "other", "--resume", "--tau", "0.5", "--seed", "3", "--num_workers", "1")
-    assert other.wait() == 1
-    assert "seed was 0 and is now 3; tau was 1.0 and is now 0.5." in other.printed
-    assert "num_workers" not in other.printed
-    assert "Traceback" not in other.printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_launched_runs_killed_and_interrupted_end_like_one_that_was_not(workplace, uninterrupted, stage):
-    """As a user would: a kill of everything, then Ctrl-C, then to the end, each time `accelerate launch`."""
-    folder = workplace / f"launched-{stage}"
-    options = ["--dataset", str(workplace / "pictures"), *TINY, *OPTIONS[stage].split()]
-
-    def launch(*more: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "accelerate.commands.launch", str(RECIPES / f"{stage}.py"), *options, *more]
-        environment = os.environ | {"HF_DATASETS_CACHE": str(workplace / "cache")}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-
-    def logged() -> int:
-        path = folder / "log.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    for number, lines, how in ((signal.SIGKILL, 1, "--output_dir"), (signal.SIGINT, 2, "--resume")):
-        with launch(how, str(folder)) as launched:
-            while logged() < lines:
-                assert launched.poll() is None
-                time.sleep(0.005)
-            os.killpg(launched.pid, number)
-            printed, _ = launched.communicate(timeout=120)
-            assert launched.returncode != 0
-    assert f"--resume {folder}" in printed
-    with launch("--resume", str(folder)) as launched:
-        launched.communicate(timeout=120)
-        assert launched.returncode == 0
-    assert_same_run(folder, uninterrupted[stage])

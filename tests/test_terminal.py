@@ -43,8 +43,10 @@ def test_a_terminal_shows_a_progress_bar(workplace):
 
 
 def test_a_file_gets_plain_lines_now_and_then(workplace):
-    run = RecipeRun("pretrain", workplace / "file", "--dataset", workplace / "pictures", *TINY, "--log_steps", 4)
+    folder = workplace / "my run"
+    run = RecipeRun("pretrain", folder, "--dataset", workplace / "pictures", *TINY, "--log_steps", 4)
     assert run.wait() == 0
+    assert run.printed.endswith(f"{shell_line(['livt', 'finetune', '--pretrained', folder])}\n")  # the next command
     lines = run.printed.splitlines()
     assert "\r" not in run.printed and "%|" not in run.printed
     told = [line for line in lines if line.startswith("update ")]
@@ -52,13 +54,6 @@ def test_a_file_gets_plain_lines_now_and_then(workplace):
     assert re.fullmatch(rf"update 4{numbers}  \d+ seconds? left", told[0])
     assert re.fullmatch(rf"update 12{numbers}", told[-1]) and len(told) <= 3
     assert run.logged() == 3
-
-
-def test_a_pretraining_ends_with_the_next_command(workplace):
-    run = RecipeRun("pretrain", workplace / "my run", "--dataset", workplace / "pictures", *TINY, "--max_steps", 1)
-    assert run.wait() == 0
-    folder = workplace / "my run"
-    assert run.printed.endswith(f"{shell_line(['livt', 'finetune', '--pretrained', folder])}\n")
 
 
 def test_each_evaluation_of_a_fine_tuning_says_its_groups_once(workplace):

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from refusals import refusal
 from timm.data.auto_augment import rand_augment_transform
 from torchvision import transforms as tv
 from transformers import AutoImageProcessor
 
 from livt_hf.data.transforms import DeviceTransform, FinetuneAugmentation, PretrainAugmentation, eval_processor
-from livt_hf.errors import LiVTError
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.27, 0.26, 0.28)
 
@@ -89,8 +89,13 @@ def test_pad_crop_shifts_by_at_most_four_pixels_with_zeros_outside():
     _, rows, columns = torch.nonzero(out[:, 0] == 7, as_tuple=True)
     assert rows.unique().tolist() == columns.unique().tolist() == list(range(12, 21))
     assert set(out.unique().tolist()) == {0, 7, 200}
-    with pytest.raises(ValueError, match="pad-crop cannot cut 64"):
+    with refusal(None, 64):
         FinetuneAugmentation(64, policy="pad-crop").batch(image, 0, 0, [0])
+    with refusal(None, '"centre"'):
+        FinetuneAugmentation(32, policy="centre")
+    for policy in ("trivial", "randaugment"):
+        with refusal(None, policy):
+            FinetuneAugmentation(32, rand_augment=policy)
 
 
 def test_augmentation_leaves_the_global_generators_alone():
@@ -110,14 +115,6 @@ def test_augmentation_leaves_the_global_generators_alone():
     assert draws() == expected
 
 
-def test_unknown_policies_are_refused():
-    with pytest.raises(ValueError, match='policy is "centre"'):
-        FinetuneAugmentation(32, policy="centre")
-    for policy in ("trivial", "randaugment"):
-        with pytest.raises(LiVTError, match=f'rand_augment is "{policy}"'):
-            FinetuneAugmentation(32, rand_augment=policy)
-
-
 @pytest.mark.parametrize("magnitude", range(11))
 @pytest.mark.parametrize("policy", ["rand-m{}-p1", "rand-m{}-p1-inc1"])
 def test_rand_augment_is_timms_and_where_timm_keeps_no_bits_the_picture_is_black(policy, magnitude):
@@ -132,13 +129,6 @@ def test_rand_augment_is_timms_and_where_timm_keeps_no_bits_the_picture_is_black
             expected = timms(picture)
         random.seed(1)
         assert operation.name == timms.name and operation(picture) == expected
-
-
-def test_rand_augment_survives_many_images():
-    """Pillow 13 refuses the 0 bits that timm's Posterize may ask for, in about one image of 2,000."""
-    augmentation = FinetuneAugmentation(16)
-    images = small_images(1).repeat(4000, 1, 1, 1)
-    assert augmentation.batch(images, 0, 0, range(4000)).shape == (4000, 3, 16, 16)
 
 
 # Evaluation
@@ -202,16 +192,12 @@ def test_mixing_follows_the_key_and_multi_hot_labels_mix_like_ids():
     hot = transform({**flat_batch(6), "labels": torch.eye(6)}, **place)
     assert torch.equal(ids["pixel_values"], hot["pixel_values"])
     assert torch.allclose(ids["labels"], hot["labels"])
+    with refusal(None, 5):  # an odd micro-batch
+        transform(flat_batch(5), **place)
+    with refusal(None, "num_classes"):
+        DeviceTransform(MEAN, STD, cutmix=1.0)
     for change in ({"epoch": 2}, {"update": 6}, {"micro": 0}, {"rank": 0}):
         assert not torch.equal(transform(flat_batch(6), **{**place, **change})["labels"], ids["labels"])
-
-
-def test_an_odd_micro_batch_cannot_be_mixed_and_says_so():
-    transform = DeviceTransform(MEAN, STD, mixup=0.8, num_classes=5)
-    with pytest.raises(ValueError, match="this one has 5"):
-        transform(flat_batch(5), epoch=0, update=0)
-    with pytest.raises(ValueError, match="pass num_classes"):
-        DeviceTransform(MEAN, STD, cutmix=1.0)
 
 
 def test_a_quarter_of_the_images_is_erased_whatever_the_batch():
