@@ -13,6 +13,7 @@ from refusals import refusal
 from livt_hf import LiViTConfig
 from livt_hf.data import Batches, FinetuneAugmentation, train_loader
 from livt_hf.data.sampling import Sampler, seen_counts
+from livt_hf.errors import LiVTError
 from livt_hf.long_tail.head import LongTailHead
 from livt_hf.predictions.rules import UNIFORM
 from livt_hf.randomness import keyed_seed, purpose_seed
