@@ -485,7 +485,7 @@ def test_lora_leaves_batch_statistics_alone_and_ends_as_a_stock_model(pictures, 
             add_lora(torch.nn.Linear(2, 2), 2)
     pytest.importorskip("peft")
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
-    with refusal(None, "ResNetForImageClassification"):  # which has no linear layer besides its classifier
+    with refusal("tune", "ResNetForImageClassification"):  # which has no linear layer besides its classifier
         add_lora(balance(ResNetForImageClassification(config), class_counts=[3, 2, 1]), 2)
     start = resnet(tmp_path / "resnet")
     run = trained(pictures, start, tmp_path / "run", "--tune", "lora")
