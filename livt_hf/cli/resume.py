@@ -60,7 +60,7 @@ def resolve_training(
 def warn_about_ignored_options(settings: Any, explicit: Mapping[str, Any]) -> None:
     """Warn about options that were named although an exact solution ignores them."""
     named = [f"--{name} {explicit[name]}" for name in _STEP_OPTIONS if name in explicit]
-    if settings.solvable and named:
+    if isinstance(settings, FinetuneSettings) and settings.solvable and named:
         logger.warning(
             "%s is ignored: --tune head solves loss %s exactly, without gradient steps; --solver loop trains it by "
             "them.",
