@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 SIDE, FREQUENCIES = 32, 12  # pixels of a thumbnail, and of its cosine transform the rows and columns that are kept
 EXACT = 20_000  # images of which all pairs are compared
-ORDERS, NEIGHBOURS = 24, 128  # of more: sorted orders, and images that are compared with each other in one
+# Of more: sorted orders, times the logarithm of their number, and images that are compared with each other in one.
+ORDERS, NEIGHBOURS = 2.4, 128
 AXES, DIGITS = 16, 3  # of a sort key: random axes, of which the nearest one or its opposite is a digit; digits
 BLOCK = 1024  # images that are compared at a time
 SAMPLE = 2_000  # images that tell what chance is
@@ -156,7 +157,7 @@ def _compare_neighbours(vectors: np.ndarray) -> Iterator[Block]:
     generator, keys = np.random.default_rng(0), np.empty(len(vectors), dtype=np.int64)
     weights = (2 * AXES) ** np.arange(DIGITS)
     with threadpool_limits(1, "blas"):  # threads would wait for each other more than they compute in small blocks
-        for _ in range(ORDERS):
+        for _ in range(round(ORDERS * np.log(len(vectors)))):
             axes = generator.standard_normal((vectors.shape[1], DIGITS * AXES), dtype=np.float32)
             for start in range(0, len(keys), BLOCK):
                 along = (vectors[start : start + BLOCK] @ axes).reshape(-1, DIGITS, AXES)
