@@ -3,7 +3,7 @@
 Its parts, each of which a stopped training resumes:
 
 1. Features and the exact head, on all training images: a calibrated model, saved after seconds.
-2. The whole network for the time left, from the head that was solved without the held-out images.
+2. The whole network for the time left, from a head of a larger L2 strength that has not seen the held-out images.
 3. The choice: what is best on the held-out images is kept, evaluated and saved.
 
 plan.json in the folder of the training holds what was planned and measured, `finetune` beside it the model.
@@ -40,7 +40,6 @@ from livt_hf.data.splitting import choose_validation, is_made_split
 from livt_hf.errors import LiVTError
 from livt_hf.files import read_values, replacing, write_values
 from livt_hf.long_tail.calibration import MIN_IMAGES
-from livt_hf.long_tail.structure import get_classifier
 from livt_hf.modeling_livit import LiViTForImageClassification
 from livt_hf.predictions.calibrate import calibrate_logits, collect_logits
 from livt_hf.predictions.evaluate import Evaluator
@@ -78,7 +77,7 @@ from livt_hf.training.finetune import (
 )
 from livt_hf.training.framing import FRAMING, TRIAL_SHARE, try_framings
 from livt_hf.training.loop import TrainingLoop, finish_run, make_accelerator, open_run
-from livt_hf.training.solve import HELD_OUT_HEAD, save_held_out_head, solve_head
+from livt_hf.training.solve import HELD_OUT_LOGITS, START_HEAD, save_held_out_logits, solve_head
 from livt_hf.training.start import apply_framing, build_classifier, build_processor, store_shot_counts
 
 logger = logging.getLogger(__name__)
@@ -104,6 +103,7 @@ class Session:
         fraction: the share of them.
         framing: what the network sees of an image; "auto" until that is tried.
         network: learning rate and size of the crops that fit the kind of network.
+        changes: options that replace those of the recipe, for benchmarks.
     """
 
     settings: TrainSettings
@@ -116,6 +116,7 @@ class Session:
     fraction: float = 0.0
     framing: str = "auto"
     network: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
     opened: float = field(default_factory=time.perf_counter)
 
     def choose_objective(self, settings: FinetuneSettings) -> str | None:
@@ -159,7 +160,7 @@ class Session:
 
     def tuned_settings(self, updates: int) -> FinetuneSettings:
         """Return the settings of the second part."""
-        options = recipe.build_options(max(updates, 1), len(self.split["train"]), **self.network)
+        options = recipe.build_options(max(updates, 1), len(self.split["train"]), **self.network) | self.changes
         return self.finetune_settings(**options, validation_fraction=self.fraction)
 
     @property
@@ -272,20 +273,18 @@ def solve_first_head(session: Session, settings: FinetuneSettings, run: Run) -> 
     model, processor = session.build(settings, session.whole)
     loop = session.build_loop(settings, model, processor, session.whole, run)
     run.checkpoints.mkdir(exist_ok=True)
-    solution = solve_head(loop, session.choose_objective(settings), session.held_out)
+    solution = solve_head(loop, session.choose_objective(settings), session.held_out, recipe.START_SHRINKAGE)
     model = loop.task.assemble_model(loop.final_model)  # type: ignore[attr-defined]  # of a `FinetuneTask`
     if session.held_out is None and "validation" in session.split:  # the dataset's own images, which no head has seen
         logits, _ = collect_logits(model, session.batches("validation", processor), accelerator)
-        classifier = get_classifier(model)
         if accelerator.is_main_process:
-            bias = classifier.bias.detach() + model.head.logit_bias
-            save_held_out_head(run, classifier.weight.detach().cpu(), bias.cpu(), logits)
+            save_held_out_logits(run, logits)
     if accelerator.is_main_process:
         model.save_pretrained(run.folder)
         processor.save_pretrained(run.folder)
         scores = None
         if "validation" in session.split:
-            logits = load_file(run.checkpoints / HELD_OUT_HEAD)["logits"]
+            logits = load_file(run.checkpoints / HELD_OUT_LOGITS)["logits"]
             scores = score_held_out(model.head.cpu(), logits, session.held_out_labels)
         head = {"solution": solution, "seconds": session.clock() - began, "scores": scores, "images": images}
         write_values(path, head)
@@ -307,8 +306,7 @@ def tune_network(
     model, processor = session.build(settings, session.split)
     parts = [{"part": "head", "share": 0.0, "seconds": head["seconds"], "scores": head["scores"], "kept": True}]
     if tuning.updates:
-        tensors = load_file(run.checkpoints / HELD_OUT_HEAD)
-        start_from_head(model, tensors["weight"], tensors["bias"])
+        start_from_head(model, **load_file(run.checkpoints / START_HEAD))
         if session.accelerator.is_main_process:
             run.update(settings.to_dict())
     loop = session.build_loop(settings, model, processor, session.split, run)

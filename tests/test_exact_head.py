@@ -197,7 +197,7 @@ def test_a_weaker_penalty_fits_closer_and_the_best_strength_is_kept(data):
 def test_what_is_kept_is_of_the_chosen_strength(data, loss, several):
     """Its path goes on for two strengths, whose logits and heads must not be taken."""
     features, labels = data[0], several_labels(data[1]) if several else data[1]
-    head = fit_exact_head(features, labels, loss=loss)
+    head = fit_exact_head(features, labels, loss=loss, shrinkage=1)
     number = [row["strength"] for row in head.path].index(head.strength)
     assert number == len(head.path) - 3
     alone = fit_exact_head(features, labels, loss=loss, strengths=[head.strength])
@@ -209,13 +209,22 @@ def test_what_is_kept_is_of_the_chosen_strength(data, loss, several):
         prior = labels.mean(0)
         chance = -(labels * np.log(prior) + (1 - labels) * np.log1p(-prior)).sum(1).mean()
         assert 0.5 * chance < head.path[number]["nll"] < chance
-    weight, bias = head.first_fold
+    weight, bias = head.shrunk
     first = torch.from_numpy(head.fold == 0)
     logits = torch.from_numpy(features)[first] @ weight.T + bias
     logits = logits - (head.out_of_fold[first] + build_head(loss, labels).logit_bias)
     if loss == "bal_ce":  # its logits are known up to a number
         logits = logits - logits.mean(1, keepdim=True)
-    torch.testing.assert_close(logits, torch.zeros_like(logits), atol=1e-3, rtol=0)
+    torch.testing.assert_close(logits, torch.zeros_like(logits), atol=0.15, rtol=0)
+
+
+def test_a_shrunk_head_has_a_larger_strength_and_another_bias_for_unknown_classes(data):
+    features, labels = data
+    fold = (labels == labels.max()).astype(int) ^ 1  # the first fold has all images of the last class
+    heads = [fit_exact_head(features, labels, loss="bal_ce", folds=fold, shrinkage=by).shrunk for by in (1, 20)]
+    lengths = [weight.norm() for weight, _ in heads]
+    assert lengths[1] < 0.7 * lengths[0]
+    assert all(bias[-1] < -1000 for _, bias in heads)
 
 
 def test_of_equally_good_strengths_the_strongest_is_taken():

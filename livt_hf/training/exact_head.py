@@ -54,8 +54,8 @@ class ExactHead:
         out_of_fold: logits z (N, C) of every training image by a head that was trained without its fold.
         unseen: (N,), True for images whose class has no image outside of their fold: no head could know it.
         fold: the fold of each image (N,).
-        first_fold: weight and bias of the head that was trained without fold 0. Its bias is that of the fitted
-            posterior, with the logit bias of the loss.
+        shrunk: weight and bias of a head of a larger strength that was trained without fold 0, if it was asked for.
+            The bias is that of the fitted posterior, with the logit bias of the loss.
     """
 
     weight: Tensor
@@ -65,7 +65,7 @@ class ExactHead:
     out_of_fold: Tensor
     unseen: Tensor
     fold: np.ndarray
-    first_fold: tuple[Tensor, Tensor]
+    shrunk: tuple[Tensor, Tensor] | None = None
 
 
 def fit_exact_head(
@@ -79,6 +79,7 @@ def fit_exact_head(
     folds: int | np.ndarray = 5,
     select: str = "nll",
     seed: int = 0,
+    shrinkage: float | None = None,
     cache: Path | None = None,
     callback: Callable[[dict[str, float]], None] | None = None,
     **long_tail,
@@ -97,6 +98,7 @@ def fit_exact_head(
             least noise and was as good for every objective, or "mean_class_accuracy", "accuracy", "macro_f1",
             "balanced".
         seed: of the folds.
+        shrinkage: also fit a head of so many times the chosen strength without fold 0.
         cache: folder for the state of an unfinished path. A call that finds it continues after the last strength done.
         callback: called with the scores of every strength once its state is saved.
         **long_tail: fields of `LongTailConfig`, such as `tau`, `test_prior`, `class_weights`, `label_smoothing`.
@@ -123,7 +125,7 @@ def fit_exact_head(
     state = None if cache is None else Path(cache) / _STATE
     path = _RegularizationPath(Design(features), targets, fold, sorted(strengths, reverse=True), select, state)
     path.run(callback)
-    return path.finish()
+    return path.finish(shrinkage)
 
 
 def assign_folds(labels: np.ndarray, folds: int, groups: np.ndarray | None = None, seed: int = 0) -> np.ndarray:
@@ -190,12 +192,13 @@ class _RegularizationPath:
             if callback is not None:
                 callback(self.scores[-1])
 
-    def finish(self) -> ExactHead:
+    def finish(self, shrinkage: float | None = None) -> ExactHead:
         """Solve the head of all images at the chosen strength."""
         strength = self.scores[_choose(self.scores, self.select)]["strength"]
-        problem = HeadProblem(self.design, self.targets, torch.ones(len(self.fold), 1, dtype=torch.bool))
-        theta = problem.solve(self.tensors["mean"][:, None].contiguous(), strength, _TOLERANCE)
-        weight, bias = self.design.classifier(theta[:, 0])
+        weight, bias = self._solve_one(torch.ones(len(self.fold), 1, dtype=torch.bool), strength, _TOLERANCE)
+        shrunk = None
+        if shrinkage is not None:
+            shrunk = self._solve_one(self.trained[:, :1], shrinkage * strength, _PATH_TOLERANCE)
         if self.targets.softmax:
             bias = bias - bias.mean()  # the loss does not depend on the mean
         return ExactHead(
@@ -206,8 +209,15 @@ class _RegularizationPath:
             out_of_fold=self.tensors["out_of_fold"],
             unseen=self._unseen(),
             fold=self.fold,
-            first_fold=self.design.classifier(self.tensors["first_fold"]),
+            shrunk=shrunk,
         )
+
+    def _solve_one(self, trained: Tensor, strength: float, tolerance: float) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of the head of the images `trained`, (N, 1), near those of the folds."""
+        problem = HeadProblem(self.design, self.targets, trained)
+        mean = self.tensors["mean"][:, None].clone()
+        mean[-1] = torch.where(problem.start[-1].abs() < -OFF, mean[-1], problem.start[-1])
+        return self.design.classifier(problem.solve(mean, strength, tolerance)[:, 0])
 
     def _take_out_of_fold(self, problem: HeadProblem, first: int, logits: Tensor) -> None:
         """Copy the logits z of the images that each head of `problem` was not trained on into `logits`.
@@ -244,7 +254,6 @@ class _RegularizationPath:
             # Over the folds that know the class: the bias of the others is not a number of this head.
             known = (theta[-1].abs() < -OFF).float()  # (folds, C)
             self.tensors |= {"mean": (theta * known).sum(1) / known.sum(0).clamp_min(1), "out_of_fold": logits}
-            self.tensors["first_fold"] = theta[:, 0]
 
     def _ended(self) -> bool:
         if len(self.scores) in (0, len(self.strengths)):

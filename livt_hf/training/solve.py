@@ -26,10 +26,16 @@ from livt_hf.training.loop import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
-HELD_OUT_HEAD = "held_out_head.safetensors"  # of `solve_head` with `held_out`, in the folder of the checkpoints
+# Files of `solve_head` in the folder of the checkpoints.
+START_HEAD, HELD_OUT_LOGITS = "start_head.safetensors", "held_out_logits.safetensors"
 
 
-def solve_head(loop: TrainingLoop, objective: str | None = None, held_out: np.ndarray | None = None) -> dict:
+def solve_head(
+    loop: TrainingLoop,
+    objective: str | None = None,
+    held_out: np.ndarray | None = None,
+    shrinkage: float | None = None,
+) -> dict:
     """Solve the classifier of a `FeatureTask`, calibrate it, and choose its deployment prior.
 
     The main process solves; a run that is interrupted or killed continues after the last L2 strength done.
@@ -37,8 +43,10 @@ def solve_head(loop: TrainingLoop, objective: str | None = None, held_out: np.nd
     Args:
         loop: the loop of the task, which holds the module, the run's folder and the processes.
         objective: what the deployment prior pi^t is chosen for; None keeps the test prior.
-        held_out: True for images (N,) that make up a fold of the cross-validation. The head that was trained without
-            them, and its logits of them, are written to `HELD_OUT_HEAD`.
+        held_out: True for images (N,) that make up a fold of the cross-validation; the logits of them, by a head that
+            was trained without them, are written to `HELD_OUT_LOGITS`.
+        shrinkage: write a head of so many times the chosen strength to `START_HEAD`, which was trained without the
+            held-out images.
 
     Returns:
         What was chosen, for `results.json`: the L2 strength with its path.
@@ -46,7 +54,7 @@ def solve_head(loop: TrainingLoop, objective: str | None = None, held_out: np.nd
 
     def solve():
         with StopOnSignal() as stopping, contextlib.suppress(Interrupted):
-            return _solve(loop, objective, held_out, stopping)
+            return _solve(loop, objective, held_out, shrinkage, stopping)
 
     solved = compute_on_main_process(loop.accelerator, solve)
     if solved is None:
@@ -62,7 +70,11 @@ def solve_head(loop: TrainingLoop, objective: str | None = None, held_out: np.nd
 
 
 def _solve(
-    loop: TrainingLoop, objective: str | None, held_out: np.ndarray | None, stopping: StopOnSignal
+    loop: TrainingLoop,
+    objective: str | None,
+    held_out: np.ndarray | None,
+    shrinkage: float | None,
+    stopping: StopOnSignal,
 ) -> tuple[Tensor, Tensor, dict, dict, float]:
     """Return weight and bias on standardised features, head settings, solution and seconds."""
     began, limit, loader, module = time.monotonic(), loop.checkpointing.max_hours, loop.task.loader, loop.bare_model
@@ -77,9 +89,12 @@ def _solve(
 
     options = {name: value for name, value in module.config.long_tail.items() if name != "calibration"}
     options |= {"cache": loop.run.checkpoints, "seed": loop.optimization.seed, "callback": log_or_interrupt}
+    options["shrinkage"] = shrinkage
     head = _fit(loader.features, labels, groups, held_out, **options)
     if held_out is not None:
-        save_held_out_head(loop.run, *head.first_fold, head.out_of_fold[: len(held_out)][torch.from_numpy(held_out)])
+        save_held_out_logits(loop.run, head.out_of_fold[: len(held_out)][torch.from_numpy(held_out)])
+    if head.shrunk is not None:
+        _save(loop.run, START_HEAD, weight=head.shrunk[0], bias=head.shrunk[1])
     seen = ~head.unseen[: loader.num_images]
     if module.head.no_posterior is not None:
         warn_about_objective(module.head, objective)
@@ -94,13 +109,14 @@ def _solve(
     return weight, bias, dict(module.config.long_tail), solution, time.monotonic() - began
 
 
-def save_held_out_head(run: Run, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
-    """Save a head that was trained without the held-out images, and its logits z of them.
+def save_held_out_logits(run: Run, logits: Tensor) -> None:
+    """Save the logits z of the held-out images by a head that was trained without them."""
+    _save(run, HELD_OUT_LOGITS, logits=logits)
 
-    The weights are those on the backbone's own features, and the bias is that of the fitted posterior.
-    """
-    with replacing(run.checkpoints / HELD_OUT_HEAD) as path:
-        save_file({"weight": weight.contiguous(), "bias": bias.contiguous(), "logits": logits.contiguous()}, path)
+
+def _save(run: Run, name: str, **tensors: Tensor) -> None:
+    with replacing(run.checkpoints / name) as path:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, path)
 
 
 def _fit(
