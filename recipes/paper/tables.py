@@ -262,6 +262,23 @@ def peers_section(which: str, _page: Path) -> str:
     return markdown_table(rows).strip()
 
 
+def recipe_section(_which: str, _page: Path) -> str:
+    """Return the rows of `recipes/benchmarks/recipe.py`, best first by the NLL of both kinds of held-out images."""
+    path = RESULTS / "recipe.json"
+    rows = read_values(path)["rows"] if path.exists() else []
+    keys = ("dataset", "share", "updates", "seed")
+    rows = sorted(rows, key=lambda row: (*(row[key] for key in keys), row["random"]["nll"] + row["clusters"]["nll"]))
+    lines = []
+    for row in rows:
+        line = {"images": f"{row['dataset']}, {row['images']:,}", "updates": row["updates"], "variant": row["variant"]}
+        for way in ("random", "clusters"):
+            line[f"{way}: NLL"] = f"{row[way]['nll']:.2f}"
+            line[f"{way}: accuracy"] = f"{row[way]['accuracy']:.1f}"
+            line[f"{way}: mean class accuracy"] = f"{row[way]['mean_class_accuracy']:.1f}"
+        lines.append(line | {"seconds": f"{row['seconds']:.0f}"})
+    return markdown_table(lines).strip() if lines else ""
+
+
 PEERS = {
     "ours": "livt train",
     "trainer": "Trainer, cross-entropy",
@@ -275,6 +292,7 @@ HEAD_OBJECTIVES = {"accuracy": "accuracy", "mean_class_accuracy": "mean class ac
 SECTIONS = {
     "heads": heads_section,
     "peers": peers_section,
+    "recipe": recipe_section,
     "idea": idea_section,
     "results": results_section,
     "short": short_section,
