@@ -9,14 +9,15 @@ other sources than those trained on. Each variant is trained by the code of `liv
 one thread. Rows are added to recipes/results/recipe.json as they are done, and are not done again: NLL after
 calibration, accuracy under the training prior and mean class accuracy under the uniform one, in percent.
 
-recipe                      the recipe as it is, from a shrunk head
+recipe                      the recipe as it is, from a shrunk head; with the loss bal_ce
 fresh                       from a fresh classifier
 tenth_of_head, part_of_head, head   from a classifier that is moved 10 %, 30 % or all of the way to the exact head
 head_frozen_bn              from the exact head, with the batch statistics of the backbone kept, at a rate of 3e-4
 frozen_bn                   the recipe with the batch statistics of the backbone kept
 low_rate, high_rate         a third and three times the learning rate
 full_crops                  crops of the size that images are served in, in as many updates
-sigmoid, plain              the losses bal_bce and ce instead of bal_ce
+sigmoid, fresh_sigmoid      the loss bal_bce, the default of `livt train`; from a fresh classifier
+plain                       the loss ce
 label_smoothing, mixup      of 0.1; of 0.2
 """
 
@@ -68,6 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "high_rate": {"base_lr": 3 * LEARNING_RATE * 256 / BATCH_SIZE},
     "full_crops": {"crop_size": None},
     "sigmoid": {"loss": "bal_bce"},
+    "fresh_sigmoid": {"start": 0.0, "loss": "bal_bce"},
     "plain": {"loss": "ce"},
     "label_smoothing": {"label_smoothing": 0.1},
     "mixup": {"mixup": 0.2},
