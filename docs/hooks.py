@@ -10,7 +10,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from livt_hf.cli.options import GROUPS
+from livt_hf.cli.options import GROUPS, read_examples
 from livt_hf.cli.settings import COMMANDS, settings_class
 from livt_hf.results import Results
 from livt_hf.specs import REQUIRED, Option
@@ -82,8 +82,8 @@ def render_commands() -> Iterator[str]:
     for name in COMMANDS:
         cls = settings_class(name)
         yield f"## livt {name}\n\n{cls.__doc__}\n"
-        if cls.examples:
-            yield "```bash\n" + "\n".join(cls.examples) + "\n```\n"
+        if examples := read_examples(cls.stage):
+            yield "```bash\n" + "\n".join(examples) + "\n```\n"
         options = list(cls.options().values())
         own = [one for one in options if one.part is None]
         parts = {title: [one for one in options if one.part and find_title(one) == title] for title in GROUPS}

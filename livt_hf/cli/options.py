@@ -175,11 +175,12 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 def _make_parser(cls: type[CommandSettings], show_all: bool = True) -> argparse.ArgumentParser:
     """Make a parser that leaves values as they are written, and leaves out what is not named."""
+    examples = read_examples(cls.stage)[: None if show_all else 3]
     parser = _Parser(
         prog=f"livt {cls.stage}" if cls.stage else None,
         usage=" ".join(["%(prog)s", *(_spell_positional(cls, name) for name in cls.positionals), "[OPTIONS]"]),
         description=cls.__doc__,
-        epilog=_read_examples(cls.stage, None if show_all else 3),
+        epilog="\n  ".join(["examples:", *examples]) if examples else None,
         formatter_class=_Formatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -206,12 +207,11 @@ def _make_parser(cls: type[CommandSettings], show_all: bool = True) -> argparse.
     return parser
 
 
-def _read_examples(stage: str, most: int | None) -> str | None:
-    """Return the first commands in the docstring of a recipe; to import it would take seconds."""
+def read_examples(stage: str) -> list[str]:
+    """Return the commands in the docstring of a recipe; to import it would take seconds."""
     recipe = CONFIGS.parent / f"{stage.replace('-', '_')}.py"
     docstring = recipe.read_text(encoding="utf-8").split('"""')[1] if recipe.exists() else ""
-    commands = re.findall(r"^ *(livt .*)$", docstring, re.MULTILINE)[:most]
-    return "\n  ".join(["examples:", *commands]) if commands else None
+    return re.findall(r"^ *(livt .*)$", docstring, re.MULTILINE)
 
 
 def _spell_positional(cls: type[CommandSettings], name: str) -> str:
