@@ -8,7 +8,8 @@ with another one on the other side should be found, an image without one should 
 taken with their own splits. Scaling: vectors of noise, a tenth with a copy at cosine .9, processor seconds of one
 core. Parts: 45 made-up parts of a
 factory with six exposures each, which look much alike, also by a perceptual hash of 64 bits at a fixed distance: of 0
-bits, as cleanvision finds near duplicates, and of up to 10, the default of imagededup. Writes
+bits, as cleanvision finds near duplicates, and of up to 10, the default of imagededup; with `--pretrained` also the
+mean class accuracy of a cross-validated head, by what is kept together in a fold. Writes
 recipes/results/near_copies.json.
 
     python recipes/benchmarks/near_copies.py --only parts scaling    # these alone
@@ -44,6 +45,7 @@ from livt_hf.data.near_copies import (
 )
 from livt_hf.files import read_values, write_values
 from livt_hf.recipes.benchmarks.framing import SHAPES, draw_part
+from livt_hf.training.exact_head import fit_exact_head
 from livt_hf.training.frozen import FrozenBackbone
 
 OUTPUT = Path(__file__).parents[1] / "results" / "near_copies.json"
@@ -192,6 +194,29 @@ def measure_parts() -> dict:
     return {"images": len(images), "parts": len(set(part)), "groups": groups} | result
 
 
+def measure_leak(backbone: FrozenBackbone) -> dict:
+    """Return how well an exact head seems to know the parts, by which exposures of a part are in one fold."""
+    with tempfile.TemporaryDirectory() as folder:
+        images = load_long_tailed(str(make_parts(Path(folder))), test_fraction=None)["train"]
+        labels, parts = (
+            labels_of(images).values,
+            [Path(path).name.split("_")[0] for path in image_paths(images).to_pylist()],
+        )
+        copies = connected_copies(*scale_by_chance(standardize(pixel_vectors(images)), labels))
+        features = backbone.features(images)[0]
+    scores = {}
+    for name, groups in (
+        ("by_image", None),
+        ("by_near_copies", copies),
+        ("by_part", np.unique(parts, return_inverse=True)[1]),
+    ):
+        head = fit_exact_head(features, labels, loss="bal_ce", groups=groups)
+        right = head.out_of_fold.argmax(1).numpy() == labels
+        accuracies = [right[labels == label].mean() for label in np.unique(labels)]
+        scores[name] = round(100 * float(np.mean(accuracies)), 1)
+    return {"mean_class_accuracy_of_folds": scores}
+
+
 def measure_scaling(sizes: tuple[int, ...] = (10_000, 30_000, 100_000, 300_000, 1_000_000)) -> list[dict]:
     """Return the processor time to compare vectors of noise, and the share of planted copies that are found."""
     rows = []
@@ -240,6 +265,8 @@ def main() -> None:
     if arguments.pretrained:
         model = load_classifier(arguments.pretrained)
         methods["features"] = FrozenBackbone(model, load_processor(arguments.pretrained), Accelerator(cpu=True))
+    if "parts" in arguments.only and arguments.pretrained:
+        write("parts", measure_leak(methods["features"]))
     for method, backbone in methods.items():
         if "bursts" in arguments.only:
             strengths = STRENGTHS if backbone is None else STRENGTHS[1:2]  # features of 3,606 images take minutes
