@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from livt_hf.recipes.benchmarks import peers
+from livt_hf.recipes.benchmarks import peers, recipe
 
 
 def test_scores_of_three_images_are_those_one_counts():
@@ -28,3 +28,14 @@ def test_entries_are_paired_with_ours_over_the_seeds_that_both_have():
     rows += [row("trainer", 1, "0001")]
     (test,) = peers.compare_with_ours(rows)
     assert (test["only_ours_right"], test["p"]) == (6, pytest.approx(0.25, abs=0.02))  # of three images still
+
+
+def test_variants_of_the_recipe_are_compared_on_random_images_and_on_whole_clusters():
+    generator = np.random.default_rng(0)
+    cluster = np.repeat(np.arange(6), 10)
+    features = 9 * np.eye(6)[cluster] + generator.normal(size=(60, 6))
+    labels = np.r_[np.zeros(60, dtype=int), np.ones(5, dtype=int)]  # five images are too few to hold any out
+    held_out = recipe.hold_out(labels, np.r_[features, generator.normal(size=(5, 6))])
+    (chosen,) = set(cluster[held_out[:60] == 2])
+    assert (held_out[:60][cluster == chosen] == 2).all()
+    assert (held_out == 1).sum() == 6 and not held_out[60:].any()
