@@ -151,12 +151,12 @@ def evaluate_file(settings: EvalSettings, accelerator: Accelerator, folder: Path
 
 
 def use_prior(info: PredictionsInfo, settings: EvalSettings) -> PredictionsInfo:
-    """Return the facts of a record with the rule of the prior asked for, if any, as the default rule."""
+    """Return the facts of a record with the rule of the requested prior, if any, as the default rule."""
     return info if settings.prior is None else replace(info, default_rule=read_rule(settings.prior, info))
 
 
 def choose_shifts(settings: EvalSettings, labels: np.ndarray, counts: np.ndarray) -> list[ShiftedSet]:
-    """Return the shifted test sets asked for."""
+    """Return the requested shifted test sets."""
     if settings.test_imbalance is None:
         return []
     return build_shifted_sets(settings.test_imbalance, labels, counts, settings.seed)

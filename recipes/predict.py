@@ -124,7 +124,7 @@ def explain_scores(info: PredictionsInfo, rule: DecisionRule, thresholds: Tensor
 
 
 class Answer(NamedTuple):
-    """What is said of a file: (label, score) pairs, the best first, or why it could not be read.
+    """The answer to a file: (label, score) pairs, the best first, or why it could not be read.
 
     `labels` are those that it is given where it may have several, else None.
     """

@@ -61,7 +61,7 @@ def warn_about_copies(splits: Mapping[str, Dataset], spec: DataSpec, made: bool 
 
     `made` says that the dataset did not come with these splits; default: whether its test split was made.
     """
-    if WITHIN_TRAIN in os.environ or spec.dataset in PUBLIC:  # `livt train` has said it; benchmarks are known
+    if WITHIN_TRAIN in os.environ or spec.dataset in PUBLIC:  # `livt train` has warned; benchmarks are known
         return
     about = {"arguments": ("group_from", "group_column", "exclude")}
     if message := describe_copies(splits):
