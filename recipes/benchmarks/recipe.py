@@ -54,6 +54,7 @@ from livt_hf.training.frozen import FrozenBackbone
 from livt_hf.training.recipe import BATCH_SIZE, LEARNING_RATE
 
 RESULTS = Path(__file__).parents[1] / "results" / "recipe.json"
+SHRINKAGE = recipe.START_SHRINKAGE
 HELD_OUT = 0.1  # share of the training images that each of the two ways holds out
 CLUSTERS, MIN_CLUSTERED = 6, 10  # of a class, and images of a class that is clustered
 # Options of `livt finetune` that differ from the recipe, and what training starts from.
@@ -117,8 +118,9 @@ def measure(dataset: str, model: Path, share: float, updates: int, seed: int, va
     session.network = {"crop_size": recipe.choose_crop_size(backbone, side)}
     session.network["learning_rate"] = recipe.choose_learning_rate(backbone)
     start = session.changes.pop("start", None)
-    if start is not None:
-        recipe.START_SHRINKAGE, train_backbone.start_from_head = 1.0, functools.partial(start_from_part, share=start)
+    recipe.START_SHRINKAGE = SHRINKAGE if start is None else 1.0
+    move = start_from_head if start is None else functools.partial(start_from_part, share=start)
+    train_backbone.start_from_head = move
     session = replace_images(session, images, held_out > 0)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder, "finetune"))
